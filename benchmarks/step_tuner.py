@@ -104,7 +104,8 @@ def candidates(key: Key, rows: int) -> list[Choice]:
         height, inner, silu_mul, block = shape
         return list(fp8.candidates(fp8.Size("", height, inner, block, silu_mul), rows))
     if kind == "fp8 experts":
-        return [*expert_candidates(rows), *_tiles()]
+        grouped = [c for c in expert_candidates(rows) if isinstance(c, Tiles) and c.up.rows > 1]
+        return [*grouped, *_tiles()]  # one row in a table means pair by pair, in any shape
     return list(_tiles())
 
 
@@ -262,11 +263,22 @@ def _table_row(key: Key, choice: Choice, rows: int) -> tuple[Path, dict[str, Any
     return fp8_moe.TABLE_PATH, place, {"up": list(choice.up[:5]), "down": list(choice.down[:5])}
 
 
+def _is_for_more(row: Mapping[str, Any], place: Mapping[str, Any]) -> bool:
+    """Whether a row is for the same experts, and more tokens."""
+    return row["tokens"] > place["tokens"] and all(row[k] == v for k, v in place.items() if k != "tokens")
+
+
 def install(changed: Mapping[Key, Choice], rows: int) -> None:
     """Write choices into the tables beside the kernels."""
     for key, choice in changed.items():
+        if key[0] == "experts":
+            print(f"no table has {key}: {choice}")
+            continue
         path, place, says = _table_row(key, choice, rows)
         table = json.loads(path.read_text())
+        if key[0] == "fp8 experts" and not any(_is_for_more(row, place) for row in table["rows"]):
+            print(f"not written, since prefill would use it too: {key}: {choice}")
+            continue
         names = {*place, "leaves_sums"}
         kept = [row for row in table["rows"] if {k: v for k, v in row.items() if k in names} != place]
         head = json.dumps({name: value for name, value in table.items() if name != "rows"})[:-1]
@@ -320,10 +332,10 @@ def main() -> None:
         model = str(share_of(args.model, args.share, Path(folder)))
         found = tune(model, args.rows, args.seconds, json.loads(args.settings))
     changed = found.pop("changed")
-    if args.install:
-        install(changed, args.rows)
     found["changed"] = [[key, choice] for key, choice in changed.items()]
     args.json.write_text(json.dumps(found | {"model": args.model, "share_of_ranks": args.share}, indent=1, default=str))
+    if args.install:
+        install(changed, args.rows)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,9 @@ def test_kernels_in_gluon_run_under_a_triton_with_which_they_were_tested(
     monkeypatch.setattr(fp8_linear, "runs_gluon", lambda device: runs)
     weight = torch.empty(2048, 4096, dtype=E4M3, device="meta")
     assert isinstance(fp8_linear.choose_config(weight, 4, False, 128), HopperRows) == runs
+    few_alone = {(2048, 4096, False, 128): {8: HopperRows(16, 8, None)}}  # not for more rows, whatever a table says
+    monkeypatch.setattr(fp8_linear, "load_table", lambda: few_alone)
+    assert not isinstance(fp8_linear.choose_config(weight, 32, False, 128), HopperRows)
 
 
 REQUIRED = {"2.11.0": "==3.6.0", "2.12.1": "==3.7.1", "2.13.0": "==3.7.1", "2.14.1": "~=3.8.0", "2.15.0": "~=3.9.0"}

@@ -73,6 +73,8 @@ def test_choices_are_written_into_the_tables(tmp_path: Path, monkeypatch: pytest
     held, tiles = Config("held", 32, 128, 4), Tiles(Tile(16, 16, 128, 2, 2), Tile(16, 64, 128, 2, 2))
     leaves_sums, of_fp8 = ("linear", 6144, 1024, False, True), ("fp8 linear", 12288, 2048, False, 128)
     install({A_QKV: held, leaves_sums: None, of_fp8: HopperRows(32, 8, 96), FP8_EXPERTS: tiles}, 7)
+    install({("experts", 512, 512): tiles, ("fp8 experts", 256, 2048, 768, 128): tiles}, 7)  # neither has a place
+    assert (256, 2048, 768, 128) not in fp8_moe.load_table()
     plain, with_sums = skinny_linear.load_table(False), skinny_linear.load_table(True)
     assert plain[4096, 1024, False, 8] == with_sums[4096, 1024, False, 8] == held
     assert with_sums[6144, 1024, False, 8] is None and plain[6144, 1024, False, 8] is not None

@@ -124,6 +124,11 @@ def test_processes_that_do_not_answer_are_given_up(tmp_path: Path) -> None:
     assert "given up" in run["said"]
 
 
+def test_what_may_be_gone_later_is_no_fault_of_the_cache() -> None:
+    with pytest.raises(BlockingIOError), compile_processes._cache_in_use():
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever compiles or loads, in the thread that submits or another."""
 

@@ -163,7 +163,7 @@ async def wait_for_room(port: int) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("end", [b"\r\n", b"Connection: close\r\n\r\n"])
+@pytest.mark.parametrize("end", [b"\r\n", b"\r\n" + HEAD + b"\r\n", b"Connection: close\r\n\r\n"])
 def test_an_answer_that_nobody_reads_is_not_kept_for_ever(end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.3)
 

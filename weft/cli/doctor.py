@@ -171,7 +171,8 @@ def _disk() -> Finding:
 
 def _kernel_cache() -> Finding:
     """Where Triton keeps what it compiled; a start cannot do without, unless the folder holds every kernel already."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     place = _nearest_existing(folder)
     remedy = "or set TRITON_CACHE_DIR to another folder: kernels on a GPU are compiled into it"
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -183,7 +184,7 @@ def _kernel_cache() -> Finding:
 
 
 def _nearest_existing(path: Path) -> Path:
-    while not path.exists():
+    while not os.path.exists(path):  # False too for what this user may not look at
         path = path.parent
     return path
 

@@ -17,6 +17,7 @@ so that a process that ends leaves nothing locked; where files cannot be locked,
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -180,12 +181,17 @@ def _raise_missing(*args: Any, **options: Any) -> NoReturn:
     raise _MissingError
 
 
+_CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
+
+
 @contextmanager
 def _cache_in_use() -> Iterator[None]:
-    """Raises ConfigError where the body meets an error of the machine: no permission, no room."""
+    """Raises ConfigError where the body may not write, or has no room; other errors may be gone at the next start."""
     try:
         yield
     except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
         raise ConfigError(
             f"a kernel cannot be compiled: {error}; kernels are kept in {knobs.cache.dir}, which must be writable and "
             "have room: give the folder to this user and make room, or set TRITON_CACHE_DIR to another one"

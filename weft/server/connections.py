@@ -196,8 +196,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _cut_if_unread(self, before: tuple[int, int]) -> None:
         self._unread = None
-        if not self._is_answered and not self.transport.is_closing():
-            return  # the next request has a time limit of its own
         if before == (self._num_answers, self.transport.get_write_buffer_size()):
             self.cut()
         else:

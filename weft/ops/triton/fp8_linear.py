@@ -20,7 +20,14 @@ from torch import Tensor
 from weft.ops.e4m3 import Fp8Matrix
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.fp8_few_rows import MAX_TOKENS, FewRows, HopperRows, few_rows_config, few_rows_product
+from weft.ops.triton.fp8_few_rows import (
+    MAX_HOPPER_TOKENS,
+    MAX_TOKENS,
+    FewRows,
+    HopperRows,
+    few_rows_config,
+    few_rows_product,
+)
 from weft.ops.triton.fp8_quantize import padded_rows, quantize_inputs_triton
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
@@ -124,7 +131,7 @@ def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> Co
     (rows, inner), few = weight.shape, tokens <= MAX_TOKENS
     if has_table(weight.device):
         tuned = load_table().get((rows, inner, silu_mul, block), {})
-        if not (GLUON_IS_KNOWN and runs_gluon(weight.device)):
+        if tokens > MAX_HOPPER_TOKENS or not (GLUON_IS_KNOWN and runs_gluon(weight.device)):
             tuned = {limit: config for limit, config in tuned.items() if not isinstance(config, HopperRows)}
         limits = [limit for limit in tuned if (limit <= MAX_TOKENS) == few]
         if limits:
