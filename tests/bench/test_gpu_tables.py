@@ -19,7 +19,12 @@ def test_jobs_name_scripts_and_settings_that_exist(group: str) -> None:
         assert job.command[0] == "-m" or (gpu_tables.ROOT / job.command[0]).is_file()
         if "--settings" in job.command:
             assert json.loads(job.command[job.command.index("--settings") + 1]).keys() <= OPTIONS.keys()
-    assert group == "all" or sum(job.seconds for job in jobs) <= 600
+    assert sum(job.seconds for job in jobs) <= 600
+
+
+def test_no_two_jobs_write_the_same_file() -> None:
+    names = [job.name for jobs in gpu_tables.GROUPS.values() for job in jobs()]
+    assert len(set(names)) == len(names)
 
 
 def test_jobs_run_until_the_time_is_up(
@@ -38,3 +43,19 @@ def test_jobs_run_until_the_time_is_up(
     assert "missing or failed: long, bad" in said
     assert (tmp_path / "one.json").read_text() == "{}" and "why" in (tmp_path / "bad.log").read_text()
     assert gpu_tables.main(["--output", str(tmp_path), "--only", "one"]) == 0
+
+
+def test_every_gpu_has_one_job_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = """
+import os, pathlib, sys, time
+gpu, name = os.environ["CUDA_VISIBLE_DEVICES"], pathlib.Path(sys.argv[-1])
+busy = name.with_name("busy-" + gpu)
+busy.touch(exist_ok=False)
+time.sleep(0.05)
+busy.unlink()
+name.write_text(gpu)
+"""
+    jobs = [gpu_tables.Job(f"job-{n}", ("-c", script), 1) for n in range(6)]
+    monkeypatch.setattr(gpu_tables, "GROUPS", {"tables": lambda: jobs})
+    assert gpu_tables.main(["--output", str(tmp_path), "--gpus", "2"]) == 0
+    assert {path.read_text() for path in tmp_path.glob("*.json")} == {"0", "1"}
