@@ -326,12 +326,89 @@ def hybrids_table() -> Table:
     return names, ("ms", "decode, 1", "32", "128", "first token of 512", "of 4,096"), rows
 
 
+E = "engine-qwen3-next-48l-fp8-fused-h200"
+
+
+def _of_e(what: str, key: str, figures: dict[int, dict[str, Any]], field: str) -> Table:
+    """One row for Weft, vLLM, the goal and the floor each, of the figures of E by size."""
+    peers = read(PEERS)[key]["E"]
+    rows = [
+        ["Weft", *(shown(row[field]) for row in figures.values())],
+        ["vLLM", *(given(peers["vllm"][str(size)]) for size in figures)],
+        ["goal", *(goal(row[field], peers["goal"][str(size)]) for size, row in figures.items())],
+        ["floor", *(shown(row["floor_ms"]) for row in figures.values())],
+    ]
+    return [E, PEERS], (what, *(f"{size:,}" for size in figures)), rows
+
+
+def e_decode_table() -> Table:
+    return _of_e("decode, ms per step", "decode_ms", decode(E), "interval_ms")
+
+
+def e_first_token_table() -> Table:
+    return _of_e("first token, ms", "first_token_ms", first_token(E), "first_token_ms")
+
+
+def e_rest_table() -> Table:
+    warm, starts = "startup-qwen3-next-48l-fp8-warm-h200", read(PEERS)["start_s"]["E"]
+    rates = read(PEERS)["output_tokens_per_s"]["E"]
+    rate = read(E)["throughput"]["output_tokens_per_s"]
+    rows = [["256 mixed requests, output tokens/s", shown(rate), given(rates["vllm"][0]),
+             goal(rate, rates["goal"], least=True)]]  # fmt: skip
+    for kind, name in (("cold", E), ("warm", warm)):
+        ready = read(name)["ready_s"]
+        told = [_start(starts["vllm"].get(kind)), goal(ready, starts["goal"][kind])]
+        rows.append([f"{kind} start, s", shown(ready), *told])
+    return [E, warm, PEERS], ("", "Weft", "vLLM", "goal"), rows
+
+
+def caches_table() -> Table:
+    names = {kind: f"decode-long-context-qwen3-0.6b-{kind}-kv-h200" for kind in ("bf16", "fp8")}
+    found = [read(name)["batches"] for name in names.values()]
+    rows = [
+        [f"{batch} requests of {row['context']:,} tokens", *(shown(batches[batch]["replay_ms"]) for batches in found)]
+        for batch, row in found[0].items()
+    ]
+    return [*names.values()], ("ms", "bf16 cache", "FP8 cache"), rows
+
+
+def beside_fp8_table() -> Table:
+    names = {"bf16": "engine-qwen3-0.6b-bf16-beside-fp8-h200", "FP8": "engine-qwen3-0.6b-fp8-h200"}
+    rows = []
+    for who, name in names.items():
+        figures = [row["interval_ms"] for row in decode(name).values()]
+        figures += [row["first_token_ms"] for row in first_token(name).values()]
+        rows.append([who, *map(shown, figures), shown(read(name)["throughput"]["output_tokens_per_s"])])
+    columns = ("", "decode, ms, 1", "8", "32", "128", "first token, ms, 512", "8,192", "mixed requests, tokens/s")
+    return [*names.values()], columns, rows
+
+
+def queue_table() -> Table:
+    """Where the time of one run goes, ms."""
+    names = [f"step-gaps-{base}-h200" for base in MODELS.values()]
+    runs = [read(name)["results"][0] for name in names]
+
+    def of(*kinds: str) -> list[str]:
+        return [shown(round(sum(g["device_ms"] for g in run["groups"] if g["kind"] in kinds))) for run in runs]
+
+    total = lambda key: [shown(round(run["ms"][key])) for run in runs]  # noqa: E731
+    rows = [
+        ["device: decode steps", *of("decode")], ["device: steps with prompts", *of("mixed", "prefill")],
+        ["of both: copies of inputs and results, page tables", *total("copies_ms")],
+        ["device idle between steps", *total("gap_ms")], ["host busy, in parallel with the device", *total("host_ms")],
+        ["steps", *(shown(run["steps"]) for run in runs)],
+    ]  # fmt: skip
+    return names, ("ms", *MODELS), rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
     "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
     "prefix": prefix_table, "tuned": tuned_table, "router": router_table, "server-load": server_load_table,
     "ranks-decode": ranks_decode_table, "ranks-first-token": ranks_first_token_table, "ranks-start": ranks_start_table,
-    "all-reduce": all_reduce_table, "hybrids": hybrids_table,
+    "all-reduce": all_reduce_table, "hybrids": hybrids_table, "e-decode": e_decode_table,
+    "e-first-token": e_first_token_table, "e-rest": e_rest_table, "caches": caches_table,
+    "beside-fp8": beside_fp8_table, "queue": queue_table,
 }  # fmt: skip
 
 
