@@ -1,13 +1,14 @@
 """Tunes tables of kernels in whole decode steps: candidates of every product, in turn with what is in use.
 
-    python -m benchmarks.step_tuner --model qwen3-0.6b --rows 8 [--seconds 50] [--share 2] [--install] --json FILE
+    python -m benchmarks.step_tuner --model qwen3-0.6b --rows 8 [--seconds 50] [--share 2] --json FILE
+    python -m benchmarks.step_tuner --install FILE [FILE ...]
 
 What is fastest behind a norm is not always fastest in a step, where kernels start before the ones before them end. The
 products are found by running a step: linear layers in bf16 and FP8, and experts. All candidates are compiled first, in
 parallel. Then each product's are captured and replayed, its best ones again in turn with the step in use, and the
 fastest is taken if that gains more than ``LEAST_GAIN``; a second pass does so beside the other products' new choices.
-``--install`` writes the choices into the tables beside the kernels (experts in bf16 have tiles by rule instead).
-Without a GPU the model, a small one, is given by its folder, and all takes the same time.
+``--install`` writes the choices of such files into the tables beside the kernels (experts in bf16 have tiles by rule
+instead), on any machine. Without a GPU the model, a small one, is given by its folder, and all takes the same time.
 """
 
 from __future__ import annotations
@@ -268,6 +269,20 @@ def _is_for_more(row: Mapping[str, Any], place: Mapping[str, Any]) -> bool:
     return row["tokens"] > place["tokens"] and all(row[k] == v for k, v in place.items() if k != "tokens")
 
 
+def read_choices(found: Mapping[str, Any]) -> dict[Key, Choice]:
+    """What ``main`` has written as ``changed``; kinds of FP8 products differ in the number of their fields."""
+    of_fp8 = {len(kind._fields): kind for kind in fp8_linear.KINDS.values()}
+
+    def choice_of(kind: str, says: list[Any] | None) -> Choice:
+        if says is None or kind == "linear":
+            return says and skinny_linear.Config(*says)
+        if kind == "fp8 linear":
+            return of_fp8[len(says)](*says)
+        return Tiles(*(Tile(*tile) for tile in says))
+
+    return {tuple(key): choice_of(key[0], says) for key, says in found["changed"]}
+
+
 def install(changed: Mapping[Key, Choice], rows: int) -> None:
     """Write choices into the tables beside the kernels."""
     for key, choice in changed.items():
@@ -320,22 +335,27 @@ def tune(model: str, rows: int, seconds: float, settings: Mapping[str, Any]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="one of benchmarks/configs")
-    parser.add_argument("--rows", type=int, required=True, help="sequences of the step")
+    parser.add_argument("--install", type=Path, nargs="+", metavar="FILE", help="write their choices into the tables")
+    parser.add_argument("--model", help="one of benchmarks/configs")
+    parser.add_argument("--rows", type=int, help="sequences of the step")
     parser.add_argument("--seconds", type=float, default=50, help="no candidate is begun after them")
     parser.add_argument("--settings", default="{}", help="JSON of further engine settings")
     parser.add_argument("--share", type=int, default=1, metavar="RANKS", help="one rank's share of the model")
-    parser.add_argument("--install", action="store_true")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.install:
+        for file in args.install:
+            found = json.loads(file.read_text())
+            install(read_choices(found), found["rows"])
+        return
+    if not (args.model and args.rows and args.json):
+        parser.error("to tune needs --model, --rows and --json; to write what was chosen, --install")
     with tempfile.TemporaryDirectory() as folder:
         model = str(share_of(args.model, args.share, Path(folder)))
         found = tune(model, args.rows, args.seconds, json.loads(args.settings))
     changed = found.pop("changed")
     found["changed"] = [[key, choice] for key, choice in changed.items()]
     args.json.write_text(json.dumps(found | {"model": args.model, "share_of_ranks": args.share}, indent=1, default=str))
-    if args.install:
-        install(changed, args.rows)
 
 
 if __name__ == "__main__":

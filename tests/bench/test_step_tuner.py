@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from benchmarks import step_tuner
-from benchmarks.step_tuner import Choices, candidates, descend, install
+from benchmarks.step_tuner import Choices, candidates, descend, install, read_choices
 from weft.ops.triton import fp8_linear, fp8_moe, skinny_linear
-from weft.ops.triton.fp8_few_rows import HopperRows
+from weft.ops.triton.fp8_few_rows import FewRows, HopperRows
 from weft.ops.triton.moe_blocks import Tile, Tiles
 from weft.ops.triton.skinny_linear import Config
 
@@ -62,6 +62,16 @@ def test_a_product_runs_what_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_kind_of_product_has_candidates(key: tuple[Any, ...]) -> None:
     assert candidates(key, 8)
+
+
+def test_choices_are_read_as_they_were_stored() -> None:
+    tiles = Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
+    of_fp8 = [FewRows(False, 16, 4, 3, 2), HopperRows(32, 8, None), fp8_linear.ManyRows(64, 128, 4, 4)]
+    chosen = {A_QKV: Config("held", 32, 128, 4), ("linear", 6144, 1024, False, True): None, FP8_EXPERTS: tiles}
+    chosen |= {("fp8 linear", i, 2048, False, 128): kind for i, kind in enumerate([*of_fp8, fp8_linear.Library()])}
+    stored = json.loads(json.dumps({"changed": list(chosen.items())}))
+    read = read_choices(stored)
+    assert read == chosen and [type(choice) for choice in read.values()] == [type(c) for c in chosen.values()]
 
 
 def test_choices_are_written_into_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
