@@ -69,11 +69,12 @@ def test_a_gpu_that_fails_is_left_to_what_needs_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_whether_modules_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = []
-    for cached in (str(tmp_path / "__init__.pyc"), __file__):
-        monkeypatch.setattr(preload, "find_spec", lambda name, cached=cached: SimpleNamespace(cached=cached))
+    missing, found = str(tmp_path / "__init__.pyc"), []
+    for torch_s, weft_s in ((missing, missing), (missing, __file__), (__file__, missing), (__file__, __file__)):
+        cached = {"torch": torch_s, "weft": weft_s}
+        monkeypatch.setattr(preload, "find_spec", lambda name, cached=cached: SimpleNamespace(cached=cached[name]))
         found.append(preload.has_bytecode())
-    assert found == [False, True]
+    assert found == [False, False, False, True]
 
 
 def test_the_first_start_alone_builds_tritons_part_in_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
