@@ -42,6 +42,7 @@ def test_the_same_as_llm() -> None:
 
     async def main() -> None:
         async with AsyncLLM(**SETTINGS) as llm:
+            await ids_are_the_callers_own(llm)
             await streams_grow(llm)
             found = await asyncio.gather(
                 last(llm.generate("12 + 30:", GREEDY)),
@@ -61,6 +62,22 @@ def test_the_same_as_llm() -> None:
             await last(llm.generate("a"))
 
     asyncio.run(main())
+
+
+async def ids_are_the_callers_own(llm: AsyncLLM) -> None:
+    """Those that look like Weft's own do not collide with them; one is free again as soon as its request is aborted."""
+    named = [llm.generate("12", ENDLESS, request_id=name) for name in ("request-1", "request-2", "again")]
+    for stream in named:
+        await anext(stream)
+    assert (await last(llm.generate("12", GREEDY))).request_id not in ("request-1", "request-2")
+    assert await llm.abort("again")
+    second = llm.generate("12", ENDLESS, request_id="again")
+    await anext(second)
+    await last(named[2])
+    for name in ("request-1", "request-2", "again"):
+        assert await llm.abort(name)
+    for stream in (*named[:2], second):
+        assert (await last(stream)).outputs[0].finish_reason == "abort"
 
 
 async def forgets(llm: AsyncLLM) -> None:
@@ -90,7 +107,7 @@ async def aborted(llm: AsyncLLM) -> None:
     assert llm._engine is not None
     output = None
     async for output in llm.generate("12", ENDLESS, request_id="a"):  # noqa: B007
-        assert await llm.abort("a")
+        assert await llm.abort("a") == (not output.finished)
     assert output is not None and output.finished
     assert output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids
     assert not await llm.abort("a")

@@ -57,6 +57,12 @@ def test_metrics(llm: LLM) -> None:
     assert 0 <= metrics.time_in_queue < metrics.time_to_first_token < metrics.e2e_latency
 
 
+def test_statistics_are_those_of_their_moment(llm: LLM) -> None:
+    before = llm.stats()
+    llm.generate(TEXT, SHORT, use_tqdm=False)
+    assert llm.stats().num_steps > before.num_steps == sum(before.steps_by_mode.values())
+
+
 def test_samples_that_end_at_different_times(llm: LLM) -> None:
     """One sample's stop token must not end the others; the prompt is finished when the last one is."""
     free = llm.generate(TEXT, SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True), use_tqdm=False)[0].outputs

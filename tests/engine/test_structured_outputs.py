@@ -104,3 +104,19 @@ def test_an_abort_while_the_grammar_compiles(llm: LLM, monkeypatch: pytest.Monke
     assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
     assert output.metrics.e2e_latency is not None
     assert llm.is_finished() and not llm._core.has_work
+
+
+def test_a_step_that_breaks_leaves_no_grammar_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*step: Any) -> None:
+        raise RuntimeError("broken")
+
+    llm.add_request("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{90}"), max_tokens=99))
+    while not llm.stats().num_running:
+        llm.step()
+    monkeypatch.setattr(llm._core._executor, "launch", breaks)
+    with pytest.raises(RuntimeError, match="broken"):
+        llm.step()
+    monkeypatch.undo()
+    while not llm.is_finished():
+        llm.step()
+    assert not llm._core._grammars._matchers

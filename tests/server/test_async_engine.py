@@ -302,6 +302,20 @@ def test_the_loop_gives_up_after_broken_steps_in_a_row() -> None:
     assert loop._broken_steps == MAX_BROKEN_STEPS
 
 
+def test_a_dead_engine_ends_its_process_whatever_it_was_doing() -> None:
+    """Also where it dies in the step that is in flight when the prefix cache is reset."""
+
+    class Dead(FakeCore):
+        has_work = True  # type: ignore[assignment]
+
+        def step(self) -> list[Any]:
+            raise EngineDeadError("a rank has died")
+
+    loop = EngineLoop(Dead(), Link())  # type: ignore[arg-type]
+    with pytest.raises(EngineDeadError):
+        loop._handle(wire.ResetPrefixCache())
+
+
 def test_counters_of_the_engine_reach_the_server(inputs: InputProcessor) -> None:
     told = EngineStats(num_waiting=1, num_free_pages=3, num_stalls=6, num_evicted_states=2, steps_by_mode={"FULL": 5})
 

@@ -359,3 +359,13 @@ def test_all_replicas_forget_their_prefixes_or_none() -> None:
     replicas.members[0].is_out = True  # no other one is started in its place
     replicas._ended(first, -9)
     assert told == [wire.PrefixCacheReset(False)]
+
+
+def test_a_dead_replica_has_nothing_open() -> None:
+    replicas, processes, _ = replicas_without_processes(2)
+    for i in range(4):
+        replicas.send(structs.replace(SPEC, request_id=f"r{i}"))
+    assert [view.num_open for view in replicas.views()] == [2, 2]
+    replicas.members[0].is_out = True  # no other one is started in its place
+    replicas._ended(replicas.members[0], -9)
+    assert [view.num_open for view in replicas.views()] == [0, 4] and len(processes[1].sent) == 4

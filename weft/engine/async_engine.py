@@ -86,6 +86,10 @@ class AsyncEngine:
         """Streams that somebody still reads."""
         return len(self._streams)
 
+    def stream(self, request_id: str) -> ResponseStream | None:
+        """The open stream of this id."""
+        return self._streams.get(request_id)
+
     def submit(
         self,
         request_id: str,
@@ -188,8 +192,9 @@ class AsyncEngine:
 
     def forget(self, stream: ResponseStream) -> None:
         """Nobody reads this stream any more; what is unfinished is aborted."""
-        if self._streams.pop(stream.request_id, None) is None:
-            return
+        if self._streams.get(stream.request_id) is not stream:
+            return  # forgotten already; another one may have its id by now
+        del self._streams[stream.request_id]
         unfinished = [r.request_id for r in stream.requests if self._owners.pop(r.request_id, None) is not None]
         if unfinished and self._death is None:
             self._link.send(wire.FinishRequests(unfinished))

@@ -7,6 +7,7 @@ Does not know: HTTP. It is what ``weft serve`` is built of, without a server aro
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
 from weft.engine.inputs import InputProcessor
 from weft.engine.prompts import Prompt, check_call
-from weft.engine.response_stream import ResponseStream
 from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
@@ -58,9 +58,8 @@ class AsyncLLM:
         self._starting: asyncio.Future[wire.Capacity] | None = None
         self._failure: wire.Failed | None = None
         self._has_ended = False
-        self._streams: dict[str, ResponseStream] = {}
         self._chats: ChatPrompts | None = None
-        self._num_requests = 0
+        self._ids = itertools.count(1)
         self.config: EngineConfig | None = None
         self.tokenizer: Tokenizer | None = None
 
@@ -171,17 +170,14 @@ class AsyncLLM:
         await self.start()
         if params.logits_processors:
             raise RequestError("logits_processors need the engine in this process; use LLM", "logits_processors")
-        assert self._engine is not None
-        self._num_requests += 1
-        name = request_id or f"request-{self._num_requests}"
-        prepared = await asyncio.to_thread(self._engine.inputs.prepare_prompt, prompt, params)
-        async with self._engine.submit(name, [prepared], params, priority=priority) as stream:
-            self._streams[name] = stream
-            try:
-                async for _ in stream:
-                    yield stream.snapshot()[0]
-            finally:
-                del self._streams[name]
+        engine = self._engine
+        assert engine is not None
+        prepared = await asyncio.to_thread(engine.inputs.prepare_prompt, prompt, params)
+        own = (f"request-{i}" for i in self._ids)
+        name = request_id or next(name for name in own if engine.stream(name) is None)
+        async with engine.submit(name, [prepared], params, priority=priority) as stream:
+            async for _ in stream:
+                yield stream.snapshot()[0]
 
     async def chat(
         self,
@@ -214,7 +210,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> bool:
         """End a request now: its stream ends with what it had, finish reason ``"abort"``. False if it is unknown."""
-        stream = self._streams.get(request_id)
+        stream = self._engine.stream(request_id) if self._engine is not None else None
         if stream is None:
             return False
         stream.abort()

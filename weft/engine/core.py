@@ -101,8 +101,9 @@ class EngineCore:
         runs_ahead = scheduler_output is not None and self.scheduler.runs_ahead
         output = self._result(max_in_flight=self._max_in_flight if runs_ahead else 0)
         updated = self.scheduler.update(output) if output is not None else []
-        self._grammars.update(updated)
-        return self._failures.take() + updated
+        changed = self._failures.take() + updated
+        self._grammars.update(changed)
+        return changed
 
     def _admit_compiled(self) -> None:
         """Requests whose grammar is compiled join the waiting queue; one whose grammar does not compile ends."""

@@ -53,7 +53,7 @@ class StepLog:
             num_prefill_tokens=self.num_prefill_tokens,
             num_decode_tokens=self.num_decode_tokens,
             num_padding_tokens=self.num_padding_tokens,
-            steps_by_mode=self._by_mode,
+            steps_by_mode=dict(self._by_mode),
             **asdict(scheduler),
         )
 

@@ -107,6 +107,8 @@ class EngineLoop:
         """What cannot be carried out is no reason to end the requests that run."""
         try:
             self._apply(message)
+        except EngineDeadError:
+            raise
         except Exception:
             logger.exception("a message could not be carried out")
             if isinstance(message, RequestSpec):

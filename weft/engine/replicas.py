@@ -353,6 +353,7 @@ class ReplicaSet:
         failed: list[wire.Update] = []
         for entry in lost:
             del self._open[entry.message.request_id]
+            self._router.ended(index)
             if entry.is_seen:
                 failed.append(wire.Update(entry.message.request_id, [], finish_reason="error"))
             else:
