@@ -161,6 +161,27 @@ def test_salts_part_images_too(made: Callable[[str], Made]) -> None:
     assert engine.core.stats().num_encoder_hits == 1  # an image's embeddings say nothing about who sent it
 
 
+def test_what_a_broken_step_was_to_encode_is_encoded_again(
+    made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*step: Any) -> None:
+        raise RuntimeError("broken")
+
+    engine = engine_of(made(VL))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core._executor, "launch", breaks)
+        with pytest.raises(RuntimeError, match="broken"):
+            engine.run(PROMPTS[0])
+    check(made(VL)[1], [PROMPTS[0]], engine.run(PROMPTS[0], logprobs=ALL))
+
+
+def test_a_request_that_has_ended_keeps_no_pixels(made: Callable[[str], Made]) -> None:
+    """The inspector remembers many of them."""
+    engine = engine_of(made(VL))
+    requests = engine.run(PROMPTS[0], PROMPTS[1])
+    assert all(request.media and not item.pixel_values for request in requests for item in request.media)
+
+
 def test_random_conversations_with_few_images(made: Callable[[str], Made]) -> None:
     """Branching prompts over three images, several at a time, in small pools: cached or not, the same tokens."""
     rng, engine = random.Random(1), engine_of(

@@ -303,6 +303,18 @@ def test_ids_are_the_user_s_own(llm: LLM) -> None:
 # -- life of an engine -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_overlap_one_step_is_in_flight(overlap: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(folder), enable_overlap=overlap) as engine:
+        executor, order = engine._core._executor, list[str]()
+        for name in ("launch", "result"):
+            method = getattr(executor, name)
+            monkeypatch.setattr(executor, name, lambda *a, m=method, n=name: order.append(n) or m(*a))
+        engine.generate([5], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    behind = ["launch", *["launch", "result"] * 2, "result"]
+    assert order == (behind if overlap else ["launch", "result"] * 3)
+
+
 def test_an_interrupted_step_ends_its_requests_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     want = first(llm.generate(TEXT, SHORT, use_tqdm=False))
     executor = llm._core._executor
@@ -326,6 +338,7 @@ def test_an_interrupted_step_ends_its_requests_and_nothing_else(llm: LLM, monkey
     llm.step()
     with pytest.raises(KeyboardInterrupt):
         llm.step()
+    assert llm._core.has_work, "the end of the broken request has to be returned"
     llm.add_request(TEXT, SHORT, "later")
     outputs = {}
     while not llm.is_finished():

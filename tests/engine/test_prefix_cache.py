@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.conftest import assert_idle
 from weft import LLM, SamplingParams
+from weft.cache.policy import LRU, FlopAware
 from weft.outputs import RequestOutput
 
 ARCHITECTURES = [
@@ -147,6 +148,12 @@ def test_prompt_logprobs_skip_the_cache(folder: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
         first, again = (llm.generate([PROMPT], params, use_tqdm=False)[0] for _ in range(2))
         assert again.num_cached_tokens == 0 and again.prompt_logprobs == first.prompt_logprobs
+
+
+@pytest.mark.parametrize(("name", "policy"), [("flops", FlopAware), ("lru", LRU)])
+def test_the_eviction_policy_is_the_one_that_was_chosen(name: str, policy: type, folder: Path) -> None:
+    with LLM(str(folder), eviction_policy=name) as llm:
+        assert isinstance(llm._core.manager.evictor.policy, policy)
 
 
 def test_eviction_is_tuned_behind_a_launch(cramped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

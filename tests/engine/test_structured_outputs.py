@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from weft import LLM, SamplingParams, StructuredOutputsParams
-from weft.errors import RequestError
+from weft.engine.grammars import GrammarCompiler
+from weft.errors import EngineDeadError, RequestError
 
 SCHEMA = {
     "type": "object",
@@ -25,6 +26,7 @@ SCHEMA = {
 def llm() -> Iterator[LLM]:
     with LLM(max_num_seqs=4, max_model_len=256) as engine:
         yield engine
+        assert not engine._core._grammars._matchers, "the grammar of a request that has ended is kept"
 
 
 def generate(llm: LLM, n: int = 1, **constraint: Any) -> list[str]:
@@ -106,6 +108,23 @@ def test_an_abort_while_the_grammar_compiles(llm: LLM, monkeypatch: pytest.Monke
     assert llm.is_finished() and not llm._core.has_work
 
 
+def test_an_abort_leaves_no_grammar_behind(llm: LLM) -> None:
+    name = llm.add_request("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{90}")))
+    while not llm.step():
+        pass
+    assert llm.abort(name) is not None and not llm._core._grammars._matchers
+
+
+def test_the_grammar_that_was_used_longest_ago_is_forgotten(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.grammars.MAX_CACHED", 2)
+    config = llm.config
+    compiler = GrammarCompiler(config.tokenizer_path, config.model_config.vocab_size, config.eos_token_ids)
+    a, b, again, _ = (compiler.compile(f'start: "{word}"') for word in "abac")
+    assert again is a
+    assert compiler.compile('start: "a"') is a and compiler.compile('start: "b"') is not b
+    compiler.close()
+
+
 def test_a_step_that_breaks_leaves_no_grammar_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*step: Any) -> None:
         raise RuntimeError("broken")
@@ -120,3 +139,21 @@ def test_a_step_that_breaks_leaves_no_grammar_behind(llm: LLM, monkeypatch: pyte
     while not llm.is_finished():
         llm.step()
     assert not llm._core._grammars._matchers
+
+
+def test_a_dead_engine_ends_what_waits_for_its_grammar_or_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    never: Future[Any] = Future()
+
+    def dies(*step: Any) -> None:
+        raise EngineDeadError("a rank has died")
+
+    with LLM(max_num_seqs=1, max_model_len=256) as engine:
+        monkeypatch.setattr(engine._core._grammars._compiler, "compile", lambda grammar: never)
+        monkeypatch.setattr(engine._core._executor, "launch", dies)
+        constrained = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
+        for name in ("compiling", "running", "waiting"):
+            engine.add_request("a", constrained if name == "compiling" else SamplingParams(), name)
+        with pytest.raises(EngineDeadError):
+            engine.step()
+        ended = {output.request_id: output.outputs[0].finish_reason for output in engine.step()}
+        assert ended == dict.fromkeys(("compiling", "running", "waiting"), "error") and engine.is_finished()

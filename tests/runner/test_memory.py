@@ -100,6 +100,29 @@ def test_a_start_with_too_large_a_step_clamps_it_and_says_so(
     assert "max_num_batched_tokens=2048" in caplog.text and "trying 1024" in caplog.text
 
 
+def test_a_start_with_too_many_requests_runs_fewer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is full with more than 4; of 6 that come together 2 wait."""
+    budget = ModelRunner._cache_budget
+
+    def short(runner: ModelRunner) -> int:
+        if runner.config.max_num_seqs > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return budget(runner)
+
+    monkeypatch.setattr(ModelRunner, "_cache_budget", short)
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    with LLM(str(folder), max_num_batched_tokens=256, max_num_seqs=16, skip_tokenizer_init=True) as llm:
+        assert llm._core.plan.max_num_seqs == 4
+        assert "clamped to 4: a step of 16" in llm._core.plan.reasons["max_num_seqs"]
+        for i in range(6):
+            llm.add_request([3 + i], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        most = 0
+        while not llm.is_finished():
+            llm.step()
+            most = max(most, llm.stats().num_running)
+        assert most == 4
+
+
 def test_the_plan_is_that_of_the_rank_with_the_least_memory(tmp_path: Path) -> None:
     class Poor(SingleRank):
         def least(self, value: int) -> int:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.fake_runner import VOCAB, FakeRunner
+from tests.fake_runner import VOCAB, FakeRunner, oracle
 from tests.scheduler.test_scheduler import PAGE, Rig, expect, make_request, make_spec
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput, RowSampling
@@ -201,6 +201,44 @@ def test_a_resumed_request_reuses_what_is_left_of_it() -> None:
     assert new.num_preemptions and not old.num_preemptions
     assert rig.manager.stats().num_hit_tokens >= 59
     assert_idle(rig)
+
+
+def test_a_resumed_request_stores_the_state_at_the_end_of_its_prompt() -> None:
+    """Where nothing is left of it, it computes prompt and output anew, as one long prefill."""
+    rig = make_rig()
+    request = make_request("r", prompt(60), 20)
+    rig.scheduler.add(request)
+    while len(request.output_token_ids) < 8:
+        rig.step()
+    rig.scheduler._preempt(rig.scheduler._running[0])
+    assert rig.manager.reset()
+    run(rig)
+    expect(request)
+    again = make_request("again", [*prompt(60), 5], 2, 1)
+    run(rig, again)
+    assert again.num_cached_tokens == 59
+
+
+def test_the_next_turn_finds_what_a_step_in_flight_leaves() -> None:
+    """A request has ended, and a step beyond its end is in flight: the next turn waits for that one."""
+    text = oracle(prompt(50), 8)
+    rig = make_rig()
+    first = make_request("first", prompt(50), 20, stop=frozenset({text[-1]}))
+    rig.scheduler.add(first)
+    while not first.is_finished:
+        rig.step(depth=1)
+    second = make_request("second", [*prompt(50), *text, 5], 3, 1)
+    run(rig, second, depth=1)
+    expect(first)
+    assert second.num_cached_tokens == 58
+
+
+def test_few_shared_tokens_are_not_waited_for() -> None:
+    """To compute them twice takes less time than to run one after the other."""
+    rig = make_rig(budget=256)
+    requests = [make_request(f"r{i}", [*prompt(40), *prompt(30, 1 + i)], 3, i) for i in range(2)]
+    run(rig, *requests)
+    assert rig.max_step_tokens == 140
 
 
 def test_prompt_logprobs_compute_everything() -> None:

@@ -235,13 +235,25 @@ def test_decodes_come_first_the_longest_ahead_and_prefills_in_their_order() -> N
 def test_priority_goes_first_and_fcfs_does_not() -> None:
     def order(policy: str) -> list[str]:
         rig = Rig(pages=100, seqs=1, budget=50, policy=policy)
-        for i, priority in enumerate([5, 1, 3]):
-            rig.scheduler.add(make_request(f"r{i}", [i + 1], 2, i, priority=priority))
+        for i, (priority, arrival) in enumerate([(5, 0), (1, 2), (3, 1), (1, 1)]):
+            rig.scheduler.add(make_request(f"r{i}", [i + 1], 2, arrival, priority=priority))
         rig.run()
         return rig.order_of_first_tokens
 
-    assert order("priority") == ["r1", "r2", "r0"]
-    assert order("fcfs") == ["r0", "r1", "r2"]
+    assert order("priority") == ["r3", "r1", "r2", "r0"]
+    assert order("fcfs") == ["r0", "r2", "r3", "r1"]
+
+
+def test_the_last_in_policy_order_makes_room_whenever_it_came() -> None:
+    rig = Rig(pages=17, seqs=2, budget=32, policy="priority")
+    low, high = make_request("low", [1] * 20, 30, 0, priority=5), make_request("high", [2] * 10, 25, 1, priority=0)
+    rig.scheduler.add(low)
+    rig.step()
+    rig.scheduler.add(high)
+    rig.run()
+    assert low.num_preemptions and not high.num_preemptions
+    expect(low)
+    expect(high)
 
 
 def test_few_slots_limit_concurrency_without_a_deadlock() -> None:

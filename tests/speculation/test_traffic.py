@@ -57,3 +57,18 @@ def test_no_step_follows_one_that_may_be_the_last() -> None:
     rig.run(depth=1)
     assert request.output_token_ids == oracle([1, 2, 3, 4], 10)
     assert rig.runner.num_tokens_run == 4 + 3 * 3 and rig.runner.num_followed == 2
+
+
+def test_who_comes_is_admitted_between_steps_that_follow_each_other() -> None:
+    rig = Rig(pages=60, seqs=2, budget=16, slots=20)
+    rig.scheduler.drafts = DraftPlanner(DeviceDrafts(), rig.manager, 2, lambda num_seqs: 2, 60, on_device=True)
+    rig.runner.drafter = lambda tokens: oracle(tokens, 2)
+    requests = [make_request("long", [1, 2, 3], 50), make_request("later", [4, 5], 4, 1)]
+    for request in requests:
+        rig.scheduler.add(request)
+        for _ in range(5):
+            rig.step(depth=1)
+    assert rig.runner.num_followed and requests[1].output_token_ids and not requests[0].is_finished
+    rig.run(depth=1)
+    for request in requests:
+        assert request.output_token_ids == oracle(request.prompt_token_ids.tolist(), request.max_tokens)

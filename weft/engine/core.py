@@ -98,8 +98,7 @@ class EngineCore:
         if scheduler_output is not None:
             self._launch(scheduler_output)
             self._tune_eviction()
-        runs_ahead = scheduler_output is not None and self.scheduler.runs_ahead
-        output = self._result(max_in_flight=self._max_in_flight if runs_ahead else 0)
+        output = self._result(max_in_flight=self._max_in_flight if scheduler_output is not None else 0)
         updated = self.scheduler.update(output) if output is not None else []
         changed = self._failures.take() + updated
         self._grammars.update(changed)

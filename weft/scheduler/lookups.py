@@ -41,6 +41,10 @@ class PrefixLookups:
         """The request does not wait any more."""
         self._lookups.pop(request, None)
 
+    def check(self, waiting: Iterable[Request]) -> None:
+        """Assert that nothing is remembered of a request that does not wait."""
+        assert self._lookups.keys() <= set(waiting), "a lookup has outlived its wait"
+
     def candidates(self, requests: Iterable[Request], policy: SchedulePolicy, step: int) -> list[Request]:
         """Waiting ``requests``, from first to last, in the order in which they are tried in a step."""
         waiting = list(requests)

@@ -121,12 +121,6 @@ class Scheduler:
             **asdict(self.manager.stats()),
         )
 
-    @property
-    def runs_ahead(self) -> bool:
-        """False if no step can be scheduled before the results of those in flight are taken in."""
-        drafts = self.drafts
-        return drafts is None or drafts.on_device or not must_wait(drafts, self._running, self._launched)
-
     def sampling_requests(self, step: int) -> list[tuple[int, Request]]:
         """Rows and requests that sample in a launched step."""
         return [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
@@ -397,3 +391,4 @@ class Scheduler:
             assert 0 <= request.num_computed_tokens <= request.num_tokens
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
+        self._lookups.check(self._waiting)
