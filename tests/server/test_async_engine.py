@@ -18,6 +18,7 @@ from weft.engine.inputs import InputProcessor
 from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop
 from weft.engine.response_stream import PromptDelta, ResponseStream
 from weft.errors import EngineDeadError, RequestError
+from weft.request import RequestSpec
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
 from weft.tokenizer import Tokenizer
@@ -137,11 +138,12 @@ def test_deltas_add_up_to_the_result(inputs: InputProcessor, stop: Any, burst: i
         for _, delta in done.result():
             if delta.index == 1:
                 text, tokens = text + delta.text, tokens + delta.token_ids
-        output = stream.snapshot()[0].outputs[1]
+        result = stream.snapshot()[0]
+        output, latency = result.outputs[1], result.metrics.e2e_latency
         found = [s for s in ([stop] if isinstance(stop, str) else stop or []) if s in TEXT]
         assert text == output.text == (TEXT.split(found[0])[0] if found else TEXT)
         assert tokens == output.token_ids and output.finish_reason == "stop"
-        assert output.stop_reason == (found[0] if found else None)
+        assert output.stop_reason == (found[0] if found else None) and latency is not None and latency > 0
         link.run()
         assert not link.core.requests and len(engine._owners) == 0
         stream.close()
@@ -169,7 +171,7 @@ def test_a_completion_whose_tokens_give_no_text_ends_alone(
         good, bad = stream.snapshot()[0].outputs
         assert (good.text, good.finish_reason) == (TEXT, "stop") and bad.finish_reason == "error"
         link.run()
-        assert not link.core.requests and len(engine._owners) == 0
+        assert not link.core.requests and len(engine._owners) == 0 and link.core.num_aborts == 1
 
     run(inputs, body)
 
@@ -206,6 +208,17 @@ def test_a_reader_that_leaves_aborts_what_runs(inputs: InputProcessor) -> None:
     run(inputs, body)
 
 
+def test_what_a_call_says_reaches_the_engine(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        said = {"priority": 3, "grammar": "start: 'a'", "caller": "a key"}
+        engine.submit("r", [inputs.prepare_prompt(TEXT)], SamplingParams(n=2), **said)  # type: ignore[arg-type]
+        for spec in link.inbox:
+            assert isinstance(spec, RequestSpec)
+            assert {"priority": spec.priority, "grammar": spec.sampling.grammar, "caller": spec.caller} == said
+
+    run(inputs, body)
+
+
 def test_a_slow_reader_gets_everything_at_once(inputs: InputProcessor) -> None:
     async def body(engine: AsyncEngine, link: Link) -> None:
         stream = submit(engine)
@@ -219,18 +232,22 @@ def test_a_slow_reader_gets_everything_at_once(inputs: InputProcessor) -> None:
 def test_the_death_of_the_engine_ends_every_stream(inputs: InputProcessor) -> None:
     async def body(engine: AsyncEngine, link: Link) -> None:
         waiting, ended = submit(engine), submit(engine, "ab", name="s", max_tokens=1)
-        reader = asyncio.create_task(_collect(waiting))
+        readers = [asyncio.create_task(_collect(waiting))]
         await asyncio.sleep(0)
         link.run()
+        readers += [asyncio.create_task(wait) for wait in (engine.inspect(), engine.reset_prefix_cache())]
+        await asyncio.sleep(0)
         engine.die("it was killed")
-        with pytest.raises(EngineDeadError, match="killed"):
-            await reader
+        for reader in readers:
+            with pytest.raises(EngineDeadError, match="killed"):
+                await reader
         with pytest.raises(EngineDeadError):
             await waiting.results()
         assert (await ended.results())[0].finished  # it had all its tokens before
         assert len(await _collect(ended)) == 1
         with pytest.raises(EngineDeadError):
             submit(engine, name="t")
+        link.inbox.clear()
         waiting.close()
         assert not link.inbox
 
