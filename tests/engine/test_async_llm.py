@@ -106,7 +106,7 @@ async def constrained(llm: AsyncLLM) -> None:
 async def aborted(llm: AsyncLLM) -> None:
     assert llm._engine is not None
     output = None
-    async for output in llm.generate("12", ENDLESS, request_id="a"):  # noqa: B007
+    async for output in llm.generate("12", ENDLESS, request_id="a"):
         assert await llm.abort("a") == (not output.finished)
     assert output is not None and output.finished
     assert output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids

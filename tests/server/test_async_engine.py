@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.fake_engine import FakeCore
+from tests.media import item
+from tests.server.fake_engine import BREAK, FakeCore
 from tests.tiny_tokenizer import save_sentencepiece_tokenizer
 from weft.config import resolve
 from weft.engine import wire
@@ -18,6 +20,8 @@ from weft.engine.inputs import InputProcessor
 from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop
 from weft.engine.response_stream import PromptDelta, ResponseStream
 from weft.errors import EngineDeadError, RequestError
+from weft.messages import RowSampling
+from weft.multimodal.items import MediaItem
 from weft.request import RequestSpec
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
@@ -317,6 +321,37 @@ def test_the_loop_gives_up_after_broken_steps_in_a_row() -> None:
     with pytest.raises(RuntimeError, match="no"):
         loop.run()
     assert loop._broken_steps == MAX_BROKEN_STEPS
+
+
+def test_broken_steps_with_good_ones_between_them_end_nothing_else(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        for i in range(MAX_BROKEN_STEPS + 1):
+            bad = engine.submit(f"bad {i}", [inputs.prepare_prompt(TEXT)], SamplingParams(), priority=BREAK)
+            link.run(2)
+            good = submit(engine, "ab", name=f"good {i}")
+            link.run(5)
+            assert (await bad.results())[0].outputs[0].finish_reason == "error"
+            assert (await good.results())[0].outputs[0].text == "ab"
+
+    run(inputs, body)
+
+
+def test_places_in_the_fair_order(inputs: InputProcessor) -> None:
+    """By the tokens that are asked for and those of images, behind what has been served."""
+
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        def place(caller: str, max_tokens: int, media: list[MediaItem]) -> int:
+            spec = RequestSpec(caller, array("I", [1] * 200), RowSampling(), max_tokens, caller=caller, media=media)
+            link.loop._handle(spec)
+            return link.core.requests[caller].arrival
+
+        assert place("first", 100, []) == 100
+        assert place("image", 100, [item("image", (1, 16, 32), 0, [(0, 128)])]) == 228
+        del link.core.requests["image"]
+        link.run()  # the first request is served
+        assert place("later", 10, []) == 110
+
+    run(inputs, body)
 
 
 def test_a_dead_engine_ends_its_process_whatever_it_was_doing() -> None:

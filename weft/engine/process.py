@@ -165,10 +165,9 @@ class EngineLoop:
         num_tokens, num_prompt_logprobs = self._sent[request.request_id]
         if num_tokens == 0:
             self._order.served(request.arrival)
-        # A preempted request fills its prompt log probabilities again from the start, with the same values.
-        sent = max(num_prompt_logprobs, len(request.prompt_logprobs))
+        # A preempted request has all its prompt log probabilities again, the same ones, before its next token.
         if request.finish_reason is None:
-            self._sent[request.request_id] = (len(request.output_token_ids), sent)
+            self._sent[request.request_id] = (len(request.output_token_ids), len(request.prompt_logprobs))
         else:
             del self._sent[request.request_id]
         return wire.Update(
