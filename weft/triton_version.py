@@ -8,7 +8,7 @@ KNOWN: tuple[str, ...] = ("3.6.", "3.7.", "3.8.", "3.9.")
 """Beginnings of the versions whose internals Weft uses: the C launcher, what goes into a kernel's key, how kernels are
 compiled in other processes, what names a kernel on disk, and the names in Gluon."""
 
-GLUON_TESTED: tuple[str, ...] = ("3.6.",)
+GLUON_TESTED: tuple[str, ...] = ("3.6.", "3.7.")
 """Beginnings of those with which the tests of kernels in Gluon have passed on a GPU."""
 
 

@@ -129,7 +129,7 @@ def _device() -> Finding:
 def _kernels() -> Finding:
     """What the installed Triton means for speed."""
     version = triton_version()
-    tested = "torch 2.11 brings the Triton with which all kernels are tested on a GPU"
+    tested = "torch 2.11, 2.12 and 2.13 bring a Triton with which all kernels are tested on a GPU"
     if version is None:
         return Finding("kernels", "note", kernel_choice(None), "a GPU needs the Triton that its torch requires")
     if not is_gluon_tested(version):
