@@ -59,6 +59,40 @@ def test_value_is_marginal_to_the_nearest_state_above() -> None:
     assert survivors(manager, [long[:90], long, short]) == [True, False, True]
 
 
+def evict_states(manager: Manager, count: int) -> list[int]:
+    """Slots: all free ones, and those of ``count`` states that make room."""
+    return [slot for _ in range(manager.slots.num_free + count) if (slot := manager.evictor.take_slot()) is not None]
+
+
+def test_a_state_that_comes_above_lowers_the_value_of_those_below() -> None:
+    """100 tokens save more than 40, until 90 of them have a state of their own; the heaps have been built before."""
+    manager, memory = make(slots=6, checkpoint_policy="finish_only", eviction=FlopAware(4.0))
+    long, short = tokens(100, 0), tokens(40, 1)
+    for prompt in (tokens(9, 2), long, short):
+        run(manager, memory, prompt)
+    manager.evictor.policy.observe_eviction(10)
+    for slot in evict_states(manager, 1):
+        manager.slots.release(slot)
+    run(manager, memory, long[:90])
+    evict_states(manager, 1)
+    assert survivors(manager, [long[:90], long, short]) == [True, False, True]
+
+
+def test_kv_that_lost_its_state_goes_first() -> None:
+    """Nothing can be computed from it any more, however late it was used."""
+    manager, memory = make(slots=4, checkpoint_policy="finish_only", eviction=FlopAware(4.0))
+    kept, lost = tokens(150, 0), tokens(140, 1)
+    for prompt in (kept, lost):
+        run(manager, memory, prompt)
+    manager.tree.clock += 10
+    manager.match(lost).prefix.node.last_used = manager.tree.clock  # type: ignore[union-attr]
+    manager.evictor.policy.observe_eviction(10)
+    evict_states(manager, 1)
+    assert survivors(manager, [kept, lost]) == [True, False]
+    assert manager.evictor.make_room(manager.pages.num_free + 2)
+    assert [manager.match(prompt).num_kv_tokens for prompt in (kept, lost)] == [150, 112]
+
+
 def test_kv_and_states_are_evicted_independently() -> None:
     manager, memory = make(slots=4, checkpoint_policy="finish_only", eviction="lru")
     run(manager, memory, PROMPT)

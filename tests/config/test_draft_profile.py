@@ -48,6 +48,8 @@ def test_a_start_uses_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert fixed.num_drafts == fixed.num_drafts_at(64) == 3
     other = resolve(speculative_config=AUTO, dtype="bfloat16")
     assert other.num_drafts == 4 and "dtype was 'float32'" in other.reasons["speculative_config"]
+    otherwise = resolve(speculative_config=AUTO, disable_custom_all_reduce=True)
+    assert "disable_custom_all_reduce was False" in otherwise.reasons["speculative_config"]
 
 
 def test_drafts_that_lose_everywhere_are_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,12 @@ def test_a_profile_for_other_settings_is_not_used_and_says_why(stored: Path) -> 
     assert "max_num_seqs was 128 and is 7" in config.reasons["graph_profile"]
 
 
+@pytest.mark.parametrize("name", ["enable_expert_parallel", "disable_custom_all_reduce"])
+def test_a_profile_of_ranks_that_share_their_work_otherwise_does_not_fit(name: str) -> None:
+    misfits = differences(wanted(tensor_parallel_size=2), wanted(tensor_parallel_size=2, **{name: True}))
+    assert misfits == [f"{name} was False and is True"]
+
+
 def test_a_named_profile(stored: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "mine.json"
     stored.rename(elsewhere)

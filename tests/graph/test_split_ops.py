@@ -11,8 +11,8 @@ import weft.layers.attention
 import weft.layers.gated_delta_net  # noqa: F401
 from tests.graph.fake_model import SIZE, RunningSum, context_of
 from weft.errors import ConfigError
-from weft.forward_context import forward_context, get_forward_context
-from weft.graph.split_ops import known_split_ops, select_split_ops, split_op
+from weft.forward_context import NAMED_CALL, forward_context, get_forward_context
+from weft.graph.split_ops import known_split_ops, select_split_ops, split_op, split_op_of_inputs
 
 
 def test_a_new_kind_of_layer_needs_one_decorator() -> None:
@@ -81,3 +81,10 @@ def test_names() -> None:
     assert select_split_ops(None, also=["all_reduce"]) == ({"attention", "all_reduce"}, ())
     with pytest.raises(ConfigError, match=r"'attentoin', which is no split op; there are .*attention"):
         select_split_ops(["attentoin"])
+
+
+def test_calls_that_an_earlier_model_split_off_by_name_are_no_names() -> None:
+    name = f"{NAMED_CALL}Mlp_1"
+    assert split_op_of_inputs(name, 1).name in known_split_ops()
+    with pytest.raises(ConfigError, match=rf"names '{name}', which is no split op; there are (?!.*{name})"):
+        select_split_ops([name])

@@ -25,7 +25,7 @@ from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
 from weft.graph.inductor import code_of
 from weft.graph.named_splits import _is_same
-from weft.graph.piece_sources import CompileCounters, SplitPass
+from weft.graph.piece_sources import CompileCounters, SplitPass, Traced, run_eagerly
 from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, trace
 from weft.layers import moe
 from weft.models.registry import create_model
@@ -182,6 +182,18 @@ def test_functions_methods_and_modules_are_split_off_by_name(
     pieces = runner.graphs.pieces
     assert pieces is not None and pieces.counters.replays > 3
     assert len(pieces._source._plan) + 1 == breaks(list(runner.config.model_config.layer_types)) + 1
+
+
+def test_pieces_are_split_at_names_beside_compiled_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both come from one source; a decode is one graph, and what is traced for it has no breaks at names."""
+    source = Traced(torch.device("cpu"), run_eagerly, opaque_ops(fusible=True))
+    monkeypatch.setattr("weft.runner.model_compiler.make_source", lambda name, device: source)
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    expected, _ = answers(folder)
+    names, breaks = NAMED["modules"]
+    given, runner = answers(folder, **COMPILED, splitting_ops=names)
+    assert given == expected and runner.graphs.pieces is not None
+    assert len(runner.graphs.pieces._source._plan) == breaks(list(runner.config.model_config.layer_types))
 
 
 @pytest.mark.parametrize(("source", "most_rows"), [("capture", TOKENS[1]), ("eager", 1 << 20)])

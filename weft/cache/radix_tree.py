@@ -156,7 +156,6 @@ class RadixTree:
         self._pages.retain(held)
         leaf = Node(at, prefix.num_tokens, tokens[prefix.num_tokens :].copy(), held, last_used=self.clock)
         at.children[int(leaf.tokens[0])] = leaf
-        at.lost_continuations.pop(int(leaf.tokens[0]), None)
         self.version += 1
         self._offer_leaf(leaf)
         return leaf

@@ -20,7 +20,10 @@ from weft.config.speculation import SpeculativeConfig
 
 FORMAT = 1
 
-SETTINGS = ("dtype", "backend", "mamba_ssm_dtype", "kv_cache_dtype", "tensor_parallel_size", "cuda_graph_mode")
+SETTINGS = (
+    "dtype", "backend", "mamba_ssm_dtype", "kv_cache_dtype", "tensor_parallel_size", "enable_expert_parallel",
+    "disable_custom_all_reduce", "cuda_graph_mode",
+)  # fmt: skip
 """Settings that change what a step costs."""
 
 TIE = 1.02

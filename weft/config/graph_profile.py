@@ -32,6 +32,8 @@ SETTINGS = (
     "mamba_ssm_dtype",
     "kv_cache_dtype",
     "tensor_parallel_size",
+    "enable_expert_parallel",
+    "disable_custom_all_reduce",
     "page_size",
     "max_model_len",
     "max_num_seqs",

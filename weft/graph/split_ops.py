@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.forward_context import get_forward_context
+from weft.forward_context import NAMED_CALL, get_forward_context
 
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
@@ -173,13 +173,14 @@ def select_split_ops(
     names = list(given)
     extends = bool(names) and names[0].startswith("+")
     short = [n.removeprefix("+").removeprefix("weft::").removesuffix(OUTPUT_SUFFIX) for n in names]
-    others = tuple(name for name in short if name not in _OPS)
+    defined = [name for name in _OPS if not name.startswith(NAMED_CALL)]  # the others are calls in earlier models
+    others = tuple(name for name in short if name not in defined)
     for name in others:
         if "." not in name and not name[:1].isupper():
             raise ConfigError(
-                f"splitting_ops names {name!r}, which is no split op; there are {', '.join(_OPS)}. Other functions, "
+                f"splitting_ops names {name!r}, which is no split op; there are {', '.join(defined)}. Other functions, "
                 "methods and modules are named by their paths, as weft.ops.moe.fused_moe, SparseMoe.forward, "
                 "model.layers.*.mlp"
             )
-    chosen = (frozenset(short) & _OPS.keys()) | (defaults if extends else frozenset())
+    chosen = frozenset(short).intersection(defined) | (defaults if extends else frozenset())
     return chosen, others

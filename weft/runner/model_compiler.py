@@ -80,6 +80,7 @@ class ModelCompiler:
         cut = self.split_ops if self._pieces_source == "capture" else frozenset(known_split_ops())
         self._named.prepare(self._model, context, num_tokens, cut)
         self.split_ops |= self._named.ops
+        self._prepared.pop(self._pieces_source, None)  # decodes are not split at names
         with self._named.installed():
             prepared = self._prepare(self._pieces_source, context, num_tokens)
             self._named.check()
