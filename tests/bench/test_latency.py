@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from weft import LLM
 from weft.bench.latency import LatencyWorkload, measure
+from weft.errors import ConfigError
 
 
 def test_a_given_share_of_drafts_is_right() -> None:
@@ -14,3 +17,11 @@ def test_a_given_share_of_drafts_is_right() -> None:
         (row,) = measure(llm, LatencyWorkload((2,), prompt_len=9, output_len=40, repeats=1))
     assert row["drafts_per_step"] == 2 and 0.6 < row["acceptance_rate"] < 0.95
     assert 2.2 < row["tokens_per_step"] < 2.9
+
+
+def test_a_batch_for_which_there_are_too_few_pages_is_refused() -> None:
+    settings = {"load_format": "dummy", "max_num_seqs": 4, "num_kv_pages": 6, "skip_tokenizer_init": True}
+    with LLM(**settings, max_model_len=64, cpu_cache_gib=0.05) as llm:
+        assert measure(llm, LatencyWorkload((2,), prompt_len=20, output_len=12, repeats=1))
+        with pytest.raises(ConfigError, match="--batch-sizes 3: this engine runs at most 2 sequences of 32 tokens"):
+            measure(llm, LatencyWorkload((1, 3), prompt_len=20, output_len=12, repeats=1))

@@ -77,6 +77,7 @@ def test_fewer_drafts_where_slots_or_pages_are_short() -> None:
     assert taken is not None
     room = len(lease.pages) * manager.spec.page_size - 41
     assert manager.drafts.allocate(lease, 40, 3) == min(count, room)
+    assert manager.drafts.allocate(lease, 39 + room, 3) == 1  # to the end of the last page
     manager.pages.unpin(taken)
     manager.pages.release(taken)
 

@@ -173,8 +173,9 @@ def test_state_of_unknown_tokens_is_dropped_and_known_kv_kept() -> None:
     assert (match.num_kv_tokens, match.num_tokens) == (211, 209)
 
 
-def test_preempted_request_resumes_where_it_was() -> None:
-    manager, memory = make()
+@pytest.mark.parametrize("policy", ["exact", "aligned", "finish_only"])
+def test_preempted_request_resumes_where_it_was(policy: str) -> None:
+    manager, memory = make(checkpoint_policy=policy)
     running = begin(manager, PROMPT)
     memory.launch(running, 210)
     running.tokens += [1, 2, 3]

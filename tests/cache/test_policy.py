@@ -127,6 +127,18 @@ def test_odds_follow_what_became_of_others() -> None:
     assert odds("end", 0, 1) == 4 / 52
 
 
+def test_reuse_of_states_is_learned() -> None:
+    """Of five ends of first answers one is used; its conversation's next end is one of another kind."""
+    manager, memory = make(checkpoint_policy="finish_only")
+    prompts = [tokens(20, seed) for seed in range(5)]
+    for prompt in prompts:
+        run(manager, memory, prompt)
+    odds = manager.evictor.odds
+    assert odds("end", 0, 0) == 4 / 9 and odds("end", 0, 1) == odds("end", 1, 0) == 1.0
+    run(manager, memory, [*prompts[0], 1, 2])
+    assert odds("end", 0, 0) == 5 / 9 and odds("end", 0, 1) == odds("end", 1, 0) == 4 / 5
+
+
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_ended_requests_are_told_with_their_prompts(hybrid: bool) -> None:
     """What the weight is tuned on: the tokens fed, how many of them were prompt, and the boundaries."""
@@ -176,6 +188,13 @@ def test_order_of_checkpoints_and_their_limit() -> None:
     assert positions("aligned", num_prompt_tokens=64) == []
     assert positions("aligned", divergence=200, num_prompt_tokens=210, alignment=192) == [192]
     assert positions("finish_only", divergence=70) == []
+
+
+def test_a_running_prefill_stores_no_more_for_others_than_its_limit() -> None:
+    for boundaries, found in (([20], 100), ([20, 50, 80], 80)):  # and the prompt's end: the limit is four
+        manager, _ = make()
+        running = begin(manager, PROMPT, boundaries=boundaries)
+        assert manager.states.shareable(manager.match([*PROMPT[:100], 7]), running.lease) == found
 
 
 def test_dump_shows_spans_leases_and_states() -> None:

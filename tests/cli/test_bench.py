@@ -85,6 +85,13 @@ def test_distance_from_the_roofline(run_weft: RunWeft, tmp_path: Path, monkeypat
     assert row["roofline_share"] > 1 and row["roofline_tokens_per_s"] < row["output_tokens_per_s"]
 
 
+def test_a_batch_that_does_not_run_together_is_refused(run_weft: RunWeft) -> None:
+    """Its time would be that of two batches, one after the other."""
+    result = run_weft("bench", "latency", "--batch-sizes", 1, 17, "--prompt-len", 8, "--output-len", 4)
+    assert result.status == 2
+    assert "--batch-sizes 17: this engine runs at most 16 sequences of 12 tokens at a time; give less" in result.err
+
+
 def test_bad_workloads(run_weft: RunWeft) -> None:
     for argv, message in {
         ("latency", "--output-len", 1): "--output-len 1: give 2 or more",
@@ -93,6 +100,8 @@ def test_bad_workloads(run_weft: RunWeft) -> None:
         ("throughput", "--prompt-len", 9, 3): "--prompt-len 9 3",
         ("prefill", "--prompt-lens", 16, 0): "--prompt-lens 0",
         ("startup", "--cold-repeats", 0): "--cold-repeats 0",
+        ("prefix", "--cache-shares", 0.5): "--cache-shares has no effect without --replay",
+        ("prefix", "--replay", "--eviction-policy", "lru"): "--eviction-policy is what --replay varies; leave it out",
         ("latency", "--json", "/proc/nowhere/x.json"): "cannot be written",
     }.items():
         result = run_weft("bench", *argv)

@@ -35,6 +35,7 @@ def test_scaling(run_weft: RunWeft, tmp_path: Path) -> None:
         (["--queue-len", 5, 2], "--queue-len 5 2: give MIN and MAX"),
         (["--sizes", "2"], "--sizes 2: give GPUs of a replica x replicas, like 2x1"),
         (["--batch-sizes", 0], "--batch-sizes 0: give 1 or more"),
+        (["--batch-sizes", 1, 9, "--max-num-seqs", 8], "--batch-sizes 9: max_num_seqs=8 run at a time in a replica"),
     ],
 )
 def test_refusals(flags: list[object], message: str, run_weft: RunWeft) -> None:

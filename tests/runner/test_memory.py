@@ -50,6 +50,14 @@ def test_planned_bytes_are_the_tensors_bytes(hybrid: bool, state_dtype: str) -> 
     assert sum(tensor.nbytes for tensor in cache_tensors(caches).values()) == plan.cache_bytes <= 8 * MIB
 
 
+def test_caches_have_the_dtypes_of_the_settings() -> None:
+    settings: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "max_num_seqs": 1, "max_model_len": 16}
+    runner = ModelRunner(resolve(**settings, kv_cache_dtype="fp8", mamba_ssm_dtype="bfloat16"))
+    found = {(name, tensor.dtype) for cache in runner.caches.values() for name, tensor in cache.items()}
+    states = {("recurrent", torch.bfloat16), ("conv", torch.float32)}
+    assert found == states | {("k", torch.float8_e4m3fn), ("v", torch.float8_e4m3fn)}
+
+
 def test_ever_smaller_steps_are_tried() -> None:
     tried: list[tuple[int, int]] = []
 

@@ -17,6 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.roofline import Ceilings, Roofline, ceilings_of, floor_columns
+from weft.errors import ConfigError
 from weft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,9 +38,24 @@ class LatencyWorkload:
 
 
 def measure(llm: LLM, workload: LatencyWorkload) -> list[dict[str, Any]]:
-    """Figures per batch size, in milliseconds: medians, and every repeat."""
+    """Figures per batch size, in milliseconds: medians, and every repeat.
+
+    Raises:
+        ConfigError: a batch of which the engine runs only a part at a time.
+    """
+    _check_room(llm, workload)
     ceilings = ceilings_of(llm.config.device)
     return [measure_batch(llm, workload, batch_size, ceilings) for batch_size in workload.batch_sizes]
+
+
+def _check_room(llm: LLM, workload: LatencyWorkload) -> None:
+    plan, largest, length = llm._core.plan, max(workload.batch_sizes), workload.prompt_len + workload.output_len
+    room = min(plan.max_num_seqs, (plan.num_pages - 1) // -(-length // llm.config.page_size))
+    if largest > room:
+        raise ConfigError(
+            f"--batch-sizes {largest}: this engine runs at most {room} sequences of {length} tokens at a time; give "
+            "less, or raise max_num_seqs or the memory of the caches"
+        )
 
 
 def measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int, ceilings: Ceilings | None) -> dict[str, Any]:

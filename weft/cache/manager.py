@@ -180,7 +180,7 @@ class Manager:
         report = explain(match, needs_state=self._needs_state)
         node = self._lock_prefix(match)
         num_shared, copied = divmod(match.num_kv_tokens, self.spec.page_size)
-        needed = max(self.spec.pages_for(num_tokens) - num_shared, int(copied > 0))
+        needed = self.spec.pages_for(num_tokens) - num_shared
         fits = needed + reserve_pages <= self.pages.num_free + self.pages.num_evictable
         source = match.checkpoint
         slot = self._take_working_slot(source) if fits else None

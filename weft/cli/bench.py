@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM
 
 
+_REPLAYED = ("enable_prefix_caching", "state_checkpoint_policy", "eviction_policy", "num_kv_pages", "num_state_slots")
+"""Settings of the caches that ``weft bench prefix --replay`` replays requests on."""
+
 _KINDS = "{latency,throughput,prefill,startup,prefix,scaling,serve}"
 
 
@@ -111,7 +114,7 @@ def _add_prefix(kinds: Any) -> None:
         help="run no model: replay the workload on caches of every checkpoint policy, eviction and size",
     )
     group.add_argument(
-        "--cache-shares", type=float, nargs="+", default=[1 / 3, 1 / 6], metavar="X",
+        "--cache-shares", type=float, nargs="+", metavar="X",
         help="cache sizes of --replay, as shares of what an unbounded cache stores; default: 1/3 and 1/6",
     )  # fmt: skip
     group.add_argument("--json", metavar="FILE", help="write the figures there")
@@ -211,6 +214,8 @@ def run_prefix(args: argparse.Namespace) -> int:
     json_path = report.open_json(args.json)
     if args.replay:
         return _replay_prefix(args, workload, json_path)
+    if args.cache_shares is not None:
+        raise ConfigError("--cache-shares has no effect without --replay; give both or none")
     with _engine(args, enable_prefix_caching=True) as llm:
         results = prefix.measure(llm, workload)
         report.write_json(json_path, _figures("prefix", llm, workload) | {"results": results})
@@ -225,13 +230,17 @@ def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload, json_path
     from weft.cache.spec import CacheSpec
     from weft.config import resolve
 
-    wrong = [share for share in args.cache_shares if not 0 < share <= 1]
+    shares = args.cache_shares or [1 / 3, 1 / 6]
+    wrong = [share for share in shares if not 0 < share <= 1]
     if wrong:
         raise ConfigError(f"--cache-shares {wrong[0]}: give shares above 0, at most 1")
+    for name in _REPLAYED:
+        if name in engine_settings(args):
+            raise ConfigError(f"--{name.replace('_', '-')} is what --replay varies; leave it out")
     settings = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu"} | engine_settings(args)
     config = resolve(**settings)
     spec = CacheSpec.of(config)
-    rows = prefix.replay(spec, workload, config.model_config.vocab_size, args.cache_shares)
+    rows = prefix.replay(spec, workload, config.model_config.vocab_size, shares)
     head = {"benchmark": "prefix-replay"} | report.provenance("cpu") | {"workload": dataclasses.asdict(workload)}
     report.write_json(json_path, head | {"config": report.settings(config), "results": rows})
     table = [[str(value) for value in row.values()] for row in rows]
