@@ -11,6 +11,7 @@ from tests.cache.test_manager import PROMPT, begin, make, run
 from tests.cache.test_manager_fuzz import make_spec
 from weft.cache.dump import dump_tree
 from weft.cache.manager import Manager
+from weft.cache.nodes import as_tokens
 from weft.cache.policy import FlopAware, ReuseOdds
 from weft.cache.state_plan import prefill_positions
 from weft.cache.tuning import AlphaTuner, replay_request
@@ -33,6 +34,17 @@ def test_lru_drops_the_oldest_state() -> None:
     manager.evictor.take_slot()
     manager.evictor.take_slot()
     assert survivors(manager, prompts) == [False, True, True]
+
+
+def test_lru_keeps_what_was_used_since() -> None:
+    manager, memory = make(slots=5, checkpoint_policy="finish_only", eviction="lru")
+    prompts = [tokens(length, length) for length in (150, 20, 30)]
+    for prompt in prompts:
+        run(manager, memory, prompt)
+    used = begin(manager, [*prompts[0], 1])
+    manager.release(used.lease, used.tokens)
+    evict_states(manager, 1)
+    assert survivors(manager, prompts) == [True, False, True]
 
 
 def test_flop_aware_keeps_the_state_that_saves_most() -> None:
@@ -172,6 +184,19 @@ def test_alpha_follows_the_load() -> None:
 
     (alpha, tuned), (_, fixed) = saved(True), saved(False)
     assert alpha > 0 and tuned > 1.15 * fixed
+
+
+def test_the_weight_is_tried_on_caches_like_the_real_one() -> None:
+    manager, memory = make(slots=3, checkpoint_policy="finish_only")
+    tuner = AlphaTuner(manager)
+    for seed in range(3):
+        run(manager, memory, tokens(40, seed))
+    ended = as_tokens(tokens(50, 9))
+    tuner(ended, 40, "a", [20])
+    for shadow, _ in tuner._shadows.values():
+        pools = [(each.pages.num_pages, each.slots.num_slots, each.checkpoint_policy) for each in (shadow, manager)]
+        assert pools[0] == pools[1]
+        assert shadow.match([*ended, 1], "a").num_tokens == 50 and shadow.match([*ended, 1]).num_kv_tokens == 0
 
 
 def test_order_of_checkpoints_and_their_limit() -> None:

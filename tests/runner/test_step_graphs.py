@@ -166,6 +166,7 @@ def test_capture_list() -> None:
     assert decode_sizes(5) == [1, 2, 4, 5]
     assert decode_sizes(300, largest=20) == [1, 2, 4, 8, 16, 20]
     assert decode_sizes(8, given=[4, 2, 4, 100]) == [2, 4]
+    assert decode_sizes(2048, given=[64, 1500]) == [64, 1500] and decode_sizes(2048)[-1] == 1024
     with pytest.raises(ConfigError, match="cuda_graph_bs"):
         decode_sizes(8, given=[16])
     for limit in (1, 7, 100, 1000, 3000):

@@ -78,7 +78,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_batch_limits(values, reasons)
     model = choose_vision(values, reasons, model)
     plain = plain.with_vision() if model.runs_vision else plain
-    _choose_graphs(values, reasons, model)
+    _choose_graphs(values, reasons, model, given)
     choose_encoder_graphs(values, reasons, model)
     _choose_piece_sizes(values, reasons)
     model = choose_drafts(values, reasons, plain, model)
@@ -154,7 +154,7 @@ def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:
         )
 
 
-def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
+def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig, given: Set[str]) -> None:
     mode, pieces = values["cuda_graph_mode"], values["enable_piecewise_cuda_graph"]
     if values["enforce_eager"] and mode not in (None, "NONE"):
         raise ConfigError(f"enforce_eager=True contradicts cuda_graph_mode={mode!r}; leave one of them out")
@@ -176,9 +176,13 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: Model
         mode, reasons["cuda_graph_mode"] = _default_graph_mode(values)
         values["cuda_graph_mode"] = mode
     elif mode in _MODES_WITH_PIECES and not pieces:
+        if "enable_piecewise_cuda_graph" in given:
+            raise ConfigError(
+                f"enable_piecewise_cuda_graph=False contradicts cuda_graph_mode={mode!r}; leave one of them out"
+            )
         values["enable_piecewise_cuda_graph"] = True
         reasons["enable_piecewise_cuda_graph"] = f"cuda_graph_mode={mode}"
-    _refuse_without_effect(values, ("enable_torch_compile_debug_mode",), mode == CudaGraphMode.NONE)
+    _refuse_without_effect(values, _CAPTURE_SETTINGS, mode == CudaGraphMode.NONE)
     _refuse_without_effect(values, _DECODE_GRAPH_SETTINGS, mode not in _MODES_WITH_DECODE_GRAPHS)
     _refuse_without_effect(values, _TOKEN_SETTINGS, mode not in _MODES_WITH_MIXED_GRAPHS)
     _refuse_without_effect(values, _PIECES_SETTINGS, mode not in _MODES_WITH_PIECES)
@@ -240,6 +244,7 @@ NO_PROFILE = "none"
 _MODES_WITH_PIECES = tuple(str(mode) for mode in CudaGraphMode if GraphMode.PIECEWISE in mode.mixed)
 _MODES_WITH_MIXED_GRAPHS = tuple(str(mode) for mode in CudaGraphMode if mode.mixed)
 _MODES_WITH_DECODE_GRAPHS = tuple(str(mode) for mode in CudaGraphMode if GraphMode.FULL in mode.decode)
+_CAPTURE_SETTINGS = ("enable_torch_compile_debug_mode", "enable_cudagraph_gc")
 _DECODE_GRAPH_SETTINGS = ("cuda_graph_bs", "cuda_graph_max_bs", "enable_torch_compile")
 _TOKEN_SETTINGS = ("piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens")
 _PIECES_SETTINGS = ("splitting_ops", "piecewise_cuda_graph_compiler")

@@ -92,6 +92,7 @@ def _choices(option: Option) -> str:
 
 def describe_range(option: Option) -> str:
     """The allowed numbers in words: ``1 or more``, ``above 0 and at most 1``."""
-    low = f"above {option.above:g}" if option.above is not None else f"{option.low:,} or more" if option.low else ""
+    low = f"{option.low:,} or more" if option.low is not None else ""
+    low = f"above {option.above:g}" if option.above is not None else low
     high = f"at most {option.high:,}" if option.high is not None else ""
     return " and ".join(part for part in (low, high) if part) or "any"

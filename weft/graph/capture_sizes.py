@@ -27,14 +27,14 @@ def decode_sizes(max_num_seqs: int, given: Sequence[int] | None = None, largest:
     Args:
         max_num_seqs: the largest batch that can occur.
         given: the user's own list; sizes above ``max_num_seqs`` are left out.
-        largest: the largest size to capture (default 1,024).
+        largest: the largest size to capture (default 1,024, or the largest given).
 
     Raises:
         ConfigError: the user's list holds no usable size.
     """
-    limit = min(max_num_seqs, largest or MAX_DECODE_SIZE)
     if given is not None:
-        return _usable("cuda_graph_bs", given, limit)
+        return _usable("cuda_graph_bs", given, min(max_num_seqs, largest or max_num_seqs))
+    limit = min(max_num_seqs, largest or MAX_DECODE_SIZE)
     sizes_wanted = {1, 2, 4, 8, limit}
     for i, (step, start) in enumerate(_STEPS):
         end = _STEPS[i + 1][1] if i + 1 < len(_STEPS) else MAX_DECODE_SIZE
