@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,17 @@ def test_a_start_that_fails(tmp_path: Path) -> None:
                 await AsyncLLM(**settings).start()
 
     asyncio.run(main())
+
+
+def test_a_start_in_another_thread_is_refused_every_time() -> None:
+    async def main() -> None:
+        llm = AsyncLLM(**SETTINGS)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="must be started in the main thread"):
+                await asyncio.wait_for(llm.start(), 10)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(asyncio.run, main()).result()
 
 
 def test_an_engine_that_dies() -> None:

@@ -23,7 +23,7 @@ def checkpoint(folder: Path, tmp_path: Path) -> Path:
 def generate(checkpoint: Path, generation: dict[str, Any], **params: Any) -> Any:
     (checkpoint / "generation_config.json").write_text(json.dumps(generation))
     with LLM(str(checkpoint), num_kv_pages=20, max_num_seqs=2) as llm:
-        return llm.generate(PROMPT, SamplingParams(temperature=0.0, **params), use_tqdm=False)[0].outputs[0]
+        return llm.generate(PROMPT, SamplingParams(**{"temperature": 0.0} | params), use_tqdm=False)[0].outputs[0]
 
 
 def test_an_eos_id_beyond_the_vocabulary(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +38,12 @@ def test_suppressed_tokens_are_never_sampled(checkpoint: Path) -> None:
     suppressed = generate(checkpoint, {"suppress_tokens": [first, 9999]}, max_tokens=6, ignore_eos=True)
     assert first not in suppressed.token_ids
     assert generate(checkpoint, {"suppress_tokens": [first]}, max_tokens=1, bad_words=["zz"]).token_ids != [first]
+
+
+def test_min_p_has_a_default(checkpoint: Path) -> None:
+    """1.0 leaves the likeliest token alone."""
+    drawn = generate(checkpoint, {"min_p": 1.0}, temperature=5.0, seed=0, max_tokens=8, ignore_eos=True)
+    assert drawn.token_ids == generate(checkpoint, {}, max_tokens=8, ignore_eos=True).token_ids
 
 
 def test_max_new_tokens_is_the_default_of_max_tokens(checkpoint: Path) -> None:

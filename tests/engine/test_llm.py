@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -112,6 +113,13 @@ def test_prompts_are_truncated_from_the_left(llm: LLM) -> None:
         assert output.prompt is not None and long.endswith(output.prompt)
     with pytest.raises(RequestError, match="truncate_prompt_tokens=0 leaves no prompt"):
         SamplingParams(truncate_prompt_tokens=0)
+
+
+def test_what_a_truncated_prompt_keeps(llm: LLM) -> None:
+    """Positions move with it, its salt stays."""
+    prompt = {"prompt_token_ids": list(range(10)), "checkpoint_positions": [2, 5, 8], "cache_salt": "s"}
+    prepared = llm._inputs.prepare_prompt(prompt, SamplingParams(truncate_prompt_tokens=5))
+    assert (prepared.token_ids, prepared.checkpoint_positions, prepared.cache_salt) == ([5, 6, 7, 8, 9], [3], "s")
 
 
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
@@ -313,6 +321,21 @@ def test_with_overlap_one_step_is_in_flight(overlap: bool, folder: Path, monkeyp
         engine.generate([5], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     behind = ["launch", *["launch", "result"] * 2, "result"]
     assert order == (behind if overlap else ["launch", "result"] * 3)
+
+
+def test_an_interrupt_leaves_no_step_in_flight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(folder), enable_overlap=True) as engine:
+        launch, calls = engine._core._executor.launch, itertools.count(1)
+
+        def interrupted(*step: Any) -> None:
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            launch(*step)
+
+        monkeypatch.setattr(engine._core._executor, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([TEXT] * 3, SHORT, use_tqdm=False)
+        assert_idle(engine)
 
 
 def test_an_interrupted_step_ends_its_requests_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

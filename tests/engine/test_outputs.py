@@ -159,3 +159,19 @@ def test_any_tokens_add_up_to_their_decoding(play: Callable[..., Any], tokenizer
     stop = decoded[20:23]
     _, output = play(tokens, max_tokens=60, stop=stop)
     assert output.text == decoded[: decoded.index(stop)]
+
+
+def test_figures_of_several_completions() -> None:
+    """The first token of any, the end of the last one, preemptions and computed prompt tokens of all."""
+    requests = [Request(f"r/{i}", array("I", [5] * 6), RowSampling(), 4, arrival_time=10.0) for i in range(2)]
+    moments = ((13.0, 30.0), (12.0, 20.0))
+    for number, (request, (first, end)) in enumerate(zip(requests, moments, strict=True)):
+        request.append(7, None)
+        request.end("abort")
+        request.times.first_token, request.times.finished = first, end
+        request.num_preemptions, request.num_cached_tokens = 1 + number, 5 * number
+    for completions in (requests, requests[::-1]):
+        stream = OutputStream("r", PreparedPrompt(None, [5] * 6), completions, SamplingParams(n=2), None)
+        metrics = stream.output().metrics
+        assert (metrics.time_to_first_token, metrics.e2e_latency, metrics.num_preemptions) == (2.0, 20.0, 3)
+        assert stream.num_prefilled_tokens == 6 + 1

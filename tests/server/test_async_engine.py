@@ -202,10 +202,11 @@ def test_a_reader_that_leaves_aborts_what_runs(inputs: InputProcessor) -> None:
     async def body(engine: AsyncEngine, link: Link) -> None:
         async with submit(engine) as stream:
             link.run(2)
-            assert len(link.core.requests) == 1
+            assert len(link.core.requests) == engine.stats.num_running == 1
         assert link.inbox == [wire.FinishRequests([stream.requests[0].request_id])]
         link.run()
         assert not link.core.requests and link.core.num_aborts == 1
+        assert engine.stats.num_running == 0, "though no step follows"
         stream.close()
         assert not link.inbox
 
@@ -276,7 +277,7 @@ def test_a_request_that_breaks_ends_alone(inputs: InputProcessor, where: str, mo
         link.run(100)
         assert (await bad.results())[0].outputs[0].finish_reason == "error"
         assert (await good.results())[0].outputs[0].text == TEXT
-        assert len(engine._owners) == 0 and not link.core.requests
+        assert len(engine._owners) == 0 and not link.core.requests and not link.loop._sent
 
     run(inputs, body)
 

@@ -76,8 +76,8 @@ class AsyncLLM:
         if self._engine is not None:
             return self
         if self._starting is None:
-            self._starting = asyncio.get_running_loop().create_future()
             self._process = self._launch()
+            self._starting = asyncio.get_running_loop().create_future()
         capacity = await asyncio.shield(self._starting)
         assert self.config is not None and self._process is not None
         try:
