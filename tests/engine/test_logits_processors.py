@@ -54,6 +54,12 @@ def test_neighbours_are_not_changed(folder: Path, overlap: bool, mode: str) -> N
     assert [o.token_ids for o in both.outputs] == [list(range(60, 66))] * 2
 
 
+def test_while_steps_are_profiled(folder: Path, tmp_path: Path) -> None:
+    with LLM(str(folder), profile_dir=str(tmp_path)) as engine:
+        (output,) = engine.generate([PROMPT], params(only(9)), use_tqdm=False)
+    assert output.outputs[0].token_ids == [9] * 6
+
+
 def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     (plain,) = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=1, logprobs=3), use_tqdm=False)
     (bound,) = llm.generate([PROMPT], params(only(9), max_tokens=1, logprobs=3), use_tqdm=False)

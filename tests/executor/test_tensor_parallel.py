@@ -208,12 +208,21 @@ def test_ranks_load_their_libraries_meanwhile_and_end_with_a_refusal(
     assert counts == [2] and not living_ranks()
 
 
+@pytest.fixture
+def eight_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("eight_threads")
 def test_a_rank_that_cannot_start_says_why(folders: dict[str, Path], tmp_path: Path) -> None:
     """The weights are gone when the ranks look for them."""
     (tmp_path / "config.json").write_bytes((folders[HYBRID] / "config.json").read_bytes())
     with pytest.raises((WeightsError, EngineDeadError), match=r"no \*.safetensors"):
         LLM(str(tmp_path), skip_tokenizer_init=True, tensor_parallel_size=2)
-    assert not living_ranks()
+    assert not living_ranks() and torch.get_num_threads() == 8
 
 
 # -- a rank goes -------------------------------------------------------------------------------------------------------
@@ -267,8 +276,10 @@ def test_a_rank_that_dies_or_hangs(number: int, message: str, idle: bool, folder
     assert not living_ranks()
 
 
+@pytest.mark.usefixtures("eight_threads")
 def test_shutdown_ends_the_ranks(folders: dict[str, Path]) -> None:
     with LLM(str(folders[HYBRID]), skip_tokenizer_init=True, tensor_parallel_size=4) as llm:
         assert len(ranks_of(llm._core)) == len(living_ranks()) == 3
         assert {f"rank {r} weights" for r in (1, 2, 3)} <= set(llm.startup)
-    assert not living_ranks()
+        assert torch.get_num_threads() == 2, "the ranks share this process's"
+    assert not living_ranks() and torch.get_num_threads() == 8

@@ -339,6 +339,42 @@ def test_an_image_goes_where_it_is_cached() -> None:
     assert sent == [["0 0", "1 0"], ["0 1", "1 1"]]
 
 
+def test_the_end_of_a_request_reaches_its_replica_and_frees_its_place() -> None:
+    replicas, processes, _ = replicas_without_processes(2)
+    for name in ("at 0", "at 1"):
+        replicas.send(structs.replace(SPEC, request_id=name))
+    assert [view.num_open for view in replicas.views()] == [1, 1]
+    replicas.send(wire.FinishRequests(["at 0", "at 1"], "stop"))
+    assert [process.sent[-1] for process in processes] == [wire.FinishRequests([f"at {i}"], "stop") for i in range(2)]
+    assert [view.num_open for view in replicas.views()] == [0, 0]
+
+
+def test_a_salted_prompt_goes_where_it_is_cached_under_its_salt() -> None:
+    replicas, processes, _ = replicas_without_processes(2)
+    prompt = array("I", [9] * 640)
+    for name in ("a", "b", "a again", "b again"):
+        replicas.send(structs.replace(SPEC, request_id=name, prompt_token_ids=prompt, cache_salt=name[0]))
+        if name == "b":
+            replicas.send(wire.FinishRequests(["a", "b"]))
+    sent = [[spec.request_id for spec in process.sent if isinstance(spec, RequestSpec)] for process in processes]
+    assert sent == [["a", "a again"], ["b", "b again"]]
+
+
+def test_a_replica_that_is_started_again_has_done_nothing_yet() -> None:
+    """But how often it was is kept, also where it was drained meanwhile."""
+    replicas, processes, told = replicas_without_processes(2)
+    replicas._launch = lambda member, *callbacks: cast(Any, processes[member.index])  # type: ignore[method-assign]
+    member = replicas.members[0]
+    member.stats, member.restarts = EngineStats(num_running=3), Restarts(num=1)
+    replicas._ended(member, -9)
+    replicas._forward([])
+    assert isinstance(told[-1], wire.Outputs) and told[-1].stats.num_running == 0
+    member.is_out = True
+    replicas._ended(member, 0)
+    replicas.send(wire.StartReplica(0))
+    assert [(view.state, view.num_restarts) for view in replicas.views()] == [("starting", 2), ("up", 0)]
+
+
 def test_all_replicas_forget_their_prefixes_or_none() -> None:
     """One answer for each question, in order; a replica that dies has forgotten everything."""
     replicas, processes, told = replicas_without_processes(2)

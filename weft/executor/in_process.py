@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from weft.cache.plan import CachePlan
@@ -35,10 +36,7 @@ class InProcessExecutor:
     def launch(
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> None:
-        if self._profiler is None:
-            self._pending.append(self._runner.launch(scheduler_output, processors))
-            return
-        with self._profiler.step(scheduler_output):
+        with nullcontext() if self._profiler is None else self._profiler.step(scheduler_output):
             self._pending.append(self._runner.launch(scheduler_output, processors))
 
     def result(self) -> ModelOutput:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class MultiProcessExecutor:
     def _end_ranks(self) -> None:
         self._workers.kill()
         self._folder.cleanup()
+        torch.set_num_threads(self._num_threads)
 
     @property
     def plan(self) -> CachePlan:
@@ -116,16 +117,11 @@ class MultiProcessExecutor:
         with _interrupts_later():
             self._ring.send(encode_step(scheduler_output), self._workers.check)
             try:
-                self._pending.append(self._launch(scheduler_output))
+                with nullcontext() if self._profiler is None else self._profiler.step(scheduler_output):
+                    self._pending.append(self._rank.runner.launch(scheduler_output))
             except Exception as error:
                 self._workers.fail(f"a step broke on rank 0: {type(error).__name__}: {error}", wait_s=_EXPLAIN_S)
                 self._workers.check()
-
-    def _launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
-        if self._profiler is None:
-            return self._rank.runner.launch(scheduler_output)
-        with self._profiler.step(scheduler_output):
-            return self._rank.runner.launch(scheduler_output)
 
     def result(self) -> ModelOutput:
         pending = self._pending.popleft()
