@@ -176,10 +176,12 @@ def test_what_a_broken_step_was_to_encode_is_encoded_again(
 
 
 def test_a_request_that_has_ended_keeps_no_pixels(made: Callable[[str], Made]) -> None:
-    """The inspector remembers many of them."""
+    """The inspector remembers many of them. Nor do their rows keep positions, with which every step has more to do."""
     engine = engine_of(made(VL))
     requests = engine.run(PROMPTS[0], PROMPTS[1])
     assert all(request.media and not item.pixel_values for request in requests for item in request.media)
+    engine.run(PROMPTS[2])
+    assert not engine.core._executor._runner.steps.rows.rope_positions  # type: ignore[attr-defined]
 
 
 def test_random_conversations_with_few_images(made: Callable[[str], Made]) -> None:

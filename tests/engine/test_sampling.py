@@ -272,6 +272,18 @@ def test_eos_ends_a_generation_unless_ignored(llm: LLM) -> None:
     assert EOS_ID not in later.outputs[0].token_ids[:3] and later.outputs[0].token_ids[3:] == [EOS_ID]
 
 
+def test_nothing_is_kept_of_what_ended_requests_asked_for(folder: Path) -> None:
+    """A row that asks for nothing costs nothing, and one that nobody has least of all."""
+    asked = SamplingParams(frequency_penalty=1.0, bad_words=["a"], logprobs=1, prompt_logprobs=1, max_tokens=2)
+    with LLM(str(folder), max_num_seqs=4) as engine:
+        engine.generate([[5, 6], [7, 8]], asked, use_tqdm=False)
+        engine.generate([[9]], SamplingParams(max_tokens=2), use_tqdm=False)
+        steps = engine._core._executor._runner.steps  # type: ignore[attr-defined]
+        inputs = steps._sampling
+        assert not (inputs._counts or inputs._bad_words or inputs._editing or inputs._num_logprobs)
+        assert not steps.rows.prompt_logprobs
+
+
 def test_every_option_at_once(llm: LLM, cramped: LLM) -> None:
     params = SamplingParams(
         n=2,

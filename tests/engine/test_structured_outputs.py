@@ -108,6 +108,15 @@ def test_an_abort_while_the_grammar_compiles(llm: LLM, monkeypatch: pytest.Monke
     assert llm.is_finished() and not llm._core.has_work
 
 
+def test_of_what_a_grammar_allows_only_allowed_tokens_come(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    (a,) = llm.tokenizer.encode("a", add_special_tokens=False)
+    constraint = StructuredOutputsParams(regex="[ab]{6}")
+    params = SamplingParams(structured_outputs=constraint, allowed_token_ids=[a, *llm.config.eos_token_ids])
+    (output,) = llm.generate("12 + 30 =", params, use_tqdm=False)
+    assert output.outputs[0].text == "aaaaaa"
+
+
 def test_an_abort_leaves_no_grammar_behind(llm: LLM) -> None:
     name = llm.add_request("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{90}")))
     while not llm.step():

@@ -243,3 +243,7 @@ def test_a_row_forgets_its_last_request() -> None:
     for sampling, wanted in ((RowSampling(prompt_logprobs=2), {3: 2}), (RowSampling(), {})):
         table.fill(NewRequest(3, array("I", [5, 6]), 2, sampling))
         assert table.prompt_logprobs == wanted
+    table.fill(NewRequest(3, array("I", [5] * 9), 9, RowSampling(), [(1, 6, 2, 3)]))
+    assert list(table.rope_positions) == [3] and table.rope_delta[3] == -3
+    table.fill(NewRequest(3, array("I", [5, 6]), 2, RowSampling()))
+    assert not table.rope_positions and not table.rope_delta.any()

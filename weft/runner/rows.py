@@ -74,7 +74,6 @@ class RowTable:
         if new.media_runs:
             positions, delta = mrope_positions(new.num_prompt_tokens, new.media_runs, self._merge)
             self.rope_positions[row], self.rope_delta[row] = positions, delta
-        self.prompt_logprobs.pop(row, None)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs
         self.temperature[row] = params.temperature
@@ -85,6 +84,7 @@ class RowTable:
         """The row's request is gone."""
         self.rope_positions.pop(row, None)
         self.rope_delta[row] = 0
+        self.prompt_logprobs.pop(row, None)
 
     def append_pages(self, request: ScheduledRequest) -> tuple[int, np.ndarray]:
         """Append the request's new pages to the host's page table. Returns the index of the first in the flat table,
