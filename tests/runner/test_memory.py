@@ -13,7 +13,7 @@ from tests import specs
 from tests.ranks import CONTEXT
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
-from weft.cache.plan import plan_caches
+from weft.cache.plan import CachePlan, plan_caches
 from weft.cache.spec import CacheSpec
 from weft.config import resolve
 from weft.config.gated_delta_net import GatedDeltaNetConfig
@@ -129,6 +129,22 @@ def test_a_start_with_too_many_requests_runs_fewer_at_a_time(tmp_path: Path, mon
             llm.step()
             most = max(most, llm.stats().num_running)
         assert most == 4
+
+
+def test_pools_are_what_the_settings_ask_for(tmp_path: Path) -> None:
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+
+    def plan_of(**settings: Any) -> CachePlan:
+        settings = {"max_num_seqs": 4, "max_model_len": 64, "skip_tokenizer_init": True} | settings
+        return ModelRunner(resolve(model=str(folder), **settings)).plan
+
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    without = {"enable_prefix_caching": False}
+    assert plan_of(**without).num_slots == 1 + 4
+    assert plan_of(**without, speculative_config=drafts).num_slots == 1 + 4 * (1 + 2)
+    assert plan_of().num_slots > 1 + 4 and plan_of().num_pages > plan_of(**without).num_pages
+    given = plan_of(num_state_slots=7, num_kv_pages=9)
+    assert (given.num_slots, given.num_pages) == (7, 9)
 
 
 def test_the_plan_is_that_of_the_rank_with_the_least_memory(tmp_path: Path) -> None:

@@ -351,6 +351,7 @@ def test_the_end_of_a_request_reaches_its_replica_and_frees_its_place() -> None:
 
 def test_a_salted_prompt_goes_where_it_is_cached_under_its_salt() -> None:
     replicas, processes, _ = replicas_without_processes(2)
+    replicas._router.max_num_seqs = 8
     prompt = array("I", [9] * 640)
     for name in ("a", "b", "a again", "b again"):
         replicas.send(structs.replace(SPEC, request_id=name, prompt_token_ids=prompt, cache_salt=name[0]))
