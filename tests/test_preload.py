@@ -38,18 +38,21 @@ def test_the_end_of_a_process_waits_for_what_was_begun() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"done\n"
 
 
-def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(preload, "find_spec", lambda name: None)
     preload._load_torch_libraries()
     preload._create_cuda_context()
     monkeypatch.undo()
+    monkeypatch.setattr(preload, "_library_folder", lambda: tmp_path)
+    preload._load_torch_libraries()
     monkeypatch.setattr(preload, "_has_cuda", lambda: True)
 
     def no_library(name: str, mode: int = 0) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(preload.ctypes, "CDLL", no_library)
-    preload._load_torch_libraries()
     preload._create_cuda_context()
     preload._use_gpu()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -128,10 +129,10 @@ def _load_torch_libraries() -> None:
     folder = _library_folder()
     if folder is None:
         return
+    dlopen = ctypes.CDLL(None).dlopen  # this call gives up the interpreter's lock, CDLL() itself would hold it
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     for name, mode in _LIBRARIES:
-        try:
-            ctypes.CDLL(str(folder / name), mode=mode)
-        except OSError:
+        if not dlopen(os.fsencode(folder / name), mode | os.RTLD_NOW):
             return
 
 

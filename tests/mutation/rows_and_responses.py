@@ -11,9 +11,8 @@ ROWS_AND_RESPONSES = (
         "tests/runner/test_logits_rows.py",
     ),
     mutant(
-        "page-updates-of-old-steps", "padding of page updates repeats the last one", "weft/runner/batch_builder.py",
-        "        updates[at : 2 * size].reshape(-1, 2)[:] = updates[at - 2 : at]\n", "",
-        "tests/runner/test_batch_builder.py",
+        "padding-not-sent", "a step is sent with its padding", "weft/runner/batch_builder.py",
+        "        self._num_tokens = size\n", "", "tests/runner/test_batch_builder.py",
     ),
     mutant(
         "verification-stores-no-states", "a step that stores other states is no plain verification",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.ops.interpreter import DEVICE  # noqa: F401 (before any kernel)
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.runner.batch_builder import BatchBuilder, chunk_bounds
+from weft.ops.backend import Backend
+from weft.runner.batch_builder import PER_TOKEN, BatchBuilder, chunk_bounds
 from weft.runner.rows import RowTable
 from weft.runner.step_shape import StepInputs, StepShape
 
@@ -16,7 +19,9 @@ PAGE = 16
 CPU = torch.device("cpu")
 
 
-def make(rows: int = 8, recurrent: bool = True, num_drafts: int = 4) -> tuple[RowTable, BatchBuilder]:
+def make(
+    rows: int = 8, recurrent: bool = True, num_drafts: int = 4, backend: Backend = Backend.TORCH
+) -> tuple[RowTable, BatchBuilder]:
     table = RowTable(rows, 64, CPU)
     builder = BatchBuilder(
         table,
@@ -29,6 +34,7 @@ def make(rows: int = 8, recurrent: bool = True, num_drafts: int = 4) -> tuple[Ro
         verifies=True,
         ends_sparse=False,
         device=CPU,
+        backend=backend,
     )
     return table, builder
 
@@ -217,6 +223,34 @@ def test_equally_many_drafts_are_one_verification() -> None:
     fewer = [replace(r, num_tokens=2, checkpoints=r.checkpoints[:1], draft_token_ids=[5]) for r in alike]
     for others in ([decode, *alike], [alike[0], snapshot], fewer):
         assert builder.fill(SchedulerOutput(9, others)).query_len == 0
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_what_a_padded_step_sends(drafts: int) -> None:
+    """All that a graph of the padded size reads, to a device with memory of its own."""
+    table, builder = make(recurrent=False, num_drafts=drafts, backend=Backend.TRITON)
+    buffers = builder._buffers
+    for values in buffers._views[0].values():
+        values[:] = 7  # what steps before have left there
+    for row in (0, 1):
+        table.fill(NewRequest(row, array("I", [5] * 40), 40, RowSampling()))
+    buffers._words = torch.full_like(buffers._words, -7)
+    buffers._device = buffers._words.view(torch.uint8)
+    ends = [(24, 40), (23, 39)]
+    requests = [ScheduledRequest(r, a, b - a, [r + 1], 0, True) for r, (a, b) in enumerate(ends)]
+    builder.pad_mixture(builder.fill(SchedulerOutput(1, requests)), 40)
+    builder.send()
+    for name in PER_TOKEN:
+        sent = buffers.device(name, 41).tolist()
+        assert sent[:40] == builder._host[name][:40].tolist() and sent[40] == -7, name
+    assert buffers.device("input_ids", 40).tolist() == [5] * 32 + [0] * 8
+    decodes = [ScheduledRequest(r, 40, 1 + drafts, [r + 3], 0, True, [], 0, [6] * drafts) for r in (0, 1)]
+    builder.pad_whole(builder.fill(SchedulerOutput(2, decodes)), 4)
+    builder.send()
+    count = 4 * (1 + drafts)
+    assert buffers.device("positions", count).tolist() == [*range(40, 41 + drafts)] * 2 + [0] * (count // 2)
+    assert buffers.device("counts", 3).tolist()[:2] == [2 + 2 * drafts, 2]
+    assert table.device_page_table[:2, :2].tolist() == [[1, 3], [2, 4]]
 
 
 def test_page_updates_beside_what_earlier_steps_left_in_the_buffers() -> None:

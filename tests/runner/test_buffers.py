@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from weft.ops.backend import Backend
 from weft.runner import buffers
-from weft.runner.buffers import StepBuffers
+from weft.runner.buffers import PAGE_UPDATES, StepBuffers
 
 
 @pytest.fixture
@@ -37,16 +38,25 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_blocks_in_turn_each_after_its_copy(log: list[str]) -> None:
-    steps = StepBuffers({"ids": (torch.int64, 3), "tail": (torch.int64, 4)}, torch.device("cuda"))
+    arrays = {"ids": (torch.int64, 4), "counts": (torch.int32, 3)}
+    steps, table = StepBuffers(arrays, 1, 2, torch.device("cuda"), Backend.TORCH), torch.zeros(4, dtype=torch.int32)
     first = steps.begin()
-    first["ids"][:], first["tail"][:] = 1, 10
-    steps.upload(2)
+    first["ids"][:], first["counts"][:], first[PAGE_UPDATES][:] = 1, 10, (3, 30, 2, 20)
+    steps.upload(4, 2, table)
     steps.mark()
     steps.mark()
-    assert steps.device("ids", 3).tolist() == [1, 1, 1] and steps.device("tail", 4).tolist() == [10, 10, 0, 0]
+    assert steps.device("ids", 4).tolist() == [1] * 4 and steps.device("counts", 3).tolist() == [10] * 3
+    assert table.tolist() == [0, 0, 20, 30]
     second = steps.begin()
-    second["ids"][:], second["tail"][:] = 2, 20
-    steps.upload(2)  # and nobody marks it
-    assert steps.device("ids", 3).tolist() == [2, 2, 2] and steps.device("tail", 4).tolist() == [20, 20, 0, 0]
+    second["ids"][:], second["counts"][:], second[PAGE_UPDATES][:] = 2, 20, (1, 40, 0, 50)
+    steps.upload(4, 1, table)  # and nobody marks it
+    assert steps.device("ids", 4).tolist() == [2] * 4 and steps.device("counts", 3).tolist() == [20] * 3
+    assert table.tolist() == [0, 40, 20, 30]
     assert steps.begin() is first and second is not first
     assert log == ["wait 1", "record 1", "wait 0", "record 0", "wait 1"]
+
+
+def test_arrays_of_tokens_are_alike() -> None:
+    arrays = {"ids": (torch.int64, 4), "positions": (torch.int64, 6), "counts": (torch.int32, 3)}
+    with pytest.raises(AssertionError, match="alike"):
+        StepBuffers(arrays, 2, 2, torch.device("cpu"), Backend.TORCH)

@@ -4,8 +4,8 @@ Job: lay the scheduled requests out on one flat token axis and compute everythin
 Owns: the packed step buffers. Does not know: models, what the caches hold, graphs.
 
 Two halves, so that the second can be captured. On the host (numpy): ``fill`` lays the step out, ``pad_...`` fill up to
-the sizes of the graph that it is to run in, ``send`` ends with one copy to the device. ``materialise`` makes tensors
-from the static device buffers for given, possibly padded sizes, with device work only.
+the sizes of the graph that it is to run in, ``send`` brings all to the device. ``materialise`` makes tensors from the
+static device buffers for given, possibly padded sizes, with device work only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
 from weft.ops.draft_types import FROM_LAST_TOKEN
 from weft.runner import logits_rows
-from weft.runner.buffers import StepBuffers
+from weft.runner.buffers import PAGE_UPDATES, StepBuffers
 from weft.runner.following import following_inputs
 from weft.runner.media_inputs import place_media
 from weft.runner.padding import CHUNK_COLUMNS, Padding
@@ -74,16 +74,13 @@ class BatchBuilder:
         self._max_num_seqs = max_num_seqs
         self.num_drafts, self.num_drafts_at = num_drafts, num_drafts_at
         self.verifies, self._keeps_states, self._ends_sparse = verifies, bool(chunk_sizes), ends_sparse
-        arrays = _arrays(max_num_tokens, max_num_seqs, num_drafts, self._chunk_sizes, rows.max_pages)
-        self._buffers = StepBuffers(arrays, device)
-        updates = self._buffers.device("page_updates", arrays["page_updates"][1]).view(-1, 2)
-        self._updated_index, self._updated_page = updates[:, 0], updates.view(torch.int32)[:, 2]  # its lower half
-        self._flat_page_table = rows.device_page_table.view(-1)
+        arrays = _arrays(max_num_tokens, max_num_seqs, num_drafts, self._chunk_sizes)
+        # As many new pages as the table has places: a cache hit can bring thousands.
+        self._buffers = StepBuffers(arrays, len(PER_TOKEN), max_num_seqs * rows.max_pages, device, backend)
         self.one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._places = np.arange(max_num_tokens)
         self._host: dict[str, np.ndarray] = {}
-        self._num_updates = 0
-        self._updates: dict[int, tuple[Tensor, Tensor]] = {}  # by their number
+        self._num_tokens = self._num_updates = 0
 
     # -- host ----------------------------------------------------------------------------------------------------
 
@@ -106,7 +103,7 @@ class BatchBuilder:
         elif num_decodes < len(requests):
             starts = layout.bounds.tolist()
             num_chunks = tuple((n, self._fill_chunks(requests, starts, num_decodes, n)) for n in self._chunk_sizes)
-        num_tokens = int(layout.bounds[-1])
+        self._num_tokens = num_tokens = int(layout.bounds[-1])
         self._host["counts"][:] = num_tokens, len(requests), num_decodes
         shape = StepShape(
             num_tokens=num_tokens,
@@ -140,16 +137,15 @@ class BatchBuilder:
         return [*(slot for _, slot in request.checkpoints), request.state_slot]
 
     def send(self) -> None:
-        """Copy the step to the device."""
-        self._buffers.upload(2 * self._num_updates)
-        self._apply_page_updates(self._num_updates)
+        """Copy the step to the device, where its new pages enter the page table."""
+        self._buffers.upload(self._num_tokens, self._num_updates, self._rows.device_page_table)
 
     def mark_sent(self) -> None:
         """The step's work is queued: see ``StepBuffers.mark``."""
         self._buffers.mark()
 
     def _fill_page_updates(self, requests: list[ScheduledRequest]) -> int:
-        updates = self._host["page_updates"]
+        updates = self._host[PAGE_UPDATES]
         at = 0
         for r in requests:
             if r.new_pages:
@@ -158,19 +154,7 @@ class BatchBuilder:
                 updates[at:end:2] = np.arange(first, first + len(pages))
                 updates[at + 1 : end : 2] = pages
                 at = end
-        count = at // 2
-        if not count:
-            return 0
-        size = 1 << (count - 1).bit_length()  # few sizes, whose slices are kept; the last update is repeated
-        updates[at : 2 * size].reshape(-1, 2)[:] = updates[at - 2 : at]
-        return size
-
-    def _apply_page_updates(self, count: int) -> None:
-        if not count:
-            return
-        if count not in self._updates:
-            self._updates[count] = self._updated_index[:count], self._updated_page[:count]
-        self._flat_page_table.index_copy_(0, *self._updates[count])
+        return at // 2
 
     def _fill_tokens(self, requests: list[ScheduledRequest], layout: Layout) -> None:
         """Token ids, rows, positions and cache slots on the flat axis."""
@@ -242,11 +226,13 @@ class BatchBuilder:
     def pad_whole(self, real: StepShape, size: int) -> None:
         """See ``Padding``."""
         self._padding.whole(self._host, real, size)
+        self._num_tokens = size * (real.query_len or 1)
 
     def pad_mixture(self, real: StepShape, size: int) -> None:
         """See ``Padding``."""
         padded = self.mixture_shape(size, 0)
         self._padding.mixture(self._host, real, padded)
+        self._num_tokens = size
         logits_rows.pad(self._host, real.num_seqs, padded.num_seqs)
 
     def pad_samples(self, real: StepShape, size: int) -> None:
@@ -355,13 +341,17 @@ class BatchBuilder:
         return torch.where(ids == FROM_LAST_TOKEN, last, ids)
 
 
+PER_TOKEN = ("input_ids", "token_rows", "positions", "slot_mapping")
+"""Arrays with a value for every token of a step."""
+
+
 def _arrays(
-    max_num_tokens: int, max_num_seqs: int, num_drafts: int, chunk_sizes: Sequence[int], max_pages: int
+    max_num_tokens: int, max_num_seqs: int, num_drafts: int, chunk_sizes: Sequence[int]
 ) -> dict[str, tuple[torch.dtype, int]]:
     """Dtype and length of every array of the step buffers, for the largest step."""
     max_num_samples = max_num_seqs * (1 + num_drafts)
     groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
-        (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
+        (torch.int64, max_num_tokens, PER_TOKEN),
         (torch.int64, max_num_seqs, ("rows", "follows")),
         (torch.int64, max_num_samples, ("sample_indices", "sample_rows", "top_k", "seeds", "sample_positions")),
         (torch.float32, max_num_samples, ("temperature", "top_p", "min_p")),
@@ -377,10 +367,7 @@ def _arrays(
         columns = tuple(f"chunk_{column}_{size}" for column in CHUNK_COLUMNS)
         groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens, size)), columns))
         groups.append((torch.int32, max_num_seqs + 1, (f"chunk_first_{size}",)))
-    arrays = {name: (dtype, size) for dtype, size, names in groups for name in names}
-    # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
-    arrays["page_updates"] = (torch.int64, 2 << (max_num_seqs * max_pages - 1).bit_length())
-    return arrays
+    return {name: (dtype, size) for dtype, size, names in groups for name in names}
 
 
 def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int], chunk_size: int) -> list[int]:

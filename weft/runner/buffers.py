@@ -1,13 +1,12 @@
-"""The step's inputs, packed: named arrays in one block of memory, one copy from host to device.
+"""The step's inputs, packed: named arrays in one block of memory, brought to the device at once.
 
 Job: typed slices of one block on the host and of one of the same layout on the device. Owns: both blocks and when a
 host block may be filled again. Does not know: what the numbers mean.
 
-On a GPU there are two pinned host blocks, used in turn; a block is filled again only after the copy out of it is done,
-so the next step can be prepared while the last one's copy is still waiting in the stream. The event that says so is
-recorded behind the step's launches (``mark``): recording it costs the host time for which the device would wait. The
-device block never moves: a captured graph reads it. On the CPU host and device block are the same memory and the copy
-is nothing.
+On a GPU there are two pinned host blocks, used in turn; a block is filled again only after the device has read it, so
+the next step can be prepared while the last one's inputs are still to be read. The event that says so is recorded
+behind the step's launches (``mark``): recording it costs the host time for which the device would wait. The device
+block never moves: a captured graph reads it. On the CPU host and device block are the same memory.
 """
 
 from __future__ import annotations
@@ -18,10 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.ops.backend import Backend
+from weft.ops.step_inputs import load_step_inputs
+
 ALIGNMENT = 16
 """Bytes; every array starts at a multiple, so that every dtype is aligned and loads can be wide."""
 
 NUM_HOST_BLOCKS = 2
+
+PAGE_UPDATES = "page_updates"
+"""Name of the host array of entries for the page table: pairs of an index in the flat table and a page, int64."""
 
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
@@ -30,56 +35,64 @@ class StepBuffers:
     """Named arrays in one block.
 
     Args:
-        arrays: name -> (dtype, largest number of values). The last array is the *tail*: only the part of it that a step
-            uses is copied.
-        device: where the forward pass runs.
+        arrays: name -> (dtype, largest number of values). The first ``num_token_arrays`` are int64 and have a value for
+            every token of a step; of these only what a step has is copied.
+        num_updates: most entries of the page table that a step writes.
+        device, backend: where the block goes, and how.
     """
 
-    def __init__(self, arrays: dict[str, tuple[torch.dtype, int]], device: torch.device) -> None:
-        self._arrays = arrays
+    def __init__(
+        self,
+        arrays: dict[str, tuple[torch.dtype, int]],
+        num_token_arrays: int,
+        num_updates: int,
+        device: torch.device,
+        backend: Backend,
+    ) -> None:
+        self._arrays, self._backend = arrays, backend
         self._offsets: dict[str, int] = {}
         end = 0
         for name, (dtype, size) in arrays.items():
             self._offsets[name] = end
             end += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self._tail = next(reversed(arrays))
+        starts = [*self._offsets.values(), end]
+        self._token_arrays = num_token_arrays, starts[1] // 8
+        assert starts[num_token_arrays] == num_token_arrays * starts[1], "arrays with a value per token are alike"
         on_gpu = device.type == "cuda"
         self._hosts = [
-            torch.zeros(end, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(NUM_HOST_BLOCKS if on_gpu else 1)
+            torch.zeros(end // 8 + 2 * num_updates, dtype=torch.int64, pin_memory=on_gpu)
+            for _ in range(NUM_HOST_BLOCKS if on_gpu else 1)
         ]
-        self._views = [self._numpy_views(host) for host in self._hosts]
+        self._views = [self._numpy_views(host, end) for host in self._hosts]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if on_gpu else []
-        self._device = torch.zeros(end, dtype=torch.uint8, device=device) if on_gpu else self._hosts[0]
-        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}  # of both blocks, by the size of the tail
+        self._words = torch.zeros(end // 8, dtype=torch.int64, device=device) if on_gpu else self._hosts[0][: end // 8]
+        self._device = self._words.view(torch.uint8)
         self._is_marked = True
         self._current = 0
 
-    def _numpy_views(self, host: Tensor) -> dict[str, np.ndarray]:
-        block = host.numpy()
+    def _numpy_views(self, host: Tensor, end: int) -> dict[str, np.ndarray]:
+        block = host.numpy().view(np.uint8)
         views = {}
         for name, (dtype, size) in self._arrays.items():
             start = self._offsets[name]
             views[name] = block[start : start + size * dtype.itemsize].view(_NUMPY[dtype])
-        return views
+        return views | {PAGE_UPDATES: host.numpy()[end // 8 :]}
 
     def begin(self) -> dict[str, np.ndarray]:
-        """The host arrays to fill for the next step (waits, if need be, until the last copy out of them is done)."""
+        """The host arrays to fill for the next step (waits, if need be, until the device has read the last step there):
+        those given, and ``PAGE_UPDATES``."""
         self.mark()
         self._current = (self._current + 1) % len(self._hosts)
         if self._copied:
             self._copied[self._current].synchronize()
         return self._views[self._current]
 
-    def upload(self, tail_size: int) -> None:
-        """Copy the filled arrays to the device, of the tail only ``tail_size`` values (asynchronous on a GPU)."""
-        if not self._copied:
-            return
-        if tail_size not in self._parts:
-            end = self._offsets[self._tail] + tail_size * self._arrays[self._tail][0].itemsize
-            self._parts[tail_size] = self._device[:end], [host[:end] for host in self._hosts]
-        device, hosts = self._parts[tail_size]
-        device.copy_(hosts[self._current], non_blocking=True)
-        self._is_marked = False
+    def upload(self, num_tokens: int, num_updates: int, page_table: Tensor) -> None:
+        """Bring the arrays of ``num_tokens`` tokens to the device, and the updates into the page table there
+        (asynchronous on a GPU)."""
+        host, sizes = self._hosts[self._current], (*self._token_arrays, num_tokens, num_updates)
+        load_step_inputs(host, self._words, page_table, *sizes, backend=self._backend)
+        self._is_marked = not self._copied
 
     def mark(self) -> None:
         """Note that what is queued by now follows the last ``upload``; ``begin`` does it if nobody has."""
