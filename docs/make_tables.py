@@ -12,12 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table ([\w-]+): begin \(make docs\) -->\n).*?(<!-- table \2: end -->)", re.DOTALL)
 
 LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 8192)
@@ -401,6 +402,43 @@ def queue_table() -> Table:
     return names, ("ms", *MODELS), rows
 
 
+def _beside_vllm(models: dict[str, str], lengths: Sequence[int], starts: Sequence[float]) -> list[list[str]]:
+    """For README: rows of figures, in pairs of Weft's and vLLM's for each model of the peers' file."""
+    peers, steps, prompts, rates = read(PEERS), {}, {}, {}
+    for model, name in models.items():
+        found = read(name)
+        steps[model] = {row["batch_size"]: row["interval_ms"] for row in found["decode"]}
+        tokens = found.get("prefill") or found["first_token"]
+        prompts[model] = {row["prompt_len"]: row["first_token_ms"] for row in tokens}
+        rates[model] = found["throughput"]["output_tokens_per_s"]
+    sized = [("decode at batch", ", ms per step", steps, "decode_ms", (1, 32, 128))]
+    sized.append(("first token of", " prompt tokens, ms", prompts, "first_token_ms", lengths))
+    rows = []
+    for what, unit, ours, key, sizes in sized:
+        for size in sizes:
+            pairs = [(shown(ours[m][size]), given(peers[key][m]["vllm"][str(size)])) for m in models]
+            rows.append([f"{what} {size:,}" + (unit if size == sizes[0] else ""), *chain(*pairs)])
+    theirs = {m: " and ".join(given(v) for v in peers["output_tokens_per_s"][m]["vllm"]) for m in models}
+    rows.append(["256 mixed requests, output tokens/s", *chain(*((shown(round(rates[m])), theirs[m]) for m in models))])
+    cold = [f"{given(peers['start_s'][m]['vllm']['cold']['start'])} and imports" for m in models]
+    return [*rows, ["start to ready, cold, s", *chain(*zip(map(shown, starts), cold, strict=True))]]
+
+
+def readme_one_gpu_table() -> Table:
+    starts = [read(f"startup-{base}-h200")["results"]["cold"]["total_s"] for base in MODELS.values()]
+    rows = _beside_vllm(ENGINES, (128, 1024, 8192), starts)
+    shares = [read("w5-h200")["results"]["cached_share"], read(PEERS)["prefix_reuse_B"]["vllm"]["cached_share"]]
+    rows.insert(-1, ["prompt tokens reused, 16 conversations", "", "", *(f"{share:.1%}" for share in shares)])
+    return [], ("", "Qwen3-0.6B", "vLLM", "Qwen3-Next, 12 layers", "vLLM"), rows
+
+
+def readme_whole_table() -> Table:
+    two = "tensor-parallel-qwen3-next-48l-2xh200"
+    starts = [read(two)["start"]["total_s"], read(E)["ready_s"]]
+    rows = _beside_vllm({"C2": two, "E": E}, (1024, 8192), starts)
+    return [], ("", "bf16, two H200s", "vLLM", "FP8, one H200", "vLLM"), rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
     "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
@@ -408,7 +446,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "ranks-decode": ranks_decode_table, "ranks-first-token": ranks_first_token_table, "ranks-start": ranks_start_table,
     "all-reduce": all_reduce_table, "hybrids": hybrids_table, "e-decode": e_decode_table,
     "e-first-token": e_first_token_table, "e-rest": e_rest_table, "caches": caches_table,
-    "beside-fp8": beside_fp8_table, "queue": queue_table,
+    "beside-fp8": beside_fp8_table, "queue": queue_table, "readme-one-gpu": readme_one_gpu_table,
+    "readme-whole": readme_whole_table,
 }  # fmt: skip
 
 
@@ -416,11 +455,11 @@ TABLES: dict[str, Callable[[], Table]] = {
 
 
 def rendered(table: Table) -> str:
-    """Its files with their days, and the table."""
+    """Its files, if it names any, with their days, and the table."""
     files, columns, rows = table
     named = ", ".join(f"`{name}.json` ({read(name)['date'][:10]})" for name in dict.fromkeys(files))
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
-    return f"{named}:\n\n" + "\n".join(lines) + "\n" if rows else "Not measured yet.\n"
+    return (f"{named}:\n\n" if files else "\n") + "\n".join(lines) + "\n" if rows else "Not measured yet.\n"
 
 
 def updated(document: str) -> str:
