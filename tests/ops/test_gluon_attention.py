@@ -374,7 +374,7 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
-    is_3_6 = triton.__version__.startswith("3.6.")  # later ones have their assembler search less for registers
+    is_3_6 = triton.__version__.startswith("3.6.")  # what later ones give to the same assembler needs more registers
     scans_spill = 112 if is_3_6 else 144  # addresses of checkpoints and outputs, which no product waits for
     widened_spills = 48 if is_3_6 else 120  # what no step of a loop waits for
     limits = 4 * [(168, 0)] + 3 * [(168, widened_spills)]

@@ -6,7 +6,7 @@ layers.
 A program goes through tiles of 256 rows by 96 outputs. A *producer* warp requests rows and weights from the copy engine
 into a ring of stages, 64 of the inner dimension each, the first weights before the kernel before this one has ended;
 two *consumers*, four warps with 128 rows each, multiply and finish, while the producer runs ahead into the next tile.
-What bounds a product of this size is the way from the L2 cache, hence so large tiles.
+The tile is the largest that the consumers' registers hold.
 """
 
 from __future__ import annotations
