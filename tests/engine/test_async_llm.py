@@ -21,6 +21,19 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 CHAT = [{"role": "user", "content": [{"type": "text", "text": "What is 12 + 30?"}]}]
 
 
+ONE = SamplingParams(max_tokens=1)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+BEGUN = [*CHAT, {"role": "assistant", "content": "It is"}]
+CHATS: list[tuple[list[Any], dict[str, Any]]] = [
+    (CHAT, {}),
+    (CHAT, {"tools": TOOLS}),
+    (CHAT, {"add_generation_prompt": False}),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+    (BEGUN, {"add_generation_prompt": False, "continue_final_message": True}),
+]
+"""Each with another prompt."""
+
+
 async def last(stream: Any) -> RequestOutput:
     output = None
     async for output in stream:  # noqa: B007
@@ -40,10 +53,12 @@ def test_the_same_as_llm() -> None:
     with LLM(**SETTINGS) as llm:
         want = llm.generate(["12 + 30:", "63 x 7:"], GREEDY, use_tqdm=False)
         want += llm.chat(CHAT, GREEDY, use_tqdm=False)
+        rendered = [llm.render_chat(messages, **options) for messages, options in CHATS]
 
     async def main() -> None:
         async with AsyncLLM(**SETTINGS) as llm:
             await ids_are_the_callers_own(llm)
+            await every_argument_counts(llm, rendered)
             await streams_grow(llm)
             found = await asyncio.gather(
                 last(llm.generate("12 + 30:", GREEDY)),
@@ -79,6 +94,27 @@ async def ids_are_the_callers_own(llm: AsyncLLM) -> None:
         assert await llm.abort(name)
     for stream in (*named[:2], second):
         assert (await last(stream)).outputs[0].finish_reason == "abort"
+
+
+async def every_argument_counts(llm: AsyncLLM, rendered: list[dict[str, Any]]) -> None:
+    assert llm._engine is not None
+    submitted, submit = list[tuple[Any, ...]](), llm._engine.submit
+
+    def noted(name: str, prompts: list[Any], params: SamplingParams, *, priority: int) -> Any:
+        submitted.append((name, priority, prompts[0].token_ids, prompts[0].checkpoint_positions))
+        return submit(name, prompts, params, priority=priority)
+
+    llm._engine.submit = noted  # type: ignore[assignment, method-assign]
+    for number, (messages, options) in enumerate(CHATS):
+        await last(llm.chat(messages, ONE, f"chat {number}", priority=number, **options))
+    await last(llm.generate("12", ONE, priority=-1))
+    llm._engine.submit = submit  # type: ignore[method-assign]
+    *chats, (_, priority, *_) = submitted
+    assert priority == -1
+    assert chats == [
+        (f"chat {number}", number, prompt["prompt_token_ids"], prompt.get("checkpoint_positions", []))
+        for number, prompt in enumerate(rendered)
+    ]
 
 
 async def forgets(llm: AsyncLLM) -> None:

@@ -147,6 +147,18 @@ def test_pools_are_what_the_settings_ask_for(tmp_path: Path) -> None:
     assert (given.num_slots, given.num_pages) == (7, 9)
 
 
+def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:
+    """Nothing but the config is looked at."""
+    config = (make_checkpoint("Qwen3NextForCausalLM", tmp_path / "whole") / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(config)
+
+    def weights(seed: int) -> torch.Tensor:
+        given = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": seed}
+        return ModelRunner(resolve(model=str(tmp_path), **given)).model.model.embed_tokens.weight
+
+    assert torch.equal(weights(7), weights(7)) and not torch.equal(weights(7), weights(8))
+
+
 def test_the_plan_is_that_of_the_rank_with_the_least_memory(tmp_path: Path) -> None:
     class Poor(SingleRank):
         def least(self, value: int) -> int:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tiny import make_checkpoint
+from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
+from weft.config import resolve
 from weft.errors import ConfigError
 from weft.graph.capture_sizes import decode_sizes, smallest_fitting
 from weft.graph.graph import EmulatedGraphPool, capture
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
+from weft.parallel.tensor_parallel import SingleRank
+from weft.runner.model_runner import ModelRunner
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_shape import StepShape
 
@@ -107,6 +114,45 @@ def test_nothing_is_collected_during_captures_unless_it_is_asked_for(keep_gc: bo
 
     GraphSet("graphs", FunctionRecorder(function, EmulatedGraphPool()), [1, 2], replace(QUIET, keep_gc=keep_gc))
     assert set(found) == {keep_gc} and gc.isenabled()
+
+
+def test_all_graphs_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a MiB of 4: of the last set none is captured, and steps sample without it."""
+    used = itertools.count(0, 2**20)
+    monkeypatch.setattr("weft.graph.graph_set.reserved_bytes", lambda device: next(used))
+    monkeypatch.setattr("weft.runner.step_graphs.GRAPH_BYTES", 4 * 2**20)
+    sizes = {"cuda_graph_bs": (1, 2, 4), "piecewise_cuda_graph_tokens": (8, 16)}
+    folder = str(make_checkpoint("Qwen3NextForCausalLM", tmp_path))
+    with LLM(folder, skip_tokenizer_init=True, cuda_graph_mode="FULL", **sizes) as llm:
+        graphs = runner_of(llm).graphs
+        captured = [graphs.forward.sizes, graphs.decode.sizes, graphs.samples.sizes]
+        assert captured == [[8, 16], [1, 2, 4], []]
+        (output,) = llm.generate([[5] * 6], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4 and llm.stats().steps_by_mode == {"FULL": 4}
+
+
+def test_settings_of_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank shows its progress, and all capture what the poorest can."""
+
+    class Second(SingleRank):
+        rank = 1
+
+        def least(self, value: int) -> int:
+            return min(value, 10**9)
+
+    seen: list[CaptureOptions] = []
+    monkeypatch.setattr("weft.runner.model_runner.capture_graphs", lambda *given: seen.append(given[4]) or StepGraphs())
+    folder = str(make_checkpoint("Qwen3NextForCausalLM", tmp_path))
+    for is_on in (False, True):
+        settings = {"enable_cudagraph_gc": is_on, "enable_torch_compile_debug_mode": is_on}
+        runner = ModelRunner(resolve(model=folder, skip_tokenizer_init=True, cuda_graph_mode="FULL", **settings))
+    seen.pop()
+    runner._tp = Second()
+    runner._capture_graphs()
+    first, second = seen
+    assert (first.keep_gc, first.show_progress, first.watched) == (False, True, None)
+    assert (second.keep_gc, second.show_progress) == (True, False) and second.watched is not None
+    assert (first.least(2 * 10**9), second.least(2 * 10**9)) == (2 * 10**9, 10**9)
 
 
 def test_a_verification_runs_in_a_graph_of_as_many_drafts() -> None:
