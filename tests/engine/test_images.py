@@ -161,6 +161,13 @@ def test_salts_part_images_too(made: Callable[[str], Made]) -> None:
     assert engine.core.stats().num_encoder_hits == 1  # an image's embeddings say nothing about who sent it
 
 
+def test_in_a_context_shorter_than_the_models(made: Callable[[str], Made]) -> None:
+    """Where the angles of images stand follows from the model's context, not from what is left of it in the cache."""
+    engine = engine_of(made(VL), num_kv_pages=5)
+    assert engine.core.plan.max_model_len == 64 < engine.config.max_model_len
+    check(made(VL)[1], [PROMPTS[0]], engine.run(PROMPTS[0], logprobs=ALL))
+
+
 def test_what_a_broken_step_was_to_encode_is_encoded_again(
     made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:

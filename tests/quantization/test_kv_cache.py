@@ -161,6 +161,12 @@ def test_scales_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert abs(found[1][best].logprob - found[0][best].logprob) < 0.2
 
 
+def test_a_checkpoint_without_scales_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_fp8_checkpoint("Qwen3ForCausalLM", "channel-token", tmp_path)
+    with caplog.at_level("WARNING"), LLM(str(folder), kv_cache_dtype="fp8", **SETTINGS):
+        assert "the checkpoint has no scales of keys and values; 1.0 is used" in caplog.text
+
+
 @pytest.mark.parametrize("arch", ["KimiLinearForCausalLM", "Mamba2ForCausalLM"])
 def test_models_without_keys_and_values_in_pages_refuse_it(arch: str, tmp_path: Path) -> None:
     folder = make_checkpoint(arch, tmp_path)

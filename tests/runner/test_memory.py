@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from weft.cache.spec import CacheSpec
 from weft.config import resolve
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.layer_spec import CacheDtypes
+from weft.config.model import ModelConfig
 from weft.errors import CapacityError
 from weft.executor.rank import Rank
+from weft.layers.context import ModelContext
+from weft.models.registry import create_model
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.memory import allocate_caches, cache_tensors, largest_that_fits
 from weft.runner.model_runner import ModelRunner
@@ -145,6 +149,21 @@ def test_pools_are_what_the_settings_ask_for(tmp_path: Path) -> None:
     assert plan_of().num_slots > 1 + 4 and plan_of().num_pages > plan_of(**without).num_pages
     given = plan_of(num_state_slots=7, num_kv_pages=9)
     assert (given.num_slots, given.num_pages) == (7, 9)
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_what_layers_are_told(is_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the settings of several ranks."""
+    told: list[ModelContext] = []
+
+    def noted(config: ModelConfig, context: ModelContext) -> Any:
+        told.append(context)
+        return create_model(config, context)
+
+    monkeypatch.setattr("weft.runner.model_runner.create_model", noted)
+    config = resolve(model=str(make_checkpoint("Qwen3NextForCausalLM", tmp_path)), skip_tokenizer_init=True)
+    ModelRunner(replace(config, enable_expert_parallel=is_on, disable_custom_all_reduce=not is_on))
+    assert [(c.expert_parallel, c.custom_all_reduce) for c in told] == [(is_on, is_on)]
 
 
 def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:

@@ -115,6 +115,16 @@ def test_bad_words_of_any_length_are_blocked_when_their_beginning_stands() -> No
     assert blocked(rig.build(0)) == {(0, 3)}
 
 
+def test_rejected_tokens_leave_no_history() -> None:
+    """Of three positions the first two count."""
+    rig = Rig()
+    rig.fill(0, [1], bad_words=[[4, 6], [5, 9]], frequency_penalty=1.0)
+    rig.inputs.record(rig.scheduled(0) * 3, torch.tensor([3, 4, 5]), torch.tensor([True, True, False]))
+    batch = rig.build(0)
+    assert blocked(batch) == {(0, 6)}
+    assert batch.penalties is not None and batch.penalties.output_counts[0].nonzero().flatten().tolist() == [3, 4]
+
+
 def test_an_empty_history_matches_no_beginning() -> None:
     rig = Rig()
     rig.fill(0, [5], bad_words=[[5, 6], [2]])

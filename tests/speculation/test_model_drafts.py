@@ -126,6 +126,21 @@ def test_a_logits_processor_shares_steps_without_drafts(engines: Engines) -> Non
     assert all(a + 1 == b for a, b in pairwise(expected[0]))
 
 
+def test_steps_that_follow_verify_what_was_drafted_last(tmp_path: Path) -> None:
+    """On the device: as many drafts are right as where each step waits for the one before it."""
+    folder = make_repeating_checkpoint("Qwen3NextForCausalLM", tmp_path, head=True)
+    drafts: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    figures = []
+    for overlap in (False, True):
+        modes = {"cuda_graph_mode": "NONE", "enable_overlap": overlap, "speculative_config": drafts}
+        with LLM(str(folder), **SETTINGS, **modes) as mtp:
+            mtp.generate([[5, 6, 7], [9, 8, 7, 6]], greedy, use_tqdm=False)
+            stats = mtp.stats()
+        figures.append((stats.spec_decode_num_accepted_tokens, stats.spec_decode_num_draft_tokens))
+    assert figures[0] == figures[1] and figures[0][0] > 0.5 * figures[0][1]
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     """Also where steps follow one another, and where the tokens of one request have masks."""
     folder = make_repeating_checkpoint("Qwen3NextForCausalLM", tmp_path, head=True)
