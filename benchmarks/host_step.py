@@ -61,7 +61,7 @@ class Host:
         self.rows = RowTable(count, spec.pages_for(MAX_MODEL_LEN), CPU)
         self.builder = BatchBuilder(
             self.rows, page_size=spec.page_size, max_num_tokens=BUDGET, max_num_seqs=count,
-            chunk_sizes=spec.chunk_sizes, num_drafts=0, num_drafts_at=config.num_drafts_at, verifies=False,
+            keeps_states=spec.has_states, num_drafts=0, num_drafts_at=config.num_drafts_at, verifies=False,
             ends_sparse=False, device=CPU,
         )  # fmt: skip
         self.sampling = SamplingInputs(self.rows, config.model_config.vocab_size, CPU)

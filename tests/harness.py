@@ -18,6 +18,7 @@ from torch import Tensor
 from weft.cache.plan import CachePlan
 from weft.cache.spec import CacheSpec
 from weft.config.checkpoint import read_checkpoint_config
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
 from weft.config.quantization import QuantizationConfig
@@ -212,7 +213,7 @@ class Harness:
         num_pages = max(len(sequence.pages) for sequence, _ in work)
         table = [sequence.pages + [0] * (num_pages - len(sequence.pages)) for sequence, _ in work]
         num_decodes = sum(self._decodes(*item) for item in work)
-        sizes = self.spec.chunk_sizes if num_decodes < len(work) else ()
+        has_chunks = self.spec.has_states and num_decodes < len(work)
         batch = Batch(
             num_tokens=cu[-1],
             num_seqs=len(work),
@@ -225,12 +226,12 @@ class Harness:
             seq_lens=_int32(seq_lens + [0] * pad_seqs),
             page_table=_int32(table + [[0] * num_pages] * pad_seqs),
             state_slots=_int32(slots + [0] * pad_seqs),
-            chunks={size: _chunk_table(work, num_decodes, pad_seqs, size) for size in sizes},
+            chunks=_chunk_table(work, num_decodes, pad_seqs) if has_chunks else None,
         )
         return batch, torch.tensor(ids + [0] * pad_tokens)
 
 
-def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: int, size: int) -> ChunkTable:
+def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: int) -> ChunkTable:
     rows: list[tuple[int, int, int, int]] = []
     first, flat = [], 0
     for i, (sequence, n) in enumerate(work):
@@ -238,7 +239,7 @@ def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: i
         borders = [p - sequence.num_computed for p in sorted(sequence.checkpoints)]
         start = 0
         while i >= num_decodes and start < n:
-            end = min([start + size, n, *(b for b in borders if b > start)])
+            end = min([start + CHUNK_SIZE, n, *(b for b in borders if b > start)])
             slot = sequence.checkpoints.get(sequence.num_computed + end, -1)
             rows.append((i, flat + start, end - start, slot))
             start = end
@@ -246,7 +247,7 @@ def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: i
     first += [len(rows)] * (1 + pad_seqs)
     seq, starts, lengths, slots = zip(*rows, strict=True)
     columns = [_int32(column) for column in (seq, starts, lengths, slots, first)]
-    return ChunkTable(size, *columns, max_seqs=len(work) - num_decodes)
+    return ChunkTable(*columns, max_seqs=len(work) - num_decodes)
 
 
 def _poison_rows(vectors: Tensor, num_tokens: int) -> Tensor:

@@ -41,8 +41,6 @@ from weft.ops.device_work import device_work
 
 # -- 1. geometry and spec ---------------------------------------------------------------------------------------------
 
-CHUNK_SIZE = 24
-
 
 @dataclass(frozen=True, slots=True)
 class MovingAverageConfig:
@@ -59,7 +57,6 @@ class MovingAverageConfig:
                 CacheTensor("fast", (self.num_channels,), dtypes.state, sharded_dim=0),
                 CacheTensor("slow", (self.num_groups, self.width), dtypes.state, sharded_dim=0),
             ),
-            chunk_size=CHUNK_SIZE,
             num_weights=hidden_size * (2 * self.num_channels + self.num_groups),
             flops_per_token=6.0 * self.num_channels,
         )
@@ -113,7 +110,7 @@ def moving_average(values: Tensor, gates: Tensor, decay: Tensor, fast: Tensor, s
     out = torch.zeros_like(values, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
         given, states = {"values": values, "gates": gates, "decay": decay}, {"fast": fast, "slow": slow}
-        return device_work(moving_average, batch, out, given, states, table=CHUNK_SIZE)
+        return device_work(moving_average, batch, out, given, states)
     count = batch.num_decodes
     if count:
         slots = batch.state_slots[:count].long()
@@ -137,7 +134,7 @@ def _updates(values: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, Tens
 def _prefill(
     values: Tensor, gates: Tensor, decay: Tensor, fast: Tensor, slow: Tensor, batch: Batch, out: Tensor
 ) -> None:
-    chunks = batch.chunks[CHUNK_SIZE]
+    chunks = batch.chunk_table
     first, starts, lengths = chunks.first.tolist(), chunks.start.tolist(), chunks.length.tolist()
     fresh = (batch.seq_lens == batch.cu_seqlens_q.diff()).tolist()
     for seq, (begin, end) in enumerate(pairwise(first)):
@@ -291,18 +288,18 @@ def test_plan_and_checkpoints_know_the_kind(references: dict[str, matrix.Referen
         "model.layers.3.self_attn",
         "model.layers.3.average",
     ]
-    assert (spec.chunk_sizes, spec.alignment) == ((24, 64), 192)
+    assert spec.alignment == 64
     plain = dataclasses.replace(harness.config, layer_types=tuple(KINDS[1:3]))
     without = CacheSpec.from_model(plain, page_size=spec.page_size, dtypes=CacheDtypes())
     assert spec.slot_bytes == without.slot_bytes + 2 * 2 * CHANNELS * 4
     assert spec.kv_bytes_per_token == 2 * without.kv_bytes_per_token
 
 
-@pytest.mark.parametrize("position", [1, 23, 24, 25, 64, 71, 100])
+@pytest.mark.parametrize("position", [1, 24, 63, 64, 65, 71, 100])
 def test_a_stored_state_is_that_of_a_run_that_stops_there(
     references: dict[str, matrix.Reference], position: int
 ) -> None:
-    """In every layer, although the kinds cut the prompt differently."""
+    """In every layer."""
     harness, tokens = Harness(references[ARCH].folder), matrix.prompt_of(120)
     whole, stopped = harness.sequence(tokens), harness.sequence(tokens[:position])
     target = harness.free_slot()

@@ -20,7 +20,6 @@ from tests.ops.oracles import make_batch
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.cache.nodes import Node
-from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import LayerCache
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d
@@ -93,7 +92,7 @@ def test_convolution_states_are_the_same_bits(seed: int) -> None:
     x, weight = torch.randn(LENGTH, 5, generator=gen), torch.randn(5, 4, generator=gen)
     state = torch.full((2 + len(POSITIONS), 5, 3), torch.nan)
     batch = make_batch([LENGTH], [0], checkpoints={0: {p: 1 + p for p in POSITIONS}})
-    causal_conv1d(x, weight, None, state, batch, chunk_size=CHUNK_SIZE, backend=Backend.TORCH)
+    causal_conv1d(x, weight, None, state, batch, backend=Backend.TORCH)
     for p in POSITIONS:
         inputs = torch.cat([torch.zeros(3, 5), x[:p]])[-3:]
         assert torch.equal(state[1 + p], inputs.T)

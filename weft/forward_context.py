@@ -21,23 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """How the prefill sequences of a batch are cut into chunks of one length, for recurrent layers.
+    """How the prefill sequences of a batch are cut into chunks, for recurrent layers.
 
     All tensors are int32 on the batch's device. Chunks of one sequence are consecutive and in order; sequences appear
-    in batch order. A chunk boundary stands at absolute multiples of ``size`` and wherever a state has to be stored, so
-    chunks may be shorter.
+    in batch order. A chunk boundary stands at absolute multiples of ``CHUNK_SIZE`` and wherever a state has to be
+    stored, so chunks may be shorter.
 
     Attributes:
-        size: longest chunk, in tokens: the ``chunk_size`` of the layers that read the table.
         seq: ``[num_chunks]`` index of the chunk's sequence in the batch (row of ``cu_seqlens_q``, ``state_slots``).
         start: ``[num_chunks]`` first token of the chunk, as an index into the batch's flat token axis.
-        length: ``[num_chunks]`` tokens in the chunk, 1 to ``size``; 0 for padding chunks.
+        length: ``[num_chunks]`` tokens in the chunk, 1 to ``CHUNK_SIZE``; 0 for padding chunks.
         checkpoint_slot: ``[num_chunks]`` slot that receives the state *after* the chunk's last token, or -1.
         first: ``[num_seqs + 1]`` index of the first chunk of each sequence (a prefix sum; decode rows have none).
         max_seqs: most sequences that have chunks (a captured graph serves any number up to that).
     """
 
-    size: int
     seq: Tensor
     start: Tensor
     length: Tensor
@@ -121,8 +119,8 @@ class Batch:
         state_slots: ``[S]`` int32, working slot of the recurrent state of each sequence. The state in the slot is
             that of the tokens before this step; where the sequence starts here (``seq_lens`` equals its query length)
             the slot's content is ignored and a zero state is used.
-        chunks: chunk length -> chunk table of the sequences from ``num_decodes`` on, for every length that a recurrent
-            layer of the model has; empty if there are no such layers or every sequence decodes.
+        chunks: of the sequences from ``num_decodes`` on; None if the model has no recurrent layers or every sequence
+            decodes.
         token_count: ``[1]`` int32, the real number of tokens, if rows beyond it are present although the sizes above
             count them as real (a captured graph, whose host integers are those of its capture); None otherwise.
         verification: set where every sequence verifies drafts; none of them counts as a decode then.
@@ -144,12 +142,18 @@ class Batch:
     seq_lens: Tensor
     page_table: Tensor
     state_slots: Tensor
-    chunks: Mapping[int, ChunkTable] = field(default_factory=dict)
+    chunks: ChunkTable | None = None
     token_count: Tensor | None = None
     mixture: Mixture | None = None
     verification: Verification | None = None
     may_have_media: bool = False
     logits_rows: LogitsRows | None = None
+
+    @property
+    def chunk_table(self) -> ChunkTable:
+        """``chunks`` of a batch that has some."""
+        assert self.chunks is not None, "every sequence of the batch decodes"
+        return self.chunks
 
 
 LayerCache = Mapping[str, "Tensor"]
@@ -166,7 +170,7 @@ class BatchDescriptor:
         num_seqs: sequences; None of captured pieces, which serve any number.
         uniform_decode: every sequence brings one token to an existing state and samples one.
         num_prefills: sequences that do not decode.
-        num_chunks: ``(chunk length, chunks)`` of these sequences, for every chunk length of the model.
+        num_chunks: of these sequences; 0 without recurrent layers.
         num_decodes: sequences that decode.
     """
 
@@ -174,7 +178,7 @@ class BatchDescriptor:
     num_seqs: int | None = None
     uniform_decode: bool = False
     num_prefills: int = 0
-    num_chunks: tuple[tuple[int, int], ...] = ()
+    num_chunks: int = 0
     num_decodes: int = 0
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, error, time_us
 from weft import report
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.gated_delta_rule import gdn_gates_reference
@@ -71,12 +70,12 @@ def make_batch(lens: list[int], *, checkpoint: bool = False, pad: int = 0) -> Ba
         return torch.tensor(x, dtype=torch.int32, device=DEVICE)
 
     seqs, starts, lengths, slots = (ints(list(c)) for c in zip(*rows, strict=True))
-    chunks = ChunkTable(CHUNK_SIZE, seqs, starts, lengths, slots, ints(first + [first[-1]] * pad), max_seqs=len(lens))
+    chunks = ChunkTable(seqs, starts, lengths, slots, ints(first + [first[-1]] * pad), max_seqs=len(lens))
     cu = [0, *itertools.accumulate(lens)]
     none = ints([0])
     return Batch(
         start, len(lens), 0, max(lens), max(lens), none, none, ints(cu + [start] * pad), ints(lens + [0] * pad), none,
-        ints([*range(1, len(lens) + 1)] + [0] * pad), {CHUNK_SIZE: chunks},
+        ints([*range(1, len(lens) + 1)] + [0] * pad), chunks,
     )  # fmt: skip
 
 
@@ -170,7 +169,7 @@ def time_chunk(lens: list[int], tiles: list[gdr.Tile | None]) -> dict[str, float
     state = torch.zeros(len(lens) + 2, HV, K, V, device=DEVICE)
     sets = [make_inputs(batch.num_tokens, torch.bfloat16) for _ in range(3)]
     times = {}
-    prepare = [partial(gdr._prepare, q, k, g, beta, batch.chunks[CHUNK_SIZE]) for q, k, _, g, beta in sets]
+    prepare = [partial(gdr._prepare, q, k, g, beta, batch.chunk_table) for q, k, _, g, beta in sets]
     times["prepare"] = time_us(prepare)
     for tile in tiles:
         calls = [partial(gdr.chunk_gated_delta_rule_triton, *x, state, batch, tile=tile) for x in sets]
@@ -200,9 +199,8 @@ def time_layer_ops(lens: list[int]) -> dict[str, float]:
     sets = [torch.randn(n, CONV_DIM + HV * V + 2 * HV, device=DEVICE).bfloat16() for _ in range(3)]
     mixed, norm = torch.randn(n, HV, V, device=DEVICE).bfloat16(), torch.randn(V, device=DEVICE).bfloat16()
     gates = [x[:, CONV_DIM : CONV_DIM + HV * V].unflatten(-1, (HV, V)) for x in sets]
-    conv = partial(causal_conv1d_triton, chunk_size=CHUNK_SIZE)
     return {
-        "conv": time_us([partial(conv, x[:, :CONV_DIM], weight, None, states, batch) for x in sets]),
+        "conv": time_us([partial(causal_conv1d_triton, x[:, :CONV_DIM], weight, None, states, batch) for x in sets]),
         "conv floor": n * CONV_DIM * 4 / COPY_BYTES_PER_S * 1e6,
         "norm": time_us([partial(gated_rms_norm_triton, mixed, x, norm, 1e-6) for x in gates]),
         "norm floor": n * HV * V * 6 / COPY_BYTES_PER_S * 1e6,

@@ -25,7 +25,6 @@ from torch import Tensor
 from benchmarks.kernels.gdn import attempt, make_batch, shape_name
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, time_us
 from weft import report
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Batch
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule_reference
@@ -115,7 +114,7 @@ def time_chunk(lens: list[int]) -> dict[str, float]:
         for tile in TILES
     }
     for shape in PREPARE_SHAPES:
-        prepare = partial(kda._prepare, chunks=batch.chunks[CHUNK_SIZE], shape=shape)
+        prepare = partial(kda._prepare, chunks=batch.chunk_table, shape=shape)
         times[f"prepare {tuple(shape)}"] = time_us([partial(prepare, q, k, g, beta) for q, k, _, g, beta in sets])
     times["chosen"] = time_us([partial(chunk_kda_triton, *x, state, batch) for x in sets])
     f, b = random(batch.num_tokens, H * K), random(batch.num_tokens, H)
@@ -177,7 +176,7 @@ def time_window(name: str, rows: int, length: int) -> dict[str, float]:
         calls = [partial(decode, *x, *windows, slots, positions) for x in sets]
         floor = rows * 2 * window * kv_heads * dim * 2 / COPY_BYTES_PER_S * 1e6
         return {"us": time_us(calls), "floor": floor}
-    batch, run = make_batch([length]), partial(window_attention_triton, chunk_size=CHUNK_SIZE, scale=0.1, sinks=sinks)
+    batch, run = make_batch([length]), partial(window_attention_triton, scale=0.1, sinks=sinks)
     return {"us": time_us([partial(run, *x, *windows, batch) for x in sets])}
 
 

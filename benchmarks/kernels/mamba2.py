@@ -23,7 +23,6 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, error, time_us, write_json
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.linear_attention import chunk_linear_attention_reference
 from weft.ops.mamba2 import mamba2_decode_reference, mamba2_gates_reference
@@ -115,7 +114,7 @@ def time_prefill(geometry: Mamba2Config, lens: list[int]) -> dict[str, Any]:
     around: dict[str, list[Callable[[], Any]]] = {
         "gates": [partial(mamba2_gates_triton, p[2], w.A_log, w.dt_bias, geometry.dt_limit) for p in parts],
         "conv": [
-            partial(causal_conv1d_triton, p[1], w.conv_weight, w.conv_bias, conv, batch, chunk_size=CHUNK_SIZE)
+            partial(causal_conv1d_triton, p[1], w.conv_weight, w.conv_bias, conv, batch)
             for p in parts
         ],
         "norm": [partial(norm, y, p[0]) for p in parts],

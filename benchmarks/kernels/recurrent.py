@@ -23,7 +23,6 @@ from torch import Tensor
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.mamba2 import TILES, attempt
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, time_us, write_json
-from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.conv_update import causal_conv1d_update_triton, short_conv_decode_triton
@@ -130,7 +129,7 @@ def conv_decode(rows: int) -> dict[str, Any]:
 
 
 def convolve(x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
-    return causal_conv1d_triton(x, weight, None, state, batch, chunk_size=CHUNK_SIZE, silu=False)
+    return causal_conv1d_triton(x, weight, None, state, batch, silu=False)
 
 
 def conv_prefill(lens: list[int]) -> dict[str, Any]:

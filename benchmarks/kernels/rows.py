@@ -19,7 +19,6 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
-from weft.config.chunks import CHUNK_SIZE
 from weft.ops.causal_conv1d import causal_conv1d_reference
 from weft.ops.qk_norm_rope import qk_norm_rope_reference
 from weft.ops.triton import causal_conv1d as conv
@@ -76,7 +75,7 @@ def projected_gate(num_tokens: int) -> Tensor:
 def conv_call(num_tokens: int) -> Call:
     state = torch.zeros(2, CHANNELS, 3, device=DEVICE, dtype=DTYPE)
     x, batch = randn(num_tokens, PROJECTED)[:, :CHANNELS], make_batch([num_tokens])
-    return partial(conv.causal_conv1d_triton, x, randn(CHANNELS, 4), None, state, batch, chunk_size=CHUNK_SIZE)
+    return partial(conv.causal_conv1d_triton, x, randn(CHANNELS, 4), None, state, batch)
 
 
 def check_conv(tile: conv.Tile) -> float:
@@ -88,8 +87,8 @@ def check_conv(tile: conv.Tile) -> float:
     state = torch.full((len(lens) + 2, CHANNELS, 3), torch.nan, device=DEVICE, dtype=DTYPE)
     want_state = state.double()
     with poisoned():
-        out = conv.causal_conv1d_triton(x, weight, None, state, batch, chunk_size=CHUNK_SIZE, tile=tile)
-    want = causal_conv1d_reference(x.double(), weight, None, want_state, batch, chunk_size=CHUNK_SIZE)
+        out = conv.causal_conv1d_triton(x, weight, None, state, batch, tile=tile)
+    want = causal_conv1d_reference(x.double(), weight, None, want_state, batch)
     return max(error(out, want), error(state[1:], want_state[1:]))
 
 

@@ -118,7 +118,7 @@ def test_what_was_not_measured_goes_by_the_rules() -> None:
 
 def test_a_measured_graph_that_cannot_take_the_batch_is_not_taken() -> None:
     dispatcher = Dispatcher(CudaGraphMode.TUNED, **SIZES, table=ModeTable.always(FULL, 64))
-    assert dispatcher.choose(BatchDescriptor(64, 17, num_prefills=17, num_chunks=((64, 17),))) == Choice(NONE, 64)
+    assert dispatcher.choose(BatchDescriptor(64, 17, num_prefills=17, num_chunks=17)) == Choice(NONE, 64)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

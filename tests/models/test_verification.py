@@ -23,7 +23,7 @@ def verify(harness: Harness, sequences: list[Sequence], slots: list[list[int]]) 
     padding = Sequence([0] * count, 0, [0])
     context = harness.context_for([(sequence, count) for sequence in (*sequences, padding)])
     table = torch.tensor([*slots, [0] * count], dtype=torch.int32)
-    batch = dataclasses.replace(context.batch, num_decodes=0, chunks={}, verification=Verification(count, table))
+    batch = dataclasses.replace(context.batch, num_decodes=0, chunks=None, verification=Verification(count, table))
     ids = [s.tokens[s.num_computed + i] for s in (*sequences, padding) for i in range(count)]
     with torch.no_grad(), forward_context(ForwardContext(batch, harness.caches, harness.context.layers)):
         logits = harness.model.compute_logits(harness.model(torch.tensor(ids)))

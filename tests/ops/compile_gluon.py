@@ -20,7 +20,6 @@ import triton
 from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
-from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable, Mixture
 from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.triton import attention_decode, attention_decode_hopper, early_launch
@@ -69,11 +68,11 @@ def launch_decodes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
 
 def chunked_batch(num_seqs: int) -> Batch:
     numbers = torch.zeros(9, dtype=torch.int32)
-    chunks = ChunkTable(CHUNK_SIZE, numbers, numbers, numbers, numbers, numbers, max_seqs=num_seqs)
+    chunks = ChunkTable(numbers, numbers, numbers, numbers, numbers, max_seqs=num_seqs)
     return Batch(
         num_tokens=64, num_seqs=num_seqs, num_decodes=0, max_query_len=64, max_seq_len=64, positions=numbers,
         slot_mapping=numbers, cu_seqlens_q=numbers, seq_lens=numbers, page_table=numbers[:, None], state_slots=numbers,
-        chunks={CHUNK_SIZE: chunks},
+        chunks=chunks,
     )  # fmt: skip
 
 

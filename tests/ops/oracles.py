@@ -100,10 +100,10 @@ def make_batch(
         first.append(len(table))
     table += [(0, 0, 0, -1)] * pad_chunks
     columns = [torch.tensor(c, dtype=torch.int32) for c in zip(*table, strict=True)] if table else None
-    chunks = {}
+    chunks = None
     if columns is not None and num_decodes < count:
         firsts = torch.tensor(first + [first[-1]] * pad_seqs, dtype=torch.int32)
-        chunks = {CHUNK_SIZE: ChunkTable(CHUNK_SIZE, *columns, firsts, max_seqs=count - num_decodes)}
+        chunks = ChunkTable(*columns, firsts, max_seqs=count - num_decodes)
     return Batch(
         num_tokens=starts[-1],
         num_seqs=count,

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from tests.ops.oracles import make_batch, naive_conv1d
-from weft.config.chunks import CHUNK_SIZE
-from weft.ops import causal_conv1d as op
 from weft.ops.backend import Backend
-from weft.ops.causal_conv1d import causal_conv1d_update_reference
+from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update_reference
 
 TORCH = Backend.TORCH
-causal_conv1d = partial(op.causal_conv1d, chunk_size=CHUNK_SIZE)
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4])

@@ -18,8 +18,8 @@ from weft.ops.triton import early_launch
 
 FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
-    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_step_kernel", "_gdn_decode_kernel",
-    "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
+    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_step_kernel", "gdn_decode_kernel",
+    "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
     "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel",
@@ -126,14 +126,14 @@ EARLY_LOADS = (
 
 
 LEAVES_EARLY = {
-    "_step_kernel", "_gdn_decode_kernel", "_kda_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
+    "_step_kernel", "gdn_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
     "_scan_step_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_verify_states_kernel",
 }  # fmt: skip
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
 LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
-    "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
+    "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
     "attention_prefill_hopper.py", "fp8_few_rows_hopper.py", "fp8_moe_pairs_hopper.py",
     "group_norm.py", "gdn_decode.py", "gdn_decode_gluon.py", "gdn_verify.py", "gdn_verify_gluon.py",
     "attention_decode_hopper.py", "moe_sum.py",

@@ -39,7 +39,7 @@ def _inverse_kernel(below, found, SIZE: tl.constexpr):
 def test_chunked_rule(per_channel: bool, consumers: int) -> None:
     """Decodes, fresh, short and continued sequences, checkpoints, and NaN in padding."""
     batch = mixed_batch()
-    n, chunks = batch.num_tokens, batch.chunks[CHUNK_SIZE]
+    n, chunks = batch.num_tokens, batch.chunk_table
     heads = (2, 2, 128, 128) if per_channel else (1, 2, 128, 128)
     q, k, v, g, beta = rule_inputs(n + 3, heads, torch.bfloat16)
     if per_channel:

@@ -9,7 +9,6 @@ from torch import Tensor
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from tests.ops.test_triton_gdn import ON_GPU, close, on_device
-from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend
 from weft.ops.short_conv import short_conv, short_conv_decode
@@ -53,7 +52,7 @@ def test_chunks_and_steps_equal_token_by_token(kernel: int, bias: bool) -> None:
     assert projected is not None and weight is not None and state is not None
     projected[batch.num_tokens :] = torch.nan
     before = state.clone()
-    got = short_conv(projected, weight, offset, state, batch, chunk_size=CHUNK_SIZE, backend=TORCH)
+    got = short_conv(projected, weight, offset, state, batch, backend=TORCH)
     slots = batch.state_slots[:2]
     short_conv_decode(projected[:2], weight, offset, state, slots, backend=TORCH, out=got[:2])
     assert (got[batch.num_tokens :] == 0).all()
@@ -79,7 +78,7 @@ def test_kernels_equal_the_reference(kernel: int, bias: bool, channels: int, dty
     results = []
     for backend in (TORCH, TRITON):
         state = before.clone()
-        out = short_conv(projected, weight, offset, state, batch, chunk_size=CHUNK_SIZE, backend=backend)
+        out = short_conv(projected, weight, offset, state, batch, backend=backend)
         results.append((out, state))
     close(results[1][0], results[0][0], dtype)
     close(results[1][1][1:], results[0][1][1:], dtype)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
@@ -50,10 +49,10 @@ def on_device(batch: Batch) -> Batch:
     """The same batch with its tensors on the test's device."""
     moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     moved = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in moved.items()}
-    for size, table in batch.chunks.items():
-        columns = {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+    if batch.chunks is not None:
+        columns = {f.name: getattr(batch.chunks, f.name) for f in dataclasses.fields(batch.chunks)}
         columns = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in columns.items()}
-        moved["chunks"] = {size: type(table)(**columns)}
+        moved["chunks"] = ChunkTable(**columns)
     return Batch(**moved)
 
 
@@ -257,8 +256,8 @@ def check_convolution(
     fresh = batch.seq_lens == batch.cu_seqlens_q.diff()
     before[batch.state_slots[fresh & (batch.seq_lens > 0)].long()] = torch.nan
     expected_state, state = before.clone(), before.clone()
-    expected = causal_conv1d(x, weight, offset, expected_state, batch, chunk_size=CHUNK_SIZE, backend=TORCH)
-    result = conv.causal_conv1d_triton(x, weight, offset, state, batch, chunk_size=CHUNK_SIZE, tile=tile)
+    expected = causal_conv1d(x, weight, offset, expected_state, batch, backend=TORCH)
+    result = conv.causal_conv1d_triton(x, weight, offset, state, batch, tile=tile)
     close(result, expected, dtype)
     assert (result[n:] == 0).all() and (result[: batch.num_decodes] == 0).all()
     named = [slot for slot in range(13) if slot not in foreign]
@@ -285,14 +284,12 @@ def test_convolution_of_awkward_lengths() -> None:
 def test_convolution_without_prefills() -> None:
     """A graph of any mixture may hold decodes alone: nothing is touched, every row is zero."""
     none = torch.zeros(1, dtype=torch.int32)
-    chunks = ChunkTable(CHUNK_SIZE, none, none, none, none - 1, torch.zeros(4, dtype=torch.int32), max_seqs=2)
+    chunks = ChunkTable(none, none, none, none - 1, torch.zeros(4, dtype=torch.int32), max_seqs=2)
     batch = make_batch([1, 1], [4, 4], num_decodes=2, pad_tokens=5, pad_seqs=1)
-    batch = on_device(dataclasses.replace(batch, chunks={CHUNK_SIZE: chunks}))
+    batch = on_device(dataclasses.replace(batch, chunks=chunks))
     state = torch.randn(4, 40, 3, device=DEVICE)
     before, x = state.clone(), torch.full((7, 40), torch.nan, device=DEVICE)
-    result = causal_conv1d(
-        x, torch.randn(40, 4, device=DEVICE), None, state, batch, chunk_size=CHUNK_SIZE, backend=TRITON
-    )
+    result = causal_conv1d(x, torch.randn(40, 4, device=DEVICE), None, state, batch, backend=TRITON)
     assert (result == 0).all() and torch.equal(state, before)
 
 

@@ -59,7 +59,7 @@ def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int,
         batch = on_device(make_batch([length], [start], num_decodes=0, checkpoints=checkpoints))
         batch.state_slots[:] = 4
         x = (y[part] for y in (q, k, v))
-        options = {"chunk_size": CHUNK, "scale": scale, "sinks": sinks, "backend": backend}
+        options = {"scale": scale, "sinks": sinks, "backend": backend}
         got.append(window_attention(*x, *windows, batch, **options))
         start += length
     for slot, first in ((4, start), (9, 15)):
@@ -86,7 +86,7 @@ def test_prefill_kernel_of_a_mixed_batch(heads: tuple[int, int, int], dtype: tor
     results = {}
     for backend in Backend:
         windows = [w.clone() for w in before]
-        out = window_attention(*x, *windows, batch, chunk_size=CHUNK, scale=0.2, backend=backend)
+        out = window_attention(*x, *windows, batch, scale=0.2, backend=backend)
         results[backend] = (out, *windows)
     (out, *windows), (want, *wanted) = results[Backend.TRITON], results[Backend.TORCH]
     torch.testing.assert_close(out.float(), want.float(), **TOLERANCE[dtype])

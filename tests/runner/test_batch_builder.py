@@ -28,7 +28,7 @@ def make(
         page_size=PAGE,
         max_num_tokens=512,
         max_num_seqs=rows,
-        chunk_sizes=(64,) if recurrent else (),
+        keeps_states=recurrent,
         num_drafts=num_drafts,
         num_drafts_at=lambda num_seqs: num_drafts,
         verifies=True,
@@ -82,7 +82,7 @@ def test_mixed_batch() -> None:
     assert batch.slot_mapping[1 + 50] == 5 * PAGE + 2
     assert batch.page_table.tolist() == [[9, 4, 0, 0, 0], [1, 2, 3, 5, 6]]
     assert step.samples.indices.tolist() == [0] and step.samples.rows.tolist() == [3]
-    chunks = batch.chunks[64]
+    chunks = batch.chunk_table
     assert chunks.seq.tolist() == [1, 1, 1]
     assert chunks.start.tolist() == [1, 34, 65]
     assert chunks.length.tolist() == [33, 31, 6]
@@ -139,7 +139,7 @@ def test_largest_step_fits_the_buffers() -> None:
     pages = list(range(1, 14))
     requests = [ScheduledRequest(r, 63, 64, pages, r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
     step = build(table, builder, requests)
-    assert int(step.batch.chunks[64].length.sum()) == 512
+    assert int(step.batch.chunk_table.length.sum()) == 512
 
 
 def test_sampling_parameters_travel_with_the_step() -> None:
@@ -197,7 +197,7 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
     assert batch.mixture.decode_slots.tolist() == [3, 7] + [0] * 6
     assert batch.slot_mapping[22:].tolist() == [0] * 10 and batch.positions[22:].tolist() == [0] * 10
     assert batch.page_table[3:].count_nonzero() == 0
-    chunks = batch.chunks[64]
+    chunks = batch.chunk_table
     assert chunks.length[0] == 20 and not chunks.length[1:].any() and (chunks.checkpoint_slot[1:] == -1).all()
     assert chunks.first.tolist() == [0, 0, 0] + [1] * 6
 

@@ -18,10 +18,10 @@ def tensor(name: str, *shape: int, dtype: str = "float32") -> CacheTensor:
 
 ATTENTION = LayerSpec(paged=(tensor("k", 2, 8), tensor("v", 2, 8)))
 LATENT = LayerSpec(paged=(tensor("latent", 24),))
-LINEAR = LayerSpec(states=(tensor("conv", 6, 3), tensor("recurrent", 2, 4, 5, dtype="bfloat16")), chunk_size=64)
-SCAN = LayerSpec(states=(tensor("scan", 7, 2),), chunk_size=16)
-SHORT = LayerSpec(states=(tensor("inputs", 6, 3),), chunk_size=64)
-BOTH = LayerSpec(paged=ATTENTION.paged, states=SHORT.states, chunk_size=64)
+LINEAR = LayerSpec(states=(tensor("conv", 6, 3), tensor("recurrent", 2, 4, 5, dtype="bfloat16")))
+SCAN = LayerSpec(states=(tensor("scan", 7, 2),))
+SHORT = LayerSpec(states=(tensor("inputs", 6, 3),))
+BOTH = LayerSpec(paged=ATTENTION.paged, states=SHORT.states)
 LAYERS = {"a": ATTENTION, "b": LINEAR, "c": LINEAR, "d": ATTENTION, "e": LATENT, "f": SCAN, "g": SHORT, "h": BOTH}
 PAGE_SIZE = 4
 

@@ -20,7 +20,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
     host, query_len = arrays(), 3
-    Padding(ROW).whole(host, StepShape(6, 2, 0, query_len, 50, (), 6, query_len=query_len), 4)
+    Padding(ROW).whole(host, StepShape(6, 2, 0, query_len, 50, 0, 6, query_len=query_len), 4)
     assert host["verify_slots"].tolist()[:13] == [OLD] * 6 + [0] * 6 + [OLD]
     assert host["follows"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
     assert host["state_slots"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
@@ -35,7 +35,7 @@ def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
 def test_a_mixture_decodes_in_slot_0() -> None:
     host = arrays()
     host["state_slots"][:3] = [4, 5, 6]
-    Padding(ROW).mixture(host, StepShape(12, 3, 2, 10, 50, (), 3), StepShape.mixture(SIZE, 8, 50, ()))
+    Padding(ROW).mixture(host, StepShape(12, 3, 2, 10, 50, 0, 3), StepShape.mixture(SIZE, 8, 50, False))
     assert host["decode_slots"].tolist()[:9] == [4, 5] + [0] * 6 + [OLD]
     assert host["state_slots"].tolist()[:9] == [4, 5, 6] + [0] * 5 + [OLD]
     assert host["slot_mapping"].tolist()[12:SIZE] == [0] * 12 and host["cu_seqlens_q"].tolist()[4:9] == [12] * 5

@@ -5,11 +5,11 @@ Bytes and FLOPs per page, per slot and per token, for planning pools and weighin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.config import EngineConfig
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.layer_spec import CacheDtypes, LayerSpec
 from weft.config.model import ModelConfig
 from weft.config.weights import router_weights
@@ -85,14 +85,9 @@ class CacheSpec:
         return all(spec.verifies for spec in self.layers.values() if spec.states)
 
     @property
-    def chunk_sizes(self) -> tuple[int, ...]:
-        """The chunk lengths that occur, ascending."""
-        return tuple(sorted({spec.chunk_size for spec in self.layers.values() if spec.chunk_size is not None}))
-
-    @property
     def alignment(self) -> int:
-        """Tokens between positions at which a chunk of every layer ends; 1 without recurrent layers."""
-        return math.lcm(*self.chunk_sizes)
+        """Tokens between positions at which a chunk always ends; 1 without recurrent layers."""
+        return CHUNK_SIZE if self.has_states else 1
 
     def prefill_flops(self, start: int, end: int) -> float:
         """FLOPs of computing tokens ``start`` to ``end`` when everything before them is cached."""

@@ -1,5 +1,4 @@
 """The chunk length of layers that keep a state instead of keys and values."""
 
 CHUNK_SIZE = 64
-"""Longest chunk of the chunked forms, in tokens, and tokens between the states that a prefill can store without an
-extra boundary."""
+"""Longest chunk, in tokens, and tokens between the states that a prefill can store without an extra boundary."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
@@ -54,7 +53,6 @@ class GatedDeltaNetConfig:
                 CacheTensor("conv", (self.conv_dim, self.conv_kernel - 1), dtypes.model, sharded_dim=0),
                 CacheTensor("recurrent", recurrent, dtypes.state, sharded_dim=0),
             ),
-            chunk_size=CHUNK_SIZE,
             verifies=True,
             num_weights=projections + self.conv_dim * self.conv_kernel,
             flops_per_token=6.0 * self.num_v_heads * self.head_k_dim * self.head_v_dim,  # decay, read, write

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
@@ -37,7 +36,6 @@ class KimiDeltaConfig:
                 CacheTensor("conv", (3 * self.width, self.conv_kernel - 1), dtypes.model, sharded_dim=0),
                 CacheTensor("recurrent", recurrent, dtypes.state, sharded_dim=0),
             ),
-            chunk_size=CHUNK_SIZE,
             num_weights=hidden_size * (4 * self.width + self.num_heads) + low_rank + 3 * self.width * self.conv_kernel,
             flops_per_token=6.0 * self.width * self.head_dim,  # decay, read, write
         )

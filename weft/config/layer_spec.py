@@ -68,9 +68,7 @@ class LayerSpec:
 
     Attributes:
         paged: tensors ``[num_pages, page_size, *shape]``.
-        states: tensors ``[num_slots, *shape]``.
-        chunk_size: longest chunk of its prefill, in tokens; a layer with states has one, since a state is stored at the
-            end of a chunk.
+        states: tensors ``[num_slots, *shape]``. Prefills run in chunks, at the end of which a state can be stored.
         verifies: it reads ``Batch.verification``, and so can run a few tokens of every sequence and keep each state; a
             layer with states that does not verifies drafts as a prefill.
         num_weights: weights of the token mixer that one token uses, of the whole model; two FLOPs each.
@@ -80,14 +78,12 @@ class LayerSpec:
 
     paged: tuple[CacheTensor, ...] = ()
     states: tuple[CacheTensor, ...] = ()
-    chunk_size: int | None = None
     verifies: bool = False
     num_weights: int = 0
     flops_per_token: float = 0.0
     flops_per_pair: float = 0.0
 
     def __post_init__(self) -> None:
-        assert not self.states or self.chunk_size, "a layer with states says how long its chunks are"
         names = [tensor.name for tensor in (*self.paged, *self.states)]
         assert len(names) == len(set(names)), f"cache tensors need names of their own: {names}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.attention import read_head_dim
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
@@ -40,7 +39,6 @@ class LightningAttentionConfig:
         state = CacheTensor("recurrent", (self.num_heads, self.head_dim, self.head_dim), dtypes.state, sharded_dim=0)
         return LayerSpec(
             states=(state,),
-            chunk_size=CHUNK_SIZE,
             num_weights=5 * hidden_size * self.inner_size,
             flops_per_token=5.0 * self.inner_size * self.head_dim,  # decay, write (2), read (2)
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
@@ -40,7 +39,6 @@ class MambaConfig:
                 CacheTensor("conv", (self.num_channels, self.conv_kernel - 1), dtypes.model, sharded_dim=0),
                 CacheTensor("recurrent", (self.state_size, self.num_channels), dtypes.state, sharded_dim=1),
             ),
-            chunk_size=CHUNK_SIZE,
             num_weights=projections + self.num_channels * self.conv_kernel,
             flops_per_token=7.0 * self.num_channels * self.state_size,  # decay (2), write (3), read (2)
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
@@ -68,7 +67,6 @@ class Mamba2Config:
                 CacheTensor("conv", (self.conv_dim, self.conv_kernel - 1), dtypes.model, sharded_dim=0),
                 CacheTensor("recurrent", recurrent, dtypes.state, sharded_dim=0),
             ),
-            chunk_size=CHUNK_SIZE,
             num_weights=projections + self.conv_dim * self.conv_kernel,
             flops_per_token=5.0 * self.num_heads * self.state_size * self.head_dim,  # decay, write (2), read (2)
         )

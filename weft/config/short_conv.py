@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
@@ -29,7 +28,6 @@ class ShortConvConfig:
         state = CacheTensor("conv", (self.num_channels, self.kernel - 1), dtypes.model, sharded_dim=0)
         return LayerSpec(
             states=(state,),
-            chunk_size=CHUNK_SIZE,
             num_weights=4 * hidden_size * self.num_channels + self.num_channels * self.kernel,
             flops_per_token=2.0 * self.num_channels,  # the two gates
         )

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.config.attention import AttentionConfig
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.errors import ConfigError
@@ -36,7 +35,6 @@ class SlidingWindowConfig:
         entry = (self.window, attention.num_kv_heads, attention.head_dim)
         return LayerSpec(
             states=tuple(CacheTensor(name, entry, dtypes.model, sharded_dim=1) for name in ("k", "v")),
-            chunk_size=CHUNK_SIZE,
             num_weights=attention.layer_spec(hidden_size, dtypes).num_weights,
             flops_per_token=4.0 * attention.num_heads * attention.head_dim * self.window,
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.config import EngineConfig
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.errors import ConfigError
 from weft.graph.profile import ModeTable
@@ -79,10 +80,9 @@ _CHUNKS_PER_PREFILL = 3
 """Chunks of a sequence beyond those that its tokens fill: a broken one at either end, and a checkpoint."""
 
 
-def chunk_capacity(num_tokens: int, chunk_size: int) -> int:
-    """Chunks of at most ``chunk_size`` tokens that a graph of ``num_tokens`` tokens takes (none is empty, most are
-    full)."""
-    return min(num_tokens, num_tokens // chunk_size + _CHUNKS_PER_PREFILL * MAX_PREFILLS)
+def chunk_capacity(num_tokens: int) -> int:
+    """Chunks that a graph of ``num_tokens`` tokens takes (none is empty, most are full)."""
+    return min(num_tokens, num_tokens // CHUNK_SIZE + _CHUNKS_PER_PREFILL * MAX_PREFILLS)
 
 
 def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:

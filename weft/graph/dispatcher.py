@@ -65,5 +65,5 @@ class Dispatcher:
         size = smallest_fitting(sizes, batch.num_tokens)
         if size is None or (max_padding is not None and size > max_padding * batch.num_tokens):
             return None
-        fits = all(count <= chunk_capacity(size, length) for length, count in batch.num_chunks)
+        fits = batch.num_chunks <= chunk_capacity(size)
         return size if fits and batch.num_prefills <= MAX_PREFILLS else None

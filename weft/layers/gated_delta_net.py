@@ -14,7 +14,6 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
@@ -179,7 +178,7 @@ class GatedDeltaNet(WeightModule):
             backend=self._backend,
         )
         weight = self.conv1d.weight
-        qkv = causal_conv1d(qkv, weight, None, cache["conv"], batch, chunk_size=CHUNK_SIZE, backend=self._backend)
+        qkv = causal_conv1d(qkv, weight, None, cache["conv"], batch, backend=self._backend)
         q, k, v = self._heads(qkv)
         mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache["recurrent"], batch, backend=self._backend)
         normed = self.norm(mixed, z.unflatten(-1, mixed.shape[1:])).flatten(1)

@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.kimi import KimiDeltaConfig
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
@@ -117,7 +116,7 @@ class KimiDelta(WeightModule):
         qkv, b = projected.split([3 * self.local.width, projected.shape[1] - 3 * self.local.width], dim=-1)
         g, beta = kda_gates(forget, b[:, :heads], self.A_log, self.dt_bias, backend=backend)
         weight = self.conv1d.weight
-        qkv = causal_conv1d(qkv, weight, None, cache["conv"], batch, chunk_size=CHUNK_SIZE, backend=backend)
+        qkv = causal_conv1d(qkv, weight, None, cache["conv"], batch, backend=backend)
         q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
         mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache["recurrent"], batch, backend=backend)
         normed = self.norm(mixed, gate.unflatten(-1, (heads, dim))).flatten(1)

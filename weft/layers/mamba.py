@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.mamba import MambaConfig
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
@@ -103,7 +102,7 @@ class Mamba(WeightModule):
             return selective_scan_step(*self._scanned(x, z), cache["recurrent"], slots, backend=backend)
         count, decoding = slots.shape[0], x
         if batch.chunks:
-            x = causal_conv1d(x, *conv, batch, chunk_size=CHUNK_SIZE, backend=backend)
+            x = causal_conv1d(x, *conv, batch, backend=backend)
         else:  # decodes and padding
             x = projected.new_zeros(projected.shape[0], self.num_channels)
         if count:

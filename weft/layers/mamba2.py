@@ -12,7 +12,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
@@ -127,9 +126,7 @@ class Mamba2(WeightModule):
         local, w, backend = self.local, self._weights(), self._backend
         z, xbc, dt = projected.split([local.inner_size, local.conv_dim, local.num_heads], dim=-1)
         g, step = mamba2_gates(dt, w.A_log, w.dt_bias, local.dt_limit, backend=backend)
-        xbc = causal_conv1d(
-            xbc, w.conv_weight, w.conv_bias, cache["conv"], batch, chunk_size=CHUNK_SIZE, backend=backend
-        )
+        xbc = causal_conv1d(xbc, w.conv_weight, w.conv_bias, cache["conv"], batch, backend=backend)
         x, b, c = split_heads(xbc, local)
         y = chunk_linear_attention(c, b, x, g, step, w.D, cache["recurrent"], batch, backend=backend).flatten(1)
         normed = gated_group_norm(

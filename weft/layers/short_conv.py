@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
 from weft.config.short_conv import ShortConvConfig
@@ -80,5 +79,5 @@ class ShortConv(nn.Module):
             batch,
             [self.num_channels],
             lambda x, *, slots, out: short_conv_decode(x, *weights, state, slots, backend=backend, out=out),
-            lambda x: short_conv(x, *weights, state, batch, chunk_size=CHUNK_SIZE, backend=backend),
+            lambda x: short_conv(x, *weights, state, batch, backend=backend),
         )

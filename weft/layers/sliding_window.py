@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.config.model import ModelConfig
 from weft.config.sliding_window import SlidingWindowConfig
 from weft.forward_context import LogitsRows, get_forward_context
@@ -55,7 +54,6 @@ class SlidingWindowAttention(Attention):
                 cache["k"],
                 cache["v"],
                 batch,
-                chunk_size=CHUNK_SIZE,
                 scale=self._scale,
                 sinks=self.sinks,
                 backend=backend,

@@ -143,7 +143,7 @@ class MtpDrafter:
             cu_seqlens_q=decodes,
             page_table=page_table,
             state_slots=slots,
-            chunks={},
+            chunks=None,
             token_count=None if batch.token_count is None else batch.token_count // _query_len(batch),
             mixture=None,
             verification=None,

@@ -23,7 +23,6 @@ def causal_conv1d(
     conv_state: Tensor,
     batch: Batch,
     *,
-    chunk_size: int,
     silu: bool = True,
     backend: Backend,
 ) -> Tensor:
@@ -37,7 +36,6 @@ def causal_conv1d(
             that starts here); the final state is written back there, and the state after every chunk with a
             ``checkpoint_slot`` into that slot.
         silu: whether SiLU follows the convolution.
-        chunk_size: of the layer: which chunk table of the batch holds for it.
 
     Returns:
         ``[T, C]`` in x's dtype; rows outside those sequences are zero.
@@ -46,8 +44,8 @@ def causal_conv1d(
     # The state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
-        given = {"x": x, "weight": weight, "bias": bias, "chunk_size": chunk_size, "silu": silu}
-        return device_work(causal_conv1d_reference, batch, out, given, {"conv_state": conv_state}, table=chunk_size)
+        given = {"x": x, "weight": weight, "bias": bias, "silu": silu}
+        return device_work(causal_conv1d_reference, batch, out, given, {"conv_state": conv_state})
     first, last = batch.num_decodes, batch.num_seqs
     if first == last:
         return out
@@ -71,7 +69,7 @@ def causal_conv1d(
     buffer[bases[:, None] + before] = initial.to(x.dtype)
     out[begin:end] = _convolve(buffer, weight, bias, silu)[rows - history]
     conv_state.index_copy_(0, slots, _states(buffer, bases + query_lens, before, conv_state))
-    _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch, batch.chunks[chunk_size])
+    _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch, batch.chunk_table)
     return out
 
 

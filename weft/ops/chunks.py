@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 
 
@@ -22,10 +23,10 @@ class ChunkWalk:
             first token.
     """
 
-    def __init__(self, batch: Batch, chunk_size: int, state: Tensor) -> None:
-        first, chunks, device = batch.num_decodes, batch.chunks[chunk_size], state.device
+    def __init__(self, batch: Batch, state: Tensor) -> None:
+        first, chunks, device = batch.num_decodes, batch.chunk_table, state.device
         order, sequences, self._widths = schedule(chunks.first.tolist()[first : batch.num_seqs + 1])
-        chunk_ids, cells = torch.tensor(order, device=device), torch.arange(chunk_size, device=device)
+        chunk_ids, cells = torch.tensor(order, device=device), torch.arange(CHUNK_SIZE, device=device)
         self.valid = cells < chunks.length[chunk_ids, None]
         self.tokens = chunks.start[chunk_ids, None].long() + cells * self.valid
         seqs = torch.tensor(sequences, device=device) + first

@@ -21,18 +21,14 @@ from weft.forward_context import Batch, ChunkTable
 
 _REFERENCES: dict[str, Callable[..., Tensor]] = {}
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
-_LIBRARY.define(
-    "device_work(str name, str plan, Tensor[] batch, int chunk_size, Tensor[] inputs, Tensor(a!)[] written) -> ()"
-)
+_LIBRARY.define("device_work(str name, str plan, Tensor[] batch, Tensor[] inputs, Tensor(a!)[] written) -> ()")
 
 
-def _run(
-    name: str, plan: str, batch: Sequence[Tensor], chunk_size: int, inputs: Sequence[Tensor], written: Sequence[Tensor]
-) -> None:
+def _run(name: str, plan: str, batch: Sequence[Tensor], inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     names, arguments = json.loads(plan)
     out, *states = written
     arguments |= zip(names, (*inputs, *states), strict=True)
-    out.copy_(_REFERENCES[name](**arguments, batch=_from_tensors(batch, chunk_size)))
+    out.copy_(_REFERENCES[name](**arguments, batch=_from_tensors(batch)))
 
 
 _LIBRARY.impl("device_work", _run, "CompositeExplicitAutograd")
@@ -45,49 +41,44 @@ def device_work(
     out: Tensor,
     given: Mapping[str, Any],
     states: Mapping[str, Tensor] | None = None,
-    *,
-    table: int = 0,
 ) -> Tensor:
     """Write ``reference(**given, **states, batch=batch)`` into ``out``, for a captured batch (one with a ``mixture``).
 
     Args:
         given: tensors, numbers and None, by parameter.
         states: tensors that the reference writes, by parameter.
-        table: which of the batch's chunk tables the reference reads; 0: none.
     """
     name = getattr(reference, "func", reference).__name__  # that of an operation with a kernel is a partial function
     assert _REFERENCES.setdefault(name, reference) is reference, f"there are two references {name}"
     inputs = {key: value for key, value in given.items() if isinstance(value, Tensor)}
     others = {key: value for key, value in given.items() if key not in inputs}
     plan, written = json.dumps([[*inputs, *(states or {})], others]), [out, *(states or {}).values()]
-    torch.ops.weft.device_work(name, plan, _to_tensors(batch, table), table, list(inputs.values()), written)
+    torch.ops.weft.device_work(name, plan, _to_tensors(batch), list(inputs.values()), written)
     return out
 
 
-def _to_tensors(batch: Batch, chunk_size: int) -> list[Tensor]:
+def _to_tensors(batch: Batch) -> list[Tensor]:
     assert batch.mixture is not None, "the batch knows its sizes on the host"
     tensors = [
         batch.mixture.counts, batch.positions, batch.slot_mapping,
         batch.cu_seqlens_q, batch.seq_lens, batch.page_table, batch.state_slots,
     ]  # fmt: skip
-    if chunk_size:
-        chunks = batch.chunks[chunk_size]
+    if batch.chunks is not None:
+        chunks = batch.chunks
         tensors += [chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first]
     return tensors
 
 
-def _from_tensors(tensors: Sequence[Tensor], chunk_size: int) -> Batch:
+def _from_tensors(tensors: Sequence[Tensor]) -> Batch:
     """The batch with the sizes that its tensors hold now."""
-    counts, positions, slot_mapping, cu_seqlens_q, seq_lens, page_table, state_slots = tensors[:7]
+    counts, positions, slot_mapping, cu_seqlens_q, seq_lens, page_table, state_slots, *of_chunks = tensors
     num_tokens, num_seqs, num_decodes = counts.tolist()
-    chunks = {}
-    if chunk_size:
-        seq, start, length, checkpoint_slot, first = tensors[7:]
+    chunks = None
+    if of_chunks:
+        seq, start, length, checkpoint_slot, first = of_chunks
         count = int((length > 0).sum())
-        seq, start, length, checkpoint_slot = seq[:count], start[:count], length[:count], checkpoint_slot[:count]
-        max_seqs = num_seqs - num_decodes
-        columns = (seq, start, length, checkpoint_slot, first[: num_seqs + 1])
-        chunks = {chunk_size: ChunkTable(chunk_size, *columns, max_seqs)}
+        columns = seq[:count], start[:count], length[:count], checkpoint_slot[:count], first[: num_seqs + 1]
+        chunks = ChunkTable(*columns, max_seqs=num_seqs - num_decodes)
     return Batch(
         num_tokens=num_tokens,
         num_seqs=num_seqs,

@@ -122,10 +122,10 @@ def chunk_gated_delta_rule(
     out = v.new_zeros(v.shape)
     if batch.mixture is not None:
         given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, {"state": state}
-        return device_work(chunk_gated_delta_rule_reference, batch, out, given, states, table=CHUNK_SIZE)
+        return device_work(chunk_gated_delta_rule_reference, batch, out, given, states)
     if batch.num_decodes == batch.num_seqs:
         return out
-    walk = ChunkWalk(batch, CHUNK_SIZE, state)
+    walk = ChunkWalk(batch, state)
     wq, u, attention, k_decayed, decay = _intra_chunk(q, k, v, g, beta, walk)
     inter = torch.empty_like(u)
     for step, live in walk.steps():

@@ -93,10 +93,10 @@ def chunk_linear_attention(
     out = v.new_zeros(v.shape)
     if batch.mixture is not None:
         given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "skip": skip}, {"state": state}
-        return device_work(chunk_linear_attention_reference, batch, out, given, states, table=CHUNK_SIZE)
+        return device_work(chunk_linear_attention_reference, batch, out, given, states)
     if batch.num_decodes == batch.num_seqs:
         return out
-    walk = ChunkWalk(batch, CHUNK_SIZE, state)
+    walk = ChunkWalk(batch, state)
     queries, inside, written, decay = _intra_chunk(q, k, v, g, beta, walk)
     before = queries.new_empty(*queries.shape[:2], CHUNK_SIZE, v.shape[2])
     for step, live in walk.steps():

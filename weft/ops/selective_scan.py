@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import ChunkWalk
@@ -95,10 +94,10 @@ def selective_scan(
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
         given = {"x": x, "z": z, "dt": dt, "b": b, "c": c, "dt_bias": dt_bias, "A_log": A_log, "D": D}
-        return device_work(selective_scan_reference, batch, out, given, {"state": state}, table=CHUNK_SIZE)
+        return device_work(selective_scan_reference, batch, out, given, {"state": state})
     if batch.num_decodes == batch.num_seqs:
         return out
-    walk = ChunkWalk(batch, CHUNK_SIZE, state)
+    walk = ChunkWalk(batch, state)
     for step, live in walk.steps():
         for t in range(int(walk.valid[step].sum(1).max())):
             rows, inside = walk.tokens[step, t], walk.valid[step, t]

@@ -21,20 +21,19 @@ def short_conv(
     conv_state: Tensor,
     batch: Batch,
     *,
-    chunk_size: int,
     backend: Backend,
 ) -> Tensor:
     """The sequences from ``batch.num_decodes`` on; reads and updates their states.
 
     Args:
         projected: ``[T, 3 * C]``: ``b | c | x``.
-        weight, bias, conv_state, chunk_size: as in ``causal_conv1d``.
+        weight, bias, conv_state: as in ``causal_conv1d``.
 
     Returns:
         ``[T, C]`` in the dtype of ``projected``; rows outside those sequences are zero.
     """
     gate_in, gate_out, x = projected.chunk(3, dim=-1)
-    y = causal_conv1d(gate_in * x, weight, bias, conv_state, batch, chunk_size=chunk_size, silu=False, backend=backend)
+    y = causal_conv1d(gate_in * x, weight, bias, conv_state, batch, silu=False, backend=backend)
     return clear_padding(y.mul_(gate_out), batch.num_tokens)
 
 

@@ -81,7 +81,6 @@ def window_attention(
     v_window: Tensor,
     batch: Batch,
     *,
-    chunk_size: int,
     scale: float,
     sinks: Tensor | None = None,
     backend: Backend,
@@ -94,7 +93,6 @@ def window_attention(
         k_window, v_window: ``[num_slots, window, Hkv, D]``. The tokens before this step are those of
             ``batch.state_slots`` (none for a sequence that starts here); the final window is written back there, and
             the window after every chunk with a ``checkpoint_slot`` into that slot.
-        chunk_size: of the layer: which chunk table of the batch holds for it.
         scale, sinks: as for ``window_attention_decode``.
 
     Returns:
@@ -103,12 +101,12 @@ def window_attention(
     # One sequence after the other.
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
-        given = {"q": q, "k": k, "v": v, "chunk_size": chunk_size, "scale": scale, "sinks": sinks}
+        given = {"q": q, "k": k, "v": v, "scale": scale, "sinks": sinks}
         states = {"k_window": k_window, "v_window": v_window}
-        return device_work(window_attention_reference, batch, out, given, states, table=chunk_size)
+        return device_work(window_attention_reference, batch, out, given, states)
     if batch.num_decodes == batch.num_seqs:
         return out
-    chunks = batch.chunks[chunk_size]
+    chunks = batch.chunk_table
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     ends = (chunks.start + chunks.length).tolist()
     targets, first = chunks.checkpoint_slot.tolist(), chunks.first.tolist()

@@ -11,7 +11,7 @@ static device buffers for given, possibly padded sizes, with device work only.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.cache.lease import MAX_CHECKPOINTS
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable, Mixture, Verification
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
@@ -40,7 +41,7 @@ class BatchBuilder:
         rows: the runner's rows (read only, but for the device's page table).
         page_size: tokens per page.
         max_num_tokens, max_num_seqs: the largest step.
-        chunk_sizes: chunk lengths of the model's recurrent layers, a table each.
+        keeps_states: the model has recurrent layers, which read a chunk table.
         num_drafts: most drafts of a request in a step.
         num_drafts_at: from the requests of a step to the drafts that each of them should have.
         verifies: steps of sequences with equally many drafts get a ``Verification``.
@@ -57,7 +58,7 @@ class BatchBuilder:
         page_size: int,
         max_num_tokens: int,
         max_num_seqs: int,
-        chunk_sizes: Sequence[int],
+        keeps_states: bool,
         num_drafts: int,
         num_drafts_at: Callable[[int], int],
         verifies: bool,
@@ -70,11 +71,10 @@ class BatchBuilder:
         self._first_media_id, self._first_media_position = first_media_id, first_media_position
         self._rows, self._padding = rows, Padding(rows.padding_row)
         self.page_size, self._backend = page_size, backend
-        self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
         self.num_drafts, self.num_drafts_at = num_drafts, num_drafts_at
-        self.verifies, self._keeps_states, self._ends_sparse = verifies, bool(chunk_sizes), ends_sparse
-        arrays = _arrays(max_num_tokens, max_num_seqs, num_drafts, self._chunk_sizes)
+        self.verifies, self._keeps_states, self._ends_sparse = verifies, keeps_states, ends_sparse
+        arrays = _arrays(max_num_tokens, max_num_seqs, num_drafts, has_chunks=keeps_states)
         # As many new pages as the table has places: a cache hit can bring thousands.
         self._buffers = StepBuffers(arrays, len(PER_TOKEN), max_num_seqs * rows.max_pages, device, backend)
         self.one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
@@ -94,15 +94,14 @@ class BatchBuilder:
         self._fill_tokens(requests, layout)
         self._fill_sequences(requests, layout)
         num_samples = self._fill_samples(requests, layout)
-        num_chunks: tuple[tuple[int, int], ...] = ()
+        num_chunks = 0
         query_len = self._query_len(requests) if self.num_drafts else 0
         if query_len:
             slots = [slot for r in requests for slot in self._verify_slots(r)]
             self._host["verify_slots"][: len(slots)] = slots
             self._host["follows"][: len(requests)] = [r.follows for r in requests]
-        elif num_decodes < len(requests):
-            starts = layout.bounds.tolist()
-            num_chunks = tuple((n, self._fill_chunks(requests, starts, num_decodes, n)) for n in self._chunk_sizes)
+        elif self._keeps_states and num_decodes < len(requests):
+            num_chunks = self._fill_chunks(requests, layout.bounds.tolist(), num_decodes)
         self._num_tokens = num_tokens = int(layout.bounds[-1])
         self._host["counts"][:] = num_tokens, len(requests), num_decodes
         shape = StepShape(
@@ -203,16 +202,14 @@ class BatchBuilder:
             host[name][:n] = values[rows]
         return n
 
-    def _fill_chunks(
-        self, requests: list[ScheduledRequest], starts: list[int], num_decodes: int, chunk_size: int
-    ) -> int:
+    def _fill_chunks(self, requests: list[ScheduledRequest], starts: list[int], num_decodes: int) -> int:
         """A chunk table of the sequences from ``num_decodes`` on. Returns the number of chunks."""
-        seq, start, length, checkpoint = (self._host[f"chunk_{column}_{chunk_size}"] for column in CHUNK_COLUMNS)
-        first = self._host[f"chunk_first_{chunk_size}"]
+        seq, start, length, checkpoint = (self._host[column] for column in CHUNK_COLUMNS)
+        first = self._host["chunk_first"]
         first[: num_decodes + 1] = 0
         at = 0
         for i, r in enumerate(requests[num_decodes:], start=num_decodes):
-            bounds = chunk_bounds(r.start, r.num_tokens, [position for position, _ in r.checkpoints], chunk_size)
+            bounds = chunk_bounds(r.start, r.num_tokens, [position for position, _ in r.checkpoints])
             slots = dict(r.checkpoints)
             n = len(bounds) - 1
             seq[at : at + n] = i
@@ -241,7 +238,7 @@ class BatchBuilder:
 
     def send_padding(self, shape: StepShape) -> None:
         """Send padding of the given sizes and nothing else to the device, to run while graphs are captured."""
-        nothing = StepShape(0, 0, 0, 0, 0, (), 0, query_len=shape.query_len)
+        nothing = StepShape(0, 0, 0, 0, 0, 0, 0, query_len=shape.query_len)
         self._host, self._num_updates = self._buffers.begin(), 0
         self._host["counts"][:] = self._host[logits_rows.COUNTS][:] = self._host["cu_seqlens_q"][0] = 0
         if shape.any_mixture:
@@ -259,7 +256,7 @@ class BatchBuilder:
     def mixture_shape(self, num_tokens: int, max_seq_len: int) -> StepShape:
         """Sizes of a graph of ``num_tokens`` tokens of any sequences."""
         has_media = self._first_media_id is not None
-        return StepShape.mixture(num_tokens, self._max_num_seqs, max_seq_len, self._chunk_sizes, has_media)
+        return StepShape.mixture(num_tokens, self._max_num_seqs, max_seq_len, self._keeps_states, has_media)
 
     # -- device --------------------------------------------------------------------------------------------------
 
@@ -287,7 +284,7 @@ class BatchBuilder:
             seq_lens=device("seq_lens", shape.num_seqs),
             page_table=self._rows.device_page_table[:, :num_pages].index_select(0, rows),
             state_slots=device("state_slots", shape.num_seqs),
-            chunks={size: self._chunk_table(shape, size, count) for size, count in shape.num_chunks},
+            chunks=self._chunk_table(shape) if shape.num_chunks else None,
             token_count=device("counts", 1) if shape.padded else None,
             verification=self._verification(shape) if shape.query_len else None,
             may_have_media=shape.may_have_media,
@@ -307,18 +304,11 @@ class BatchBuilder:
         slots = self._buffers.device("verify_slots", shape.num_seqs * shape.query_len)
         return Verification(shape.query_len, slots.view(shape.num_seqs, shape.query_len))
 
-    def _chunk_table(self, shape: StepShape, size: int, num_chunks: int) -> ChunkTable:
+    def _chunk_table(self, shape: StepShape) -> ChunkTable:
         device = self._buffers.device
-        seq, start, length, checkpoint_slot = (device(f"chunk_{c}_{size}", num_chunks) for c in CHUNK_COLUMNS)
-        return ChunkTable(
-            size=size,
-            seq=seq,
-            start=start,
-            length=length,
-            checkpoint_slot=checkpoint_slot,
-            first=device(f"chunk_first_{size}", shape.num_seqs + 1),
-            max_seqs=MAX_PREFILLS if shape.any_mixture else shape.num_seqs - shape.num_decodes,
-        )
+        seq, start, length, checkpoint_slot = (device(column, shape.num_chunks) for column in CHUNK_COLUMNS)
+        max_seqs = MAX_PREFILLS if shape.any_mixture else shape.num_seqs - shape.num_decodes
+        return ChunkTable(seq, start, length, checkpoint_slot, device("chunk_first", shape.num_seqs + 1), max_seqs)
 
     def sample_rows(self, count: int) -> SampleRows:
         """Sampling parameters of the first ``count`` sequences that sample."""
@@ -346,7 +336,7 @@ PER_TOKEN = ("input_ids", "token_rows", "positions", "slot_mapping")
 
 
 def _arrays(
-    max_num_tokens: int, max_num_seqs: int, num_drafts: int, chunk_sizes: Sequence[int]
+    max_num_tokens: int, max_num_seqs: int, num_drafts: int, *, has_chunks: bool
 ) -> dict[str, tuple[torch.dtype, int]]:
     """Dtype and length of every array of the step buffers, for the largest step."""
     max_num_samples = max_num_seqs * (1 + num_drafts)
@@ -361,21 +351,20 @@ def _arrays(
         (torch.int32, 3, ("counts", logits_rows.COUNTS)),
         (torch.int64, max_num_seqs, logits_rows.PER_SEQUENCE),
     ]
-    for size in chunk_sizes:
+    if has_chunks:
         # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint or draft.
-        max_chunks = max_num_tokens // size + (2 + max(MAX_CHECKPOINTS, num_drafts)) * max_num_seqs
-        columns = tuple(f"chunk_{column}_{size}" for column in CHUNK_COLUMNS)
-        groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens, size)), columns))
-        groups.append((torch.int32, max_num_seqs + 1, (f"chunk_first_{size}",)))
+        max_chunks = max_num_tokens // CHUNK_SIZE + (2 + max(MAX_CHECKPOINTS, num_drafts)) * max_num_seqs
+        groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens)), CHUNK_COLUMNS))
+        groups.append((torch.int32, max_num_seqs + 1, ("chunk_first",)))
     return {name: (dtype, size) for dtype, size, names in groups for name in names}
 
 
-def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int], chunk_size: int) -> list[int]:
+def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int]) -> list[int]:
     """Ascending chunk boundaries of positions ``start`` to ``start + num_tokens``, both ends included.
 
-    Boundaries stand at absolute multiples of ``chunk_size``, so that a prompt is cut alike however its prefill is
+    Boundaries stand at absolute multiples of ``CHUNK_SIZE``, so that a prompt is cut alike however its prefill is
     split, and at every checkpoint position, so that a state can be stored there.
     """
     end = start + num_tokens
-    grid = range((start // chunk_size + 1) * chunk_size, end, chunk_size)
+    grid = range((start // CHUNK_SIZE + 1) * CHUNK_SIZE, end, CHUNK_SIZE)
     return sorted({start, end, *grid, *checkpoints})

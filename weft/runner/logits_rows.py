@@ -53,7 +53,7 @@ def rows_of(batch: Batch, shape: StepShape, buffers: StepBuffers, one_each: Tens
         positions=positions,
         slot_mapping=slots,
         cu_seqlens_q=one_each[: size + 1],
-        chunks={},
+        chunks=None,
         token_count=counts[:1] if batch.token_count is not None else None,
         mixture=mixture,
         may_have_media=False,

@@ -8,8 +8,8 @@ import numpy as np
 
 from weft.runner.step_shape import StepShape
 
-CHUNK_COLUMNS = ("seq", "start", "length", "checkpoint")
-"""Of a chunk table; its arrays are called ``chunk_{column}_{chunk length}``."""
+CHUNK_COLUMNS = ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")
+"""Arrays of the chunk table."""
 
 Host = Mapping[str, np.ndarray]
 
@@ -46,13 +46,10 @@ class Padding:
         host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_tokens
         host["decode_slots"][: real.num_decodes] = host["state_slots"][: real.num_decodes]
         host["decode_slots"][real.num_decodes : padded.num_seqs] = 0
-        num_real = dict(real.num_chunks)
-        for length, count in padded.num_chunks:
-            chunks = slice(num_real.get(length, 0), count)
+        if padded.num_chunks:
             for column, value in zip(CHUNK_COLUMNS, (0, 0, 0, -1), strict=True):
-                host[f"chunk_{column}_{length}"][chunks] = value
-            first = host[f"chunk_first_{length}"]
-            first[0 if length not in num_real else real.num_seqs + 1 : padded.num_seqs + 1] = num_real.get(length, 0)
+                host[column][real.num_chunks : padded.num_chunks] = value
+            host["chunk_first"][real.num_seqs + 1 if real.num_chunks else 0 : padded.num_seqs + 1] = real.num_chunks
 
     def samples(self, host: Host, real: StepShape, size: int) -> None:
         """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, for nobody."""

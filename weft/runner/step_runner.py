@@ -276,7 +276,7 @@ def _batch_builder(
         page_size=config.page_size,
         max_num_tokens=config.max_num_batched_tokens,
         max_num_seqs=plan.max_num_seqs,
-        chunk_sizes=spec.chunk_sizes,
+        keeps_states=spec.has_states,
         num_drafts=config.num_drafts,
         num_drafts_at=config.num_drafts_at,
         verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills

@@ -47,8 +47,7 @@ class StepShape:
 
     Attributes:
         num_tokens, num_seqs, num_decodes, max_query_len, max_seq_len: as in ``Batch``.
-        num_chunks: ``(chunk length, rows of its table)`` for every chunk length of the model; empty where every
-            sequence decodes.
+        num_chunks: rows of the chunk table; 0 where every sequence decodes, and without recurrent layers.
         num_samples: sequences that sample a token.
         padded: True if rows beyond the real ones are present; their number is then known to the device only.
         query_len: tokens of every sequence where all of them verify as many drafts, 0 otherwise.
@@ -61,7 +60,7 @@ class StepShape:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
-    num_chunks: tuple[tuple[int, int], ...]
+    num_chunks: int
     num_samples: int
     padded: bool = False
     any_mixture: bool = False
@@ -87,22 +86,21 @@ class StepShape:
     @staticmethod
     def decodes(size: int, max_seq_len: int) -> StepShape:
         """What a graph of ``size`` decodes computes."""
-        return StepShape(size, size, size, 1, max_seq_len, (), size, padded=True)
+        return StepShape(size, size, size, 1, max_seq_len, 0, size, padded=True)
 
     @staticmethod
     def verification(size: int, query_len: int, max_seq_len: int) -> StepShape:
         """What a graph of ``size`` sequences computes that verify ``query_len - 1`` drafts each."""
         tokens = size * query_len
-        return StepShape(tokens, size, 0, query_len, max_seq_len, (), tokens, padded=True, query_len=query_len)
+        return StepShape(tokens, size, 0, query_len, max_seq_len, 0, tokens, padded=True, query_len=query_len)
 
     @staticmethod
     @functools.cache
     def mixture(
-        num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: tuple[int, ...], may_have_media: bool = False
+        num_tokens: int, max_num_seqs: int, max_seq_len: int, keeps_states: bool, may_have_media: bool = False
     ) -> StepShape:
         """What a graph of ``num_tokens`` tokens computes, whatever sequences they belong to."""
-        num_seqs = min(num_tokens, max_num_seqs)
-        chunks = tuple((size, chunk_capacity(num_tokens, size)) for size in chunk_sizes)
+        num_seqs, chunks = min(num_tokens, max_num_seqs), chunk_capacity(num_tokens) if keeps_states else 0
         return StepShape(
             num_tokens, num_seqs, 0, num_tokens, max_seq_len, chunks, num_seqs, padded=True, any_mixture=True,
             may_have_media=may_have_media,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
@@ -252,7 +253,6 @@ def causal_conv1d_triton(
     conv_state: Tensor,
     batch: Batch,
     *,
-    chunk_size: int,
     silu: bool = True,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -260,16 +260,16 @@ def causal_conv1d_triton(
 
     ``tile`` overrides the choice by ``TILES`` (tests and measurements).
     """
-    chunks, (num_rows, num_channels), kernel = batch.chunks[chunk_size], x.shape, weight.shape[1]
+    chunks, (num_rows, num_channels), kernel = batch.chunk_table, x.shape, weight.shape[1]
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous()
     num_chunks = chunks.start.shape[0]
-    tile = tile or choose_tile(TILES, num_chunks * chunk_size)
-    block, tokens = min(tile.channels, next_power_of_2(num_channels)), min(tile.tokens, chunk_size)
+    tile = tile or choose_tile(TILES, num_chunks * CHUNK_SIZE)
+    block, tokens = min(tile.channels, next_power_of_2(num_channels)), min(tile.tokens, CHUNK_SIZE)
     out = x.new_empty(x.shape)
-    _conv_kernel[(cdiv(num_channels, block), chunks.max_seqs + num_chunks * (chunk_size // tokens))](
+    _conv_kernel[(cdiv(num_channels, block), chunks.max_seqs + num_chunks * (CHUNK_SIZE // tokens))](
         x, weight, bias, out, conv_state,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
-        FIXED=Fixed(num_channels, kernel - 1, block, tokens, tile.step, chunk_size, bias is not None, silu),
+        FIXED=Fixed(num_channels, kernel - 1, block, tokens, tile.step, CHUNK_SIZE, bias is not None, silu),
         num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
     )  # fmt: skip
     return out

@@ -189,7 +189,7 @@ def scan_chunks(
         keys: ``[chunks, HV, 3, 64, K]``: keys with their decays from the chunk's start, queries, keys to its end.
         tile: overrides the choice of kernel and tile (tests and measurements).
     """
-    chunks, (num_rows, num_heads, head_v_dim) = batch.chunks[CHUNK_SIZE], v.shape
+    chunks, (num_rows, num_heads, head_v_dim) = batch.chunk_table, v.shape
     if tile is None and GLUON_IS_KNOWN and hopper.takes(q, k, v):
         lines = vectors.view(*vectors.shape[:2], -1, CHUNK_SIZE)
         hopper.launch_delta_scan(q, k, v, out, state, solve, attention, lines, batch, keys=keys)

@@ -362,7 +362,7 @@ def launch_delta_scan(
         vectors: as there, ``[chunks, HV, 8, 64]``, or with ``keys`` ``[chunks, HV, 4, 64]``.
         consumers: 1 or 2, overrides the choice (tests and measurements).
     """
-    chunks: ChunkTable = batch.chunks[CHUNK_SIZE]
+    chunks: ChunkTable = batch.chunk_table
     num_rows, num_heads, head_v_dim = v.shape
     num_squares, num_lines = solve.shape[0] * num_heads, vectors.shape[2]
     num_seqs = 1 if batch.mixture is not None else chunks.max_seqs

@@ -131,7 +131,7 @@ def chunk_gated_delta_rule_triton(
     """
     if g.dim() == 3:
         return chunk_kda_triton(q, k, v, g, beta, state, batch, tile=tile)
-    chunks = batch.chunks[CHUNK_SIZE]
+    chunks = batch.chunk_table
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous()

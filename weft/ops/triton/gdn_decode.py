@@ -1,7 +1,8 @@
-"""The decode step of Gated DeltaNet as one kernel.
+"""The decode step of Gated DeltaNet and that of Kimi Delta Attention as one kernel.
 
 Job: ``gdn_decode`` on the GPU, one launch; few rows, and on Hopper states in bfloat16 but for row counts whose programs
-fill the device once (9 to 16), are verifications of one token (``gdn_verify.py``), two launches.
+fill the device once (9 to 16), are verifications of one token (``gdn_verify.py``), two launches. And the kernel of
+``kda_decode.py``.
 Owns: who reads and writes which convolution channels. Does not know: layers.
 
 A program serves one row and one *key* head with all value heads of its group. It alone reads and shifts the convolution
@@ -29,7 +30,7 @@ from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
 from weft.ops.triton.delta_vectors import Vectors, vectors_of
 from weft.ops.triton.early_launch import early_launch, release, wait
-from weft.ops.triton.elementwise import softplus
+from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
 from weft.ops.triton.gdn_verify import gdn_verify_triton, serves_decodes
 from weft.ops.triton.launch import jit
@@ -53,7 +54,7 @@ def choose_shape(num_programs: int) -> Shape:
 
 
 @triton.jit
-def step_head(
+def _step_head(
     p_state, b_next, b_q, b_k, decay, beta, p_value, p_gate, p_out, k_mask, o_v, eps,
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PREFETCH: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr,
@@ -104,10 +105,14 @@ class Fixed(NamedTuple):
         num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel: of the layer, as in ``GatedDeltaNetConfig``.
         block_k, block_v: of a tile of the state.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
-        vectors: what a program leaves of the token before it reads states.
+        vectors: what a program leaves of the token before it reads states. With a decay for each channel the layer is
+            one of Kimi Delta Attention, and a group one value head.
         keep_padding: leave the output of rows with slot 0 as it is.
         prefetch: see ``Shape``.
         negative_eigenvalues: as in ``GatedDeltaNetConfig``.
+        has_states: the states are taken through the token here; else by a launch of its own.
+        most_to_release: with up to so many programs the next kernel's may start early. Those of Gated DeltaNet fill
+            multiprocessors unevenly; whatever started beside them would be spread badly.
     """
 
     num_k_heads: int
@@ -123,15 +128,17 @@ class Fixed(NamedTuple):
     keep_padding: bool
     prefetch: bool
     negative_eigenvalues: bool
+    has_states: bool
+    most_to_release: int
 
 
 @jit(do_not_specialize_on_alignment=["state_slots"])
-def _gdn_decode_kernel(
-    projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out, stride_row, eps,
-    FIXED: tl.constexpr, EARLY: tl.constexpr,
+def gdn_decode_kernel(
+    projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
+    stride_row, stride_f, stride_gate, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and key head."""
-    release(EARLY, 0)  # its programs fill multiprocessors unevenly; whatever started beside them would be spread badly
+    """One row and key head. ``f`` and ``gate``: of ``kda_decode``; those of Gated DeltaNet are among ``projected``."""
+    release(EARLY, FIXED.most_to_release)
     HK: tl.constexpr = FIXED.num_k_heads
     HV: tl.constexpr = FIXED.num_v_heads
     K: tl.constexpr = FIXED.head_k_dim
@@ -139,6 +146,7 @@ def _gdn_decode_kernel(
     W: tl.constexpr = FIXED.conv_kernel
     BLOCK_V: tl.constexpr = FIXED.block_v
     PREFETCH: tl.constexpr = FIXED.prefetch
+    PER_CHANNEL: tl.constexpr = FIXED.vectors.channels > 1
     i_key_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HK
     KEY_DIM: tl.constexpr = HK * K
@@ -160,7 +168,8 @@ def _gdn_decode_kernel(
         return
     inside = (i_key_head * GROUP) * K * V + o_k[:, None] * V + o_v[None, :]
     p_state = state + slot * HV * K * V + inside
-    b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)  # under way during all of this
+    if FIXED.has_states:  # under way during all of this
+        b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)
     p_conv = conv_state + slot * C * (W - 1)
     o_g, o_h = tl.arange(0, FIXED.block_g), tl.arange(0, FIXED.block_h)
     g_mask, h_mask = o_g < GROUP * V, o_h < GROUP
@@ -171,28 +180,41 @@ def _gdn_decode_kernel(
     q_kept, q_taps = load_columns(p_conv, q_channels, k_mask, W - 1), load_columns(conv_weight, q_channels, k_mask, W)
     k_kept, k_taps = load_columns(p_conv, k_channels, k_mask, W - 1), load_columns(conv_weight, k_channels, k_mask, W)
     v_kept, v_taps = load_columns(p_conv, v_channels, g_mask, W - 1), load_columns(conv_weight, v_channels, g_mask, W)
-    rate = tl.exp(tl.load(A_log + heads, mask=h_mask, other=0.0).to(tl.float32))
-    b_a = tl.load(dt_bias + heads, mask=h_mask, other=0.0).to(tl.float32)
+    if PER_CHANNEL:
+        rate = tl.exp(tl.load(A_log + i_key_head).to(tl.float32))
+        b_a = tl.load(dt_bias + q_channels, mask=k_mask, other=0.0).to(tl.float32)
+    else:
+        rate = tl.exp(tl.load(A_log + heads, mask=h_mask, other=0.0).to(tl.float32))
+        b_a = tl.load(dt_bias + heads, mask=h_mask, other=0.0).to(tl.float32)
     norm = tl.load(norm_weight + o_g % V, mask=g_mask, other=0.0).to(tl.float32)
     wait(EARLY)  # what is loaded until here are weights, and states that no kernel of this step has written
     row = projected + i_row * stride_row
     b_q, q_kept = convolve(row, q_taps, q_kept, q_channels, k_mask, W)
     b_k, k_kept = convolve(row, k_taps, k_kept, k_channels, k_mask, W)
     b_v, v_kept = convolve(row, v_taps, v_kept, v_channels, g_mask, W)
-    b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
-    b_a += tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
-    gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
-    gate *= tl.sigmoid(gate) * norm
+    if PER_CHANNEL:
+        b_beta = sigmoid(tl.load(row + C + heads, mask=h_mask, other=0.0).to(tl.float32))
+        b_a += tl.load(f + i_row * stride_f + q_channels, mask=k_mask, other=0.0).to(tl.float32)
+        b_gate = tl.load(gate + i_row * stride_gate + i_key_head * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
+        b_gate = sigmoid(b_gate) * norm
+    else:
+        b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
+        b_a += tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
+        b_gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
+        b_gate *= tl.sigmoid(b_gate) * norm
 
     p_vectors = vectors + (i_row * HK + i_key_head) * FIXED.vectors.size
     p_values, p_gates = p_vectors + FIXED.vectors.values, p_vectors + FIXED.vectors.gates
     tl.store(p_vectors + o_k, l2_normalize(b_q) * (K**-0.5), mask=k_mask)
     tl.store(p_vectors + K + o_k, l2_normalize(b_k), mask=k_mask)
     tl.store(p_values + o_g, b_v, mask=g_mask)
-    tl.store(p_gates + o_g, gate, mask=g_mask)
+    tl.store(p_gates + o_g, b_gate, mask=g_mask)
     p_decays = p_vectors + FIXED.vectors.decays
-    tl.store(p_decays + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
-    b_beta = tl.sigmoid(b_beta)
+    if PER_CHANNEL:
+        tl.store(p_decays + o_k, tl.exp(-rate * softplus(b_a)), mask=k_mask)
+    else:
+        tl.store(p_decays + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
+        b_beta = tl.sigmoid(b_beta)
     if FIXED.negative_eigenvalues:
         b_beta *= 2.0
     p_betas = p_vectors + FIXED.vectors.betas
@@ -204,9 +226,13 @@ def _gdn_decode_kernel(
 
     b_q = tl.load(p_vectors + o_k, mask=k_mask, other=0.0)
     b_k = tl.load(p_vectors + K + o_k, mask=k_mask, other=0.0)
-    for i in tl.static_range(GROUP):
-        b_next = step_head(
-            p_state + i * K * V, b_next, b_q, b_k, tl.load(p_decays + i), tl.load(p_betas + i),
+    for i in tl.static_range(GROUP if FIXED.has_states else 0):
+        if PER_CHANNEL:
+            decay = tl.load(p_decays + o_k, mask=k_mask, other=0.0)[:, None]
+        else:
+            decay = tl.load(p_decays + i)
+        b_next = _step_head(
+            p_state + i * K * V, b_next, b_q, b_k, decay, tl.load(p_betas + i),
             p_values + i * V, p_gates + i * V, p_out + i * V, k_mask, o_v, eps,
             K, V, BLOCK_V, PREFETCH, i == 0, i == GROUP - 1,
         )  # fmt: skip
@@ -248,11 +274,11 @@ def gdn_decode_triton(
             g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
             next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
             next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
-            g.negative_eigenvalues,
+            g.negative_eigenvalues, has_states=True, most_to_release=0,
         )  # fmt: skip
-        _gdn_decode_kernel[(g.num_k_heads, num_rows)](
-            projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
-            projected.stride(0), eps,
+        gdn_decode_kernel[(g.num_k_heads, num_rows)](
+            projected, None, None, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors,
+            out, projected.stride(0), 1, 1, eps,
             FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
         )  # fmt: skip
     return out

@@ -232,7 +232,7 @@ def chunk_kda_triton(
 
     ``tile``: of ``scan_chunks``; ``shape`` overrides that of the first kernel (tests and measurements).
     """
-    chunks = batch.chunks[CHUNK_SIZE]
+    chunks = batch.chunk_table
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous() and k.shape[1] == v.shape[1]

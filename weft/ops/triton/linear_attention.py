@@ -215,7 +215,7 @@ def chunk_linear_attention_triton(
 
     ``tile`` overrides the choice of ``choose_tile`` (tests and measurements).
     """
-    chunks = batch.chunks[CHUNK_SIZE]
+    chunks = batch.chunk_table
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
     assert g.stride(1) == 1 and state.is_contiguous() and (beta is None or beta.is_contiguous())

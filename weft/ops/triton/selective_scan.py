@@ -182,7 +182,7 @@ def selective_scan_triton(
     batch: Batch,
 ) -> Tensor:
     """Triton kernel of ``selective_scan``."""
-    chunks, (num_rows, channels), size = batch.chunks[CHUNK_SIZE], x.shape, b.shape[1]
+    chunks, (num_rows, channels), size = batch.chunk_table, x.shape, b.shape[1]
     _check(x, z, dt, b, c, A_log, state)
     out = x.new_empty(x.shape)
     if GLUON_IS_KNOWN and gluon.takes(x, b):

@@ -21,7 +21,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
@@ -234,7 +233,7 @@ def launch_selective_scan(
 
     ``shape`` overrides the choice (tests and measurements).
     """
-    chunks, (num_rows, channels) = batch.chunks[CHUNK_SIZE], x.shape
+    chunks, (num_rows, channels) = batch.chunk_table, x.shape
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
     shape = shape or choose_shape(1 if batch.mixture is not None else chunks.max_seqs)
     _selective_scan_gluon_kernel[(channels // shape.channels, chunks.max_seqs)](

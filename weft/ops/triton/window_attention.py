@@ -356,14 +356,13 @@ def window_attention_triton(
     v_window: Tensor,
     batch: Batch,
     *,
-    chunk_size: int,
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """``window_attention`` of ``weft/ops/window_attention.py``."""
     _check(q, k, v, k_window, v_window)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    chunks = batch.chunks[chunk_size]
+    chunks = batch.chunk_table
     (_, window, num_kv_heads, head_dim), num_seqs = k_window.shape, chunks.first.shape[0] - 1
     tile = prefill_tile(q.shape[0], q.shape[1], head_dim, q.shape[1] // num_kv_heads, q.element_size())
     fixed = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, keep_padding=False)
