@@ -23,7 +23,7 @@ from weft.cache.nodes import Node
 from weft.forward_context import LayerCache
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates_reference
+from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
 
 POSITIONS = range(1, 201)
 LENGTH = 210
@@ -48,7 +48,7 @@ def gdn_inputs(seed: int) -> list[Tensor]:
     q, k = (torch.randn(LENGTH, 1, 4, generator=gen) for _ in range(2))
     v = torch.randn(LENGTH, 2, 3, generator=gen)
     a, b = (torch.randn(LENGTH, 2, generator=gen) * 2 for _ in range(2))
-    return [q, k, v, *gdn_gates_reference(a, b, torch.tensor([-6.0, 0.0]), torch.tensor([-1.0, 0.5]))]
+    return [q, k, v, *gdn_gates.reference(a, b, torch.tensor([-6.0, 0.0]), torch.tensor([-1.0, 0.5]))]
 
 
 def stored_gdn(x: list[Tensor], checkpoints: list[dict[int, int]]) -> Tensor:

@@ -28,7 +28,7 @@ from benchmarks.kernels.fp8_weights import DTYPE, FP8_FLOP_PER_S, fp8_weight, li
 from benchmarks.kernels.linear import _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 from weft import report
-from weft.ops.activation import silu_and_mul_reference
+from weft.ops.activation import silu_and_mul
 from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.triton import early_launch, fp8_linear
@@ -137,7 +137,7 @@ class Product:
         size, (weight, scale) = self.size, self.weights[0]
         inputs = dequantize_inputs(*quantize_inputs_reference(x, None, block=size.block), block=size.block)
         y = inputs.double() @ dequantize_weight(weight, scale, block=size.block).double().T
-        return silu_and_mul_reference(y) if size.silu_mul else y
+        return silu_and_mul.reference(y) if size.silu_mul else y
 
     def worst_error(self, x: Tensor, want: Tensor, config: Config | None) -> float:
         """Over all tokens, and over some of them (the rest is padding), twice; infinite if bits change."""

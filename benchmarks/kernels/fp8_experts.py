@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.kernels.fp8_weights import DTYPE, FP8_FLOP_PER_S, fp8_weight, listed, poisoned
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms
 from weft.layers.moe import MOST_ROUTED_ROWS
-from weft.ops.activation import silu_and_mul_reference
+from weft.ops.activation import silu_and_mul
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.triton.fp8_moe import SINGLE, HopperPairs, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.moe_blocks import Tile, Tiles
@@ -109,7 +109,7 @@ class Experts:
         out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
         for token in range(x.shape[0]):
             for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
-                hidden = silu_and_mul_reference(self._product(x[token : token + 1], self.gate_up, expert))
+                hidden = silu_and_mul.reference(self._product(x[token : token + 1], self.gate_up, expert))
                 out[token] += weight.double() * self._product(hidden.to(x.dtype), self.down, expert)[0]
         return out
 

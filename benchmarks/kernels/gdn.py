@@ -27,8 +27,8 @@ from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, error, time_us
 from weft import report
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.gated_delta_rule import gdn_gates_reference
-from weft.ops.gdn_decode import gdn_decode_reference
+from weft.ops.gated_delta_rule import gdn_gates
+from weft.ops.gdn_decode import gdn_decode
 from weft.ops.triton import gated_delta_rule as gdr
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.gated_norm import gated_rms_norm_triton
@@ -85,7 +85,7 @@ def make_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     v = torch.randn(num_tokens, HV, V, device=DEVICE)
     a, b = (torch.randn(num_tokens, HV, device=DEVICE) for _ in range(2))
     a_log, dt_bias = torch.empty(HV, device=DEVICE).uniform_(-5, 2), torch.empty(HV, device=DEVICE).uniform_(-4, 1)
-    g, beta = gdn_gates_reference(a, b, a_log, dt_bias)
+    g, beta = gdn_gates.reference(a, b, a_log, dt_bias)
     return q.to(dtype), k.to(dtype), v.to(dtype), g, beta
 
 
@@ -154,7 +154,7 @@ def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape | No
     arguments["projected"][4] = torch.nan
     slots = torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
     upcast = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    expected = gdn_decode_reference(**upcast, state_slots=slots, geometry=GEOMETRY)
+    expected = gdn_decode.reference(**upcast, state_slots=slots, geometry=GEOMETRY)
     out = gdn_decode_triton(**arguments, state_slots=slots, geometry=GEOMETRY, shape=shape)
     assert (out[4] == 0).all(), "padding rows must be zero"
     return {

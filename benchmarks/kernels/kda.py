@@ -27,8 +27,8 @@ from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, 
 from weft import report
 from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Batch
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule_reference
-from weft.ops.kda import kda_decode_reference, kda_gates_reference
+from weft.ops.gated_delta_rule import chunk_gated_delta_rule
+from weft.ops.kda import kda_decode, kda_gates
 from weft.ops.triton import kda
 from weft.ops.triton.chunk_scan import Tile
 from weft.ops.triton.gdn_decode import Shape
@@ -63,7 +63,7 @@ def rule_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     q, k = (torch.randn(num_tokens, H, K, device=DEVICE) + 0.5 for _ in range(2))
     v, f, b = random(num_tokens, H, K), random(num_tokens, H * K), random(num_tokens, H)
     a_log, dt_bias = torch.empty(H, device=DEVICE).uniform_(-5, 2), torch.empty(H * K, device=DEVICE).uniform_(-4, 1)
-    g, beta = kda_gates_reference(f, b, a_log, dt_bias)
+    g, beta = kda_gates.reference(f, b, a_log, dt_bias)
     return q.to(dtype), k.to(dtype), v.to(dtype), g, beta
 
 
@@ -73,7 +73,7 @@ def check_chunk(dtype: torch.dtype, lens: list[int]) -> dict[str, float]:
     states = [torch.zeros(len(lens) + 3, H, K, K, device=DEVICE) for _ in range(2)]
     out = chunk_kda_triton(*x, states[0], batch)
     q, k, v, g, beta = (y.float() for y in x)
-    want = chunk_gated_delta_rule_reference(q, k, v, g, beta, states[1], batch)
+    want = chunk_gated_delta_rule.reference(q, k, v, g, beta, states[1], batch)
     return {"out": error(out, want), "states": error(states[0], states[1])}
 
 
@@ -95,7 +95,7 @@ def decode_arguments(rows: int, slots: int, dtype: torch.dtype) -> dict[str, Any
 def check_decode(dtype: torch.dtype) -> dict[str, float]:
     arguments, slots = decode_arguments(5, 12, dtype), torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
     upcast: dict[str, Any] = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    want = kda_decode_reference(**upcast, state_slots=slots, geometry=GEOMETRY)
+    want = kda_decode.reference(**upcast, state_slots=slots, geometry=GEOMETRY)
     errors = {}
     for shape in SHAPES:
         given: dict[str, Any] = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}

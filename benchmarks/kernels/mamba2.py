@@ -24,8 +24,8 @@ from torch import Tensor
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, error, time_us, write_json
 from weft.config.mamba2 import Mamba2Config
-from weft.ops.linear_attention import chunk_linear_attention_reference
-from weft.ops.mamba2 import mamba2_decode_reference, mamba2_gates_reference
+from weft.ops.linear_attention import chunk_linear_attention
+from weft.ops.mamba2 import mamba2_decode, mamba2_gates
 from weft.ops.mamba2_parts import Mamba2Weights, split_heads
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.conv_update import causal_conv1d_update_triton
@@ -64,7 +64,7 @@ def chunk_inputs(
     """q, k, v, g, beta, skip of the chunked recurrence."""
     x, b, c = split_heads(random(rows, geometry.conv_dim).to(dtype), geometry)
     w = weights_of(geometry)
-    g, step = mamba2_gates_reference(random(rows, geometry.num_heads), w.A_log, w.dt_bias, (0.0, math.inf))
+    g, step = mamba2_gates.reference(random(rows, geometry.num_heads), w.A_log, w.dt_bias, (0.0, math.inf))
     return c, b, x, g, step, w.D
 
 
@@ -80,7 +80,7 @@ def check_chunks(geometry: Mamba2Config, tile: Tile, dtype: torch.dtype) -> dict
     states = [state_of(geometry, len(lens) + 3) for _ in range(2)]
     states[1].copy_(states[0])
     got = chunk_linear_attention_triton(*inputs, states[0], batch, tile=tile)
-    want = chunk_linear_attention_reference(*(x.float() for x in inputs), states[1], batch)
+    want = chunk_linear_attention.reference(*(x.float() for x in inputs), states[1], batch)
     used = slice(1, len(lens) + 2)
     return {"out": error(got, want), "state": error(states[0][used], states[1][used])}
 
@@ -92,7 +92,7 @@ def check_decode(geometry: Mamba2Config, dtype: torch.dtype) -> dict[str, Any]:
     exact = [conv.float().clone(), state.clone()]
     got = mamba2_decode_triton(projected, w, conv, state, slots, geometry)
     wide = Mamba2Weights(*(x.float() if isinstance(x, Tensor) else x for x in w))  # type: ignore[arg-type]
-    want = mamba2_decode_reference(projected.float(), wide, *exact, slots, geometry)
+    want = mamba2_decode.reference(projected.float(), wide, *exact, slots, geometry)
     return {"out": error(got, want), "state": error(state[1:], exact[1][1:])}
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
-from weft.ops.causal_conv1d import causal_conv1d_reference
-from weft.ops.qk_norm_rope import qk_norm_rope_reference
+from weft.ops.causal_conv1d import causal_conv1d
+from weft.ops.qk_norm_rope import qk_norm_rope
 from weft.ops.triton import causal_conv1d as conv
 from weft.ops.triton import gated_norm as norm
 from weft.ops.triton import moe_sum
@@ -88,7 +88,7 @@ def check_conv(tile: conv.Tile) -> float:
     want_state = state.double()
     with poisoned():
         out = conv.causal_conv1d_triton(x, weight, None, state, batch, tile=tile)
-    want = causal_conv1d_reference(x.double(), weight, None, want_state, batch)
+    want = causal_conv1d.reference(x.double(), weight, None, want_state, batch)
     return max(error(out, want), error(state[1:], want_state[1:]))
 
 
@@ -124,7 +124,7 @@ def check_rope(tile: rope.Tile, sizes: dict[str, Any]) -> float:
     doubles = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
     with poisoned():
         q, _ = rope.qk_norm_rope_triton(*given, **sizes, tile=tile)
-    want, _ = qk_norm_rope_reference(*doubles, **sizes)
+    want, _ = qk_norm_rope.reference(*doubles, **sizes)
     return max(error(q, want), error(given[7], doubles[7]), error(given[8], doubles[8]))
 
 

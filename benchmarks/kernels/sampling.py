@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 from weft.ops.norm import rms_norm_reference
-from weft.ops.sampling import sample_reference
+from weft.ops.sampling import sample
 from weft.ops.triton.activation import sigmoid_mul_triton, silu_and_mul_triton
 from weft.ops.triton.norm import rms_norm_triton
 from weft.ops.triton.pages import PageCopier
@@ -55,7 +55,7 @@ def sampling_rows(num_rows: int, spread: float) -> list[dict[str, Any]]:
         }
 
         call = partial(sample_triton, logits, **given, **flags)
-        want, _ = sample_reference(logits, **given, **flags)
+        want, _ = sample.reference(logits, **given, **flags)
         differ = (call()[0] != want).float().mean().item()
         ms = graph_ms([call] * 3, repeats=9)
         floor = logits.numel() * 4 / COPY_BYTES_PER_S * 1e6

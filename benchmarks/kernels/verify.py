@@ -22,7 +22,7 @@ from benchmarks.kernels import attention, gdn
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, ON_GPU, error, time_us
 from weft import report
 from weft.forward_context import Verification
-from weft.ops.gdn_verify import gdn_verify_reference
+from weft.ops.gdn_verify import gdn_verify
 from weft.ops.triton.attention import paged_attention_triton
 from weft.ops.triton.gdn_decode import gdn_decode_triton
 from weft.ops.triton.gdn_verify import gdn_verify_triton
@@ -50,7 +50,7 @@ def gdn_row(num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
     working, table = places[0]
     out = gdn_verify_triton(**arguments, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
     wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in before.items()}
-    want = gdn_verify_reference(**wide, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
+    want = gdn_verify.reference(**wide, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
     errors = {
         "out": error(out, want),
         "state": error(arguments["state"][table.flatten().long()], wide["state"][table.flatten().long()].double()),

@@ -69,10 +69,10 @@ def test_sums_are_left_only_where_a_norm_comes_next(harness: Harness, monkeypatc
     for rank, size, bias in ((0, 1, False), (1, 2, False), (0, 1, True), (0, 2, True), (1, 2, True)):
         context_of_ranks = model_context(tp=SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
         other = RowParallelLinear(8, 8, bias=bias, context=context_of_ranks, what="inputs")
-        other.leave_sums(())
+        other.leave_sums(None)
         assert other.leaves_sums == (not bias)
     ranks = SimpleNamespace(peers=lambda x: None, peers_to_send=lambda x: None)
-    product.leave_sums((ranks,))  # type: ignore[arg-type]
+    product.leave_sums(ranks)  # type: ignore[arg-type]
     with forward_context(context):
         assert product(x).dim() == 2 and len(left) == 1
         ranks.peers = lambda x: "memory"
@@ -84,7 +84,7 @@ def test_rows_are_sent_only_where_the_next_norm_receives_them(
 ) -> None:
     """Few ones, all of a pass, where no split op sees them; not while a rank is alone."""
     group = SimpleNamespace(rank=0, size=2, is_alone=False, peer_memory=lambda num_bytes: torch.zeros(2))
-    all_reduce = AllReduce.shared(64, replace(model_context(tp=group), custom_all_reduce=True))  # type: ignore[arg-type]
+    all_reduce = AllReduce.over_ranks(64, replace(model_context(tp=group), custom_all_reduce=True))  # type: ignore[arg-type]
     batch = harness.context_for([(harness.sequence(list(range(9))), 5)])
     some = replace(batch, batch=replace(batch.batch, logits_rows=LogitsRows(torch.zeros(1), batch.batch)))
     named = replace(batch, breaks=SimpleNamespace(names=frozenset({NAMED_CALL + "mlp"})))  # type: ignore[arg-type]

@@ -285,7 +285,7 @@ MUTANTS = (
     ),
     _mutant(
         "experts-scale-unused", "experts with a static input scale are quantised by it", "weft/quantization/fp8.py",
-        'down_input_scale=_optional(experts, "down_input_scale")', "down_input_scale=None",
+        "down_input_scale=down.input_scale", "down_input_scale=None",
         "tests/quantization/test_parity.py",
     ),
     _mutant(

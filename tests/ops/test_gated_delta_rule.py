@@ -12,7 +12,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from tests.ops.oracles import make_batch, naive_gated_delta_rule
 from weft.ops.backend import Backend
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates_reference, recurrent_gated_delta_rule_reference
+from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule_reference
 
 TORCH = Backend.TORCH
 # Strong decays sum to hundreds within a chunk, so float32 differences of the sums are good to a few 1e-6.
@@ -25,7 +25,7 @@ def inputs(num_tokens: int, hk: int = 2, hv: int = 4, dk: int = 8, dv: int = 6, 
     q, k = (torch.randn(num_tokens, hk, dk, generator=gen) * 3 for _ in range(2))
     v = torch.randn(num_tokens, hv, dv, generator=gen)
     a, b = (torch.randn(num_tokens, hv, generator=gen) * 2 for _ in range(2))
-    g, beta = gdn_gates_reference(a, b, torch.linspace(-6.0, 2.0, hv), torch.linspace(-1.0, 1.0, hv))
+    g, beta = gdn_gates.reference(a, b, torch.linspace(-6.0, 2.0, hv), torch.linspace(-1.0, 1.0, hv))
     return [q, k, v, g, beta]
 
 
@@ -43,7 +43,7 @@ def states(num_slots: int, hv: int = 4, dk: int = 8, dv: int = 6) -> Tensor:
 def test_gates_are_transformers_formula() -> None:
     a, b = torch.randn(2, 5, 3).bfloat16()
     a_log, dt_bias = torch.randn(3), torch.randn(3)
-    g, beta = gdn_gates_reference(a, b, a_log, dt_bias)
+    g, beta = gdn_gates.reference(a, b, a_log, dt_bias)
     torch.testing.assert_close(g, -a_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias))
     torch.testing.assert_close(beta, b.float().sigmoid())
     assert g.dtype == beta.dtype == torch.float32

@@ -14,7 +14,7 @@ from tests.ops.test_triton_gdn import DTYPES, close, mixed_batch, on_device, poi
 from weft.config.kimi import KimiDeltaConfig
 from weft.ops.backend import Backend
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule
-from weft.ops.kda import kda_decode, kda_gates, kda_gates_reference
+from weft.ops.kda import kda_decode, kda_gates
 from weft.ops.latent_attention import latent_attention
 from weft.ops.norm import gated_rms_norm
 
@@ -36,7 +36,7 @@ def rule_inputs(num_tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tu
     q, k, v = packed.unflatten(-1, (3, heads, dim)).unbind(1)
     f, b = torch.randn(num_tokens, heads * dim, device=DEVICE), torch.randn(num_tokens, heads, device=DEVICE)
     a_log, dt_bias = torch.linspace(-5, 2, heads, device=DEVICE), torch.linspace(-6, 1, heads * dim, device=DEVICE)
-    return q, k, v, *kda_gates_reference(f, b, a_log, dt_bias)
+    return q, k, v, *kda_gates.reference(f, b, a_log, dt_bias)
 
 
 def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def test_gates_and_norm() -> None:
     f, b = wide[:, : h * dim], wide[:, h * dim : h * dim + h]
     a_log, dt_bias = torch.linspace(-5, 2, h, device=DEVICE), torch.linspace(-4, 1, h * dim, device=DEVICE)
     for got, want in zip(
-        kda_gates(f, b, a_log, dt_bias, backend=TRITON), kda_gates_reference(f, b, a_log, dt_bias), strict=True
+        kda_gates(f, b, a_log, dt_bias, backend=TRITON), kda_gates.reference(f, b, a_log, dt_bias), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=5e-6, atol=1e-30)
     x, gate, weight = torch.randn(5, h, dim, device=DEVICE), torch.randn(5, h, dim, device=DEVICE), wide[0, :dim]

@@ -17,7 +17,7 @@ from weft.ops.backend import Backend
 from weft.ops.group_norm import gated_group_norm
 from weft.ops.lightning_attention import lightning_attention_step
 from weft.ops.linear_attention import chunk_linear_attention, linear_attention_step_reference
-from weft.ops.mamba2 import mamba2_decode, mamba2_gates, mamba2_gates_reference
+from weft.ops.mamba2 import mamba2_decode, mamba2_gates
 from weft.ops.mamba2_parts import Mamba2Weights
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
@@ -41,7 +41,7 @@ def rule_inputs(
         return *shaped, -torch.linspace(0.01, 2, num_heads, device=DEVICE).expand(rows, -1), None, None
     ranges = (0.0, math.log(16.0)), (math.log(1e-3), math.log(1e-1))
     rates = (torch.linspace(*ends, num_heads, device=DEVICE) for ends in ranges)
-    gates = mamba2_gates_reference(0.5 * torch.randn(rows, num_heads, device=DEVICE), *rates, (0.0, math.inf))
+    gates = mamba2_gates.reference(0.5 * torch.randn(rows, num_heads, device=DEVICE), *rates, (0.0, math.inf))
     return *shaped, *gates, torch.randn(num_heads, device=DEVICE)
 
 

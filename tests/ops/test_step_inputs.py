@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.backend import Backend, reference_of
+from weft.ops.backend import Backend
 from weft.ops.step_inputs import load_step_inputs
 
 ARRAYS, STRIDE = 3, 1200
@@ -27,7 +27,7 @@ def test_what_a_step_has_is_there(num_tokens: int, num_others: int, num_updates:
     tables = [table.to(torch.int32), table.to(torch.int32)]
     load_step_inputs(host, block, tables[0], ARRAYS, STRIDE, num_tokens, num_updates, backend=Backend.TRITON)
     whole = torch.empty_like(block)
-    reference_of(load_step_inputs)(host, whole, tables[1], ARRAYS, STRIDE, num_tokens, num_updates)
+    load_step_inputs.reference(host, whole, tables[1], ARRAYS, STRIDE, num_tokens, num_updates)
     assert torch.equal(whole.cpu(), host[:size]) and torch.equal(tables[0], tables[1])
     assert (tables[0] != -7).sum() == num_updates
     found, expected = ((b[: ARRAYS * STRIDE].view(ARRAYS, STRIDE), b[ARRAYS * STRIDE :]) for b in (block, whole))
@@ -38,5 +38,5 @@ def test_what_a_step_has_is_there(num_tokens: int, num_others: int, num_updates:
 def test_host_and_device_may_be_the_same_memory() -> None:
     host, table = torch.arange(12), torch.zeros(4, dtype=torch.int32)
     host[8:] = torch.tensor([3, 30, 1, 10])
-    reference_of(load_step_inputs)(host, host[:8], table, 2, 3, 2, 2)
+    load_step_inputs.reference(host, host[:8], table, 2, 3, 2, 2)
     assert host[:8].tolist() == list(range(8)) and table.tolist() == [0, 10, 0, 30]

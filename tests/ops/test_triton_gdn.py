@@ -18,7 +18,6 @@ from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import (
     chunk_gated_delta_rule,
     gdn_gates,
-    gdn_gates_reference,
 )
 from weft.ops.gdn_decode import gdn_decode
 from weft.ops.gdn_verify import gdn_verify
@@ -80,7 +79,7 @@ def rule_inputs(num_tokens: int, heads: tuple[int, int, int, int], dtype: torch.
     q, k, v = packed.split([hk * dk, hk * dk, hv * dv], dim=-1)
     a, b = (torch.randn(num_tokens, hv, device=DEVICE) for _ in range(2))
     decays = torch.linspace(-5, 2, hv, device=DEVICE), torch.linspace(-2, 1, hv, device=DEVICE)
-    gates = gdn_gates_reference(a, b, *decays)
+    gates = gdn_gates.reference(a, b, *decays)
     return q.unflatten(-1, (hk, dk)), k.unflatten(-1, (hk, dk)), v.unflatten(-1, (hv, dv)), *gates
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.moe import clamped_swiglu, fused_moe_reference, topk_router_reference
+from weft.ops.moe import clamped_swiglu, fused_moe, topk_router
 from weft.ops.triton import moe_groups, moe_sum
 from weft.ops.triton.moe import fused_moe_triton, moe_tiles
 from weft.ops.triton.moe_blocks import Tile, Tiles
@@ -120,7 +120,7 @@ def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
         for tiles in (None, tall):
             out = fused_moe_triton(x, gate_up, down, weights, ids, tiles=tiles, **options)
             assert (out.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
-        reference = fused_moe_reference(x, gate_up, down, weights, ids, **options)
+        reference = fused_moe.reference(x, gate_up, down, weights, ids, **options)
         assert (reference.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
 
 
@@ -227,7 +227,7 @@ def test_router_of_a_rank_with_whole_experts() -> None:
     here = topk_router_triton(logits, 4, renormalize=True, num_tokens=4, first_expert=4, num_experts=4)
     local = whole[1] - 4
     assert torch.equal(here[1], local.masked_fill((local < 0) | (local >= 4), -1)) and torch.equal(here[0], whole[0])
-    reference = topk_router_reference(logits, 4, renormalize=True, num_tokens=4, first_expert=4, num_experts=4)
+    reference = topk_router.reference(logits, 4, renormalize=True, num_tokens=4, first_expert=4, num_experts=4)
     assert torch.equal(reference[1], here[1])
     torch.testing.assert_close(reference[0], here[0])
 
@@ -241,9 +241,9 @@ def test_routers_add_the_shared_expert(gated: bool) -> None:
     sigmoid = {"sigmoid": True, "epsilon": 1e-3, "scale": 2.5}
     for route in (
         lambda **more: topk_router_triton(logits, 3, **local, **more),
-        lambda **more: topk_router_reference(logits, 3, **local, **more),
+        lambda **more: topk_router.reference(logits, 3, **local, **more),
         lambda **more: topk_router_triton(logits, 3, **sigmoid, **local, **more),
-        lambda **more: topk_router_reference(logits, 3, **sigmoid, **local, **more),
+        lambda **more: topk_router.reference(logits, 3, **sigmoid, **local, **more),
     ):
         without, (weights, ids) = route(), route(shared_expert=True, shared_gate=gate)
         assert torch.equal(weights[:, :3], without[0]) and torch.equal(ids[:, :3], without[1])
@@ -274,7 +274,7 @@ def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], b
     settings |= {"num_groups": num_groups, "top_groups": top_groups}
     for renormalize, num_tokens, local in ((True, 7, {}), (False, count, {"first_expert": 1, "num_experts": 2})):
         options = {**settings, **local, "renormalize": renormalize, "num_tokens": num_tokens}
-        want = topk_router_reference(logits, top_k, **options)
+        want = topk_router.reference(logits, top_k, **options)
         got = topk_router_triton(logits, top_k, **options)
         assert torch.equal(got[1], want[1])
         torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=2e-6)
@@ -284,6 +284,6 @@ def test_sigmoid_router_keeps_to_the_best_groups() -> None:
     """The best expert of all stands in a group whose second is poor."""
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.2]], device=DEVICE)
     settings = {"sigmoid": True, "renormalize": False, "num_groups": 3, "top_groups": 1, "num_tokens": 1}
-    for router in (topk_router_reference, topk_router_triton):
+    for router in (topk_router.reference, topk_router_triton):
         _, ids = router(scores.logit(), 2, **settings)
         assert ids.tolist() == [[2, 3]]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.test_sampling import check_distribution, reference_filter
-from weft.ops.sampling import exponential_noise, random_words, sample_reference
+from weft.ops.sampling import exponential_noise, random_words, sample
 from weft.ops.triton import random_numbers
 from weft.ops.triton import sampling as kernels
 
@@ -77,7 +77,7 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
     candidates = vocab if values.keys() & {"top_k", "top_p"} else 0
     flags = {"all_greedy": mixture == "greedy", "candidates": candidates, "uses_min_p": "min_p" in values}
     out = kernels.sample_triton(logits, **given, **flags)
-    want = sample_reference(logits, **given, **flags)
+    want = sample.reference(logits, **given, **flags)
     assert torch.equal(out[0], want[0]) and torch.equal(out[1], want[1])
 
 
@@ -105,7 +105,7 @@ def test_the_best_token_need_not_have_the_smallest_bound() -> None:
     assert len(rows) == 4
     given, logits = {name: values[rows] for name, values in given.items()}, logits[rows]
     flags = {"all_greedy": False, "candidates": 0, "uses_min_p": False}
-    want = sample_reference(logits, **given, **flags)[0]
+    want = sample.reference(logits, **given, **flags)[0]
     assert torch.equal(kernels.sample_triton(logits, **given, **flags)[0], want)
 
 
@@ -158,7 +158,7 @@ def test_flat_rows_are_sampled_as_a_whole() -> None:
     logits[:, :1800] -= 0.3
     many = arguments(200, 10_000, top_k=[9500])
     flags = {"all_greedy": False, "candidates": 10_000, "uses_min_p": False}
-    want, _ = sample_reference(logits.expand(200, -1), **many, **flags)
+    want, _ = sample.reference(logits.expand(200, -1), **many, **flags)
     rare = (want < 1800).nonzero()[:2, 0]
     assert len(rare) == 2
     given = {name: values[rare] for name, values in many.items()}
@@ -177,7 +177,7 @@ def test_low_temperatures_leave_equal_logits_to_chance(filters: dict[str, list[f
     logits = torch.randn(12, 4100, device=DEVICE)
     logits[:, [7, 9, 4000]] = 200.0
     flags = {"all_greedy": False, "candidates": 4100 * bool(filters), "uses_min_p": False}
-    want = sample_reference(logits, **given, **flags)[0]
+    want = sample.reference(logits, **given, **flags)[0]
     assert want.unique().numel() == 3
     assert torch.equal(kernels.sample_triton(logits, **given, **flags)[0], want)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.qk_norm_rope import qk_norm_rope_reference
+from weft.ops.qk_norm_rope import qk_norm_rope
 from weft.ops.triton.activation import sigmoid_mul_triton, silu_and_mul_triton
 from weft.ops.triton.norm import rms_norm_triton
 from weft.ops.triton.pages import PageCopier
@@ -79,7 +79,7 @@ def check_qk_norm_rope(dtype: torch.dtype, case: RopeCase, tile: RopeTile | None
     given = (zero_centered, cos_sin, positions)
     q, gate = qk_norm_rope_triton(qkv, q_norm, k_norm, 1e-6, *given, *caches, slots, **sizes, tile=tile)
     doubles = [None if t is None else t.double() for t in (q_norm, k_norm)]
-    want, want_gate = qk_norm_rope_reference(qkv.double(), *doubles, 1e-6, *given, *want_caches, slots, **sizes)
+    want, want_gate = qk_norm_rope.reference(qkv.double(), *doubles, 1e-6, *given, *want_caches, slots, **sizes)
     scale = want.abs().max()
     assert (q.double() - want).abs().max() < TOLERANCE[dtype] * scale
     assert (caches[0].double() - want_caches[0]).abs().max() < TOLERANCE[dtype] * want_caches[0].abs().max()

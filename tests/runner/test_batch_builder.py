@@ -46,16 +46,16 @@ def build(table: RowTable, builder: BatchBuilder, requests: list[ScheduledReques
 
 
 def test_chunk_bounds_stand_at_absolute_multiples_and_checkpoints() -> None:
-    assert chunk_bounds(0, 64, [], 64) == [0, 64]
-    assert chunk_bounds(0, 65, [], 64) == [0, 64, 65]
-    assert chunk_bounds(63, 2, [], 64) == [63, 64, 65]
-    assert chunk_bounds(10, 200, [100, 210], 64) == [10, 64, 100, 128, 192, 210]
-    assert chunk_bounds(0, 128, [64], 64) == [0, 64, 128]
+    assert chunk_bounds(0, 64, []) == [0, 64]
+    assert chunk_bounds(0, 65, []) == [0, 64, 65]
+    assert chunk_bounds(63, 2, []) == [63, 64, 65]
+    assert chunk_bounds(10, 200, [100, 210]) == [10, 64, 100, 128, 192, 210]
+    assert chunk_bounds(0, 128, [64]) == [0, 64, 128]
 
 
 def test_chunks_do_not_depend_on_how_a_prefill_is_split() -> None:
-    whole = set(chunk_bounds(0, 1000, [], 64))
-    split = set(chunk_bounds(0, 210, [], 64)) | set(chunk_bounds(210, 790, [], 64))
+    whole = set(chunk_bounds(0, 1000, []))
+    split = set(chunk_bounds(0, 210, [])) | set(chunk_bounds(210, 790, []))
     assert split - whole == {210}
 
 

@@ -11,7 +11,7 @@ where it cannot be captured (gloo).
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.forward_context import get_forward_context, has_named_calls
 from weft.graph.split_ops import split_op
@@ -19,7 +19,6 @@ from weft.layers.context import ModelContext
 from weft.ops.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters, takes_packets
 
 NAME = "all_reduce"
-
 
 _MOST_BYTES = 32 * 2**20
 """Of a message of two ranks: the kernel was faster than NCCL and a norm up to there, where measuring ended."""
@@ -33,11 +32,11 @@ def max_rows(size: int, row_bytes: int) -> int:
     return max(1, (_MOST_BYTES if size == 2 else _MOST_BYTES_READ // (size - 1)) // row_bytes)
 
 
-class AllReduce(nn.Module):
-    """``[T, width] -> [T, width]``: the sum of every rank's rows, written in place where no graph is broken."""
+class AllReduce:
+    """``[T, width] -> [T, width]``: the sum of every rank's rows, written in place where no graph is broken. Layers
+    share it, so it is no module of any of them."""
 
     def __init__(self, width: int, context: ModelContext, name: str = NAME) -> None:
-        super().__init__()
         self.name, self.width, self._tp, self._dtype = name, width, context.tp, context.dtype
         self._peers: PeerBuffers | None = None
         if context.custom_all_reduce and name == NAME:
@@ -52,30 +51,26 @@ class AllReduce(nn.Module):
         return PeerBuffers(addresses, make_counters(context.device), tp.rank, tp.size, self.width, most)
 
     @classmethod
-    def shared(cls, width: int, context: ModelContext) -> AllReduce:
-        """The one of the model; registered on first use."""
-        found = context.layers.get(NAME)
-        if found is None:
-            found = cls(width, context)
-            context.layers.register(NAME, found)
+    def over_ranks(cls, width: int, context: ModelContext) -> AllReduce | None:
+        """The one of the model; None with one rank."""
+        return cls._registered(NAME, width, context)
+
+    @classmethod
+    def inside_a_layer(cls, width: int, context: ModelContext) -> AllReduce | None:
+        """One for a few columns that a layer needs whole, in the group's own way; layers share those of one width. None
+        with one rank."""
+        return cls._registered(f"{NAME}.{width}", width, context)
+
+    @classmethod
+    def _registered(cls, name: str, width: int, context: ModelContext) -> AllReduce | None:
+        """Made and registered at its first use."""
+        if context.tp.size == 1:
+            return None
+        if name not in context.layers:
+            context.layers.register(name, cls(width, context, name))
+        found = context.layers[name]
         assert isinstance(found, cls) and found.width == width
         return found
-
-    @classmethod
-    def inside_a_layer(cls, width: int, context: ModelContext) -> AllReduce:
-        """One for a few columns that a layer needs whole, in the group's own way; layers share those of one width."""
-        name = f"{NAME}.{width}"
-        found = context.layers.get(name)
-        if found is None:
-            found = cls(width, context, name)
-            context.layers.register(name, found)
-        assert isinstance(found, cls)
-        return found
-
-    @classmethod
-    def over_ranks(cls, width: int, context: ModelContext) -> tuple[AllReduce, ...]:
-        """``shared``, if there are several ranks; in a tuple, so that it is no submodule of each layer that has it."""
-        return (cls.shared(width, context),) if context.tp.size > 1 else ()
 
     def peers(self, x: Tensor | SentRows) -> PeerBuffers | None:
         """The memory for the fused kernel, if it is to sum ``x``: not in a pass that breaks at sums, nor in a trace."""
@@ -94,9 +89,6 @@ class AllReduce(nn.Module):
             return None
         return peers if takes_packets(x.shape[0], self.width, self._dtype, peers.size) else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.sum(x)
-
     @split_op(NAME, width=lambda layer: layer.width)
-    def sum(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return self._tp.all_reduce(x)

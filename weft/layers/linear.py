@@ -171,7 +171,7 @@ class RowParallelLinear(LinearBase):
     """
 
     leaves_sums = False
-    _all_reduce: tuple[AllReduce, ...] = ()
+    _all_reduce: AllReduce | None = None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str) -> None:
         local = divide(in_features, context.tp.size, what)
@@ -180,17 +180,16 @@ class RowParallelLinear(LinearBase):
         super().__init__(shard, bias and context.tp.rank == 0, context)
         self._bias_elsewhere = bias and context.tp.rank > 0
 
-    def leave_sums(self, all_reduce: tuple[AllReduce, ...]) -> None:
+    def leave_sums(self, all_reduce: AllReduce | None) -> None:
         """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is; ``all_reduce``: that norm's."""
         self.leaves_sums, self._all_reduce = self.bias is None and not self._bias_elsewhere, all_reduce
 
     def forward(self, x: Tensor) -> Tensor | SentRows:
         leaves = self.leaves_sums and not torch.compiler.is_dynamo_compiling() and not has_named_calls()
-        if leaves and not self._all_reduce:
+        if leaves and self._all_reduce is None:
             return self.quant_method.apply_parts(self, x)
-        for all_reduce in self._all_reduce if leaves else ():
-            if all_reduce.peers(x) is not None:
-                return self.quant_method.apply_parts(self, x, all_reduce.peers_to_send(x))
+        if leaves and self._all_reduce is not None and self._all_reduce.peers(x) is not None:
+            return self.quant_method.apply_parts(self, x, self._all_reduce.peers_to_send(x))
         return self.quant_method.apply(self, x, self.bias)
 
     def _bias_layout(self) -> Layout:

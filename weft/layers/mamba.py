@@ -76,7 +76,7 @@ class Mamba(WeightModule):
             {"": self._channels}, kernel=geometry.conv_kernel, bias=geometry.conv_bias, context=context
         )
         self.x_proj = RowParallelLinear(channels, inner, bias=False, context=context, what=what)
-        self._sums = (AllReduce.inside_a_layer(inner, context),) if context.tp.size > 1 else ()
+        self._all_reduce = AllReduce.inside_a_layer(inner, context)
         self.part_norms = PartNorms(geometry, context)
         self.dt_proj = ColumnParallelLinear(geometry.dt_rank, channels, bias=True, context=context, what=what)
         # The decay is an exponential of an exponential: its parameters stay in float32 whatever the model's dtype.
@@ -122,8 +122,8 @@ class Mamba(WeightModule):
     def _scanned(self, x: Tensor, z: Tensor) -> _Arguments:
         """The scan's arguments up to the state, from the convolution's output."""
         parts = self.x_proj(x)
-        for over_ranks in self._sums:
-            parts = over_ranks(parts)
+        if self._all_reduce is not None:
+            parts = self._all_reduce(parts)
         dt, b, c = self.part_norms(parts)
         dt = self.dt_proj.quant_method.apply(self.dt_proj, dt, None)
         bias = self.dt_proj.bias

@@ -172,7 +172,7 @@ class SparseMoe(WeightModule):
     The router's rows and the shared expert's gate are one small matrix, so that both come from one product.
     """
 
-    _all_reduce: tuple[AllReduce, ...] = ()
+    _all_reduce: AllReduce | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class SparseMoe(WeightModule):
             self.shared_expert = dense_mlp(config, shared_size, context)
             self.experts.shared_linears = _as_one_expert(self.shared_expert, self.experts)
 
-    def leave_sums(self, all_reduce: tuple[AllReduce, ...]) -> None:
+    def leave_sums(self, all_reduce: AllReduce | None) -> None:
         """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is; ``all_reduce``: that norm's."""
         self._all_reduce = all_reduce
 
@@ -211,7 +211,7 @@ class SparseMoe(WeightModule):
         gate = logits[:, self._moe.num_experts : self._moe.num_experts + 1] if self._shared_gate else None
         logits = logits[:, : self._moe.num_experts]
         if self.shared_expert is None or self._shared_is_routed(x):
-            peers = next((all_reduce.peers_to_send(x) for all_reduce in self._all_reduce), None)
+            peers = None if self._all_reduce is None else self._all_reduce.peers_to_send(x)
             return self.experts(x, *self._route(logits, self.shared_expert is not None, gate), peers=peers)
         weights, ids = self._route(logits, False, None)
         return self.experts(x, weights, ids, shared=self.shared_expert(x), shared_gate=gate)

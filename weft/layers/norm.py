@@ -45,20 +45,18 @@ class ResidualRMSNorm(RMSNorm):
         self, size: int, eps: float, context: ModelContext, *, zero_centered: bool, partial: bool = True
     ) -> None:
         super().__init__(size, eps, context, zero_centered=zero_centered)
-        self._all_reduce = AllReduce.over_ranks(size, context) if partial else ()
+        self._all_reduce = AllReduce.over_ranks(size, context) if partial else None
 
     def add(self, x: Tensor | SentRows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """``(norm(x + residual), x + residual)``, where ``x [T, size]`` must not be used afterwards; no residual at the
         first layer counts as zero. ``x`` may be in parts (``RowParallelLinear.leaves_sums``) where there is one, and
         sent where ``AllReduce.peers_to_send`` says so."""
-        for all_reduce in self._all_reduce:
-            peers = all_reduce.peers(x)
-            if peers is not None:
-                return all_reduce_rms_norm(
-                    x, residual, self.weight, self._eps, peers, zero_centered=self._zero_centered
-                )
-            x = all_reduce(x)
+        peers = None if self._all_reduce is None else self._all_reduce.peers(x)
+        if peers is not None:
+            return all_reduce_rms_norm(x, residual, self.weight, self._eps, peers, zero_centered=self._zero_centered)
         assert isinstance(x, Tensor), "rows are sent where they are received"
+        if self._all_reduce is not None:
+            x = self._all_reduce(x)
         if residual is None:
             return self(x), x
         y = rms_norm(
@@ -76,8 +74,8 @@ class OutputRMSNorm(RMSNorm):
         self._all_reduce = AllReduce.over_ranks(size, context)
 
     def forward(self, x: Tensor) -> Tensor:
-        for all_reduce in self._all_reduce:
-            x = all_reduce(x)
+        if self._all_reduce is not None:
+            x = self._all_reduce(x)
         return super().forward(x)
 
 
@@ -86,11 +84,11 @@ class ResidualSum(nn.Module):
 
     def __init__(self, size: int, context: ModelContext, *, partial: bool) -> None:
         super().__init__()
-        self._all_reduce = AllReduce.over_ranks(size, context) if partial else ()
+        self._all_reduce = AllReduce.over_ranks(size, context) if partial else None
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        for all_reduce in self._all_reduce:
-            x = all_reduce(x)
+        if self._all_reduce is not None:
+            x = self._all_reduce(x)
         return x if residual is None else x + residual
 
 
@@ -105,14 +103,13 @@ class SpanningRMSNorm(RMSNorm):
     def __init__(self, rows: RowMap, eps: float, context: ModelContext, *, zero_centered: bool) -> None:
         super().__init__(rows.count, eps, context, zero_centered=zero_centered)
         self._rows, self._num_ranks = rows, context.tp.size
-        self._sums = (AllReduce.inside_a_layer(1, context),) if context.tp.size > 1 else ()
+        self._all_reduce = AllReduce.inside_a_layer(1, context)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._sums:
+        if self._all_reduce is None:
             return super().forward(x)
-        mean = x.float().square().mean(-1, keepdim=True) / self._num_ranks
-        for over_ranks in self._sums:  # the mean over all channels is that of the ranks' means
-            mean = over_ranks(mean)
+        # The mean over all channels is that of the ranks' means.
+        mean = self._all_reduce(x.float().square().mean(-1, keepdim=True) / self._num_ranks)
         weight = self.weight.float() + 1.0 if self._zero_centered else self.weight.float()
         return (x.float() * torch.rsqrt(mean + self._eps) * weight).to(x.dtype)
 

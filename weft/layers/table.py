@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-
-from torch import nn
+from typing import Any
 
 import weft.layers
 
 
-class LayerTable(dict[str, nn.Module]):
+class LayerTable(dict[str, Any]):
     """Layers announce themselves here while a model is built. Those that keep a cache have it under the same name.
 
     The names of layers with a cache are those of ``ModelConfig.layer_specs``.
     """
 
-    def register(self, name: str, layer: nn.Module) -> None:
+    def register(self, name: str, layer: Any) -> None:
         assert name not in self, f"layer {name} registered twice"
         self[name] = layer
 

@@ -92,7 +92,7 @@ class DecoderLayer(nn.Module):
             partial = bool(self._mixers) or partial_input
             self.post_attention_layernorm = residual_norm(config, context, partial=partial)
 
-    def leave_sums(self, all_reduce: tuple[AllReduce, ...]) -> None:
+    def leave_sums(self, all_reduce: AllReduce | None) -> None:
         """Say that a norm of the residual stream, with ``all_reduce``, follows each half: ``x`` may then come in and
         out as parts of sums, or sent (``RowParallelLinear.leaves_sums``). Several mixers' outputs are added before."""
         halves = [getattr(self, module) for module in self._mixers if len(self._mixers) == 1]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.traced import traced_op
 
 
@@ -23,9 +23,6 @@ def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
     """
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
-
-
-silu_and_mul_reference = reference_of(silu_and_mul)
 
 
 @with_kernel("weft.ops.triton.activation")

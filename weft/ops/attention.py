@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
 
 # Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
@@ -53,7 +53,7 @@ def paged_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if batch.mixture is not None:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "scale": scale, "sinks": sinks}
-        device_work(paged_attention_reference, batch, out, given)
+        device_work(paged_attention.reference, batch, out, given)
     elif batch.verification is not None:
         _decode(q, k_cache, v_cache, batch, scale, sinks, out, batch.verification.query_len)
     else:
@@ -64,9 +64,6 @@ def paged_attention(
         if batch.num_tokens < q.shape[0]:
             out[batch.num_tokens :].zero_()
     return out if v_scale is None else out.mul_(v_scale)
-
-
-paged_attention_reference = reference_of(paged_attention)
 
 
 def _decode(

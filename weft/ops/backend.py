@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable
 from enum import StrEnum
 from importlib import import_module
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 from weft.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Backend(StrEnum):
@@ -40,7 +41,24 @@ def resolve_backend(requested: str, device_type: str) -> Backend:
     return Backend(requested)
 
 
-def with_kernel(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+class Operation(Protocol[P, R_co]):
+    """A function ``x(..., *, backend)`` with an implementation for every backend.
+
+    Attributes:
+        reference: the torch function, to be called without ``backend``.
+        kernel: finds the Triton one, with the same parameters.
+    """
+
+    @property
+    def reference(self) -> Callable[..., R_co]: ...
+
+    @property
+    def kernel(self) -> Callable[[], Callable[..., R_co]]: ...
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+def with_kernel(module: str) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Make a torch function ``x(..., *, backend)`` an operation with a Triton kernel.
 
     The function's own body runs for ``Backend.TORCH`` and is the kernel's reference; it does not read ``backend``. For
@@ -48,7 +66,7 @@ def with_kernel(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     parameters but for ``backend`` (``tests/ops/test_backend.py``).
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[P, R]) -> Operation[P, R]:
         reference: Callable[..., R] = functools.partial(function, backend=Backend.TORCH)  # type: ignore[arg-type]
 
         name, imported = f"{function.__name__}_triton", functools.cache(import_module)
@@ -62,11 +80,6 @@ def with_kernel(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             return implementation(*args, **kwargs)
 
         call.reference, call.kernel = reference, kernel  # type: ignore[attr-defined]
-        return call
+        return cast(Operation[P, R], call)
 
     return decorate
-
-
-def reference_of(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The torch function of an operation with a kernel, to be called without ``backend``."""
-    return operation.reference  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
 
 
@@ -45,7 +45,7 @@ def causal_conv1d(
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
         given = {"x": x, "weight": weight, "bias": bias, "silu": silu}
-        return device_work(causal_conv1d_reference, batch, out, given, {"conv_state": conv_state})
+        return device_work(causal_conv1d.reference, batch, out, given, {"conv_state": conv_state})
     first, last = batch.num_decodes, batch.num_seqs
     if first == last:
         return out
@@ -71,9 +71,6 @@ def causal_conv1d(
     conv_state.index_copy_(0, slots, _states(buffer, bases + query_lens, before, conv_state))
     _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch, batch.chunk_table)
     return out
-
-
-causal_conv1d_reference = reference_of(causal_conv1d)
 
 
 def _convolve(buffer: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.activation import silu_and_mul_reference
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.activation import silu_and_mul
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.e4m3 import E4M3, E4M3_MAX, SMALLEST_AMAX
 from weft.ops.traced import traced_op
 
@@ -103,9 +103,6 @@ def fp8_linear(
     return y.to(x.dtype)
 
 
-fp8_linear_reference = reference_of(fp8_linear)
-
-
 @with_kernel("weft.ops.triton.fp8_linear")
 def fp8_linear_parts(
     x: Tensor,
@@ -117,7 +114,7 @@ def fp8_linear_parts(
     backend: Backend,
 ) -> Tensor:
     """``fp8_linear`` of ``x [T, K]``, whose last sum may be left to ``rms_norm`` (``weft.ops.linear.linear_parts``)."""
-    return fp8_linear_reference(x, weight, weight_scale, None, input_scale, block=block)
+    return fp8_linear.reference(x, weight, weight_scale, None, input_scale, block=block)
 
 
 @traced_op()
@@ -137,4 +134,4 @@ def fp8_linear_silu_mul(
     Arguments as of ``fp8_linear``. Returns ``[..., I]`` in x's dtype; the reference rounds both projections to that
     dtype first, the kernel for few rows does not.
     """
-    return silu_and_mul_reference(fp8_linear_reference(x, weight, weight_scale, bias, input_scale, block=block))
+    return silu_and_mul.reference(fp8_linear.reference(x, weight, weight_scale, bias, input_scale, block=block))

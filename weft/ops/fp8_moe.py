@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.ops.activation import silu_and_mul_reference
+from weft.ops.activation import silu_and_mul
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.e4m3 import Fp8Matrix
-from weft.ops.fp8 import fp8_linear_reference
+from weft.ops.fp8 import fp8_linear
 from weft.ops.moe import add_shared, sum_over_experts
 from weft.ops.peer_buffers import PeerBuffers, SentRows
 from weft.ops.traced import traced_op
@@ -61,29 +61,20 @@ def fp8_fused_moe(
 
 def send_fp8_fused_moe(
     x: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
+    gate_up: Fp8Matrix,
+    down: Fp8Matrix,
     weights: Tensor,
     ids: Tensor,
     *,
-    gate_up_input_scale: Tensor | None,
-    down_input_scale: Tensor | None,
     shared: Tensor | None,
     shared_gate: Tensor | None,
-    block: int,
     peers: PeerBuffers,
 ) -> SentRows:
     """``fp8_fused_moe`` as ``weft.ops.moe.send_fused_moe``."""
     from weft.ops.triton.fp8_moe import pair_outputs
     from weft.ops.triton.moe_sum import send_experts
 
-    matrices = (
-        Fp8Matrix(gate_up, gate_up_scale, gate_up_input_scale, block),
-        Fp8Matrix(down, down_scale, down_input_scale, block),
-    )
-    return send_experts(pair_outputs(x, ids, *matrices), weights, ids, shared, shared_gate, peers)
+    return send_experts(pair_outputs(x, ids, gate_up, down), weights, ids, shared, shared_gate, peers)
 
 
 def _experts(
@@ -99,11 +90,11 @@ def _experts(
     block: int,
 ) -> Tensor:
     def run(expert: int, rows: Tensor) -> Tensor:
-        both = fp8_linear_reference(
+        both = fp8_linear.reference(
             rows, gate_up[expert], gate_up_scale[expert], input_scale=gate_up_input_scale, block=block
         )
-        hidden = silu_and_mul_reference(both)
-        return fp8_linear_reference(hidden, down[expert], down_scale[expert], input_scale=down_input_scale, block=block)
+        hidden = silu_and_mul.reference(both)
+        return fp8_linear.reference(hidden, down[expert], down_scale[expert], input_scale=down_input_scale, block=block)
 
     return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import L2_EPS
 from weft.forward_context import Batch
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.chunks import ChunkWalk
 from weft.ops.device_work import device_work
 
@@ -44,9 +44,6 @@ def gdn_gates(
     g = F.softplus(a.float() + dt_bias.float()) * -A_log.float().exp()
     beta = b.float().sigmoid()
     return g, 2.0 * beta if negative_eigenvalues else beta
-
-
-gdn_gates_reference = reference_of(gdn_gates)
 
 
 def _l2norm(x: Tensor) -> Tensor:
@@ -122,7 +119,7 @@ def chunk_gated_delta_rule(
     out = v.new_zeros(v.shape)
     if batch.mixture is not None:
         given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, {"state": state}
-        return device_work(chunk_gated_delta_rule_reference, batch, out, given, states)
+        return device_work(chunk_gated_delta_rule.reference, batch, out, given, states)
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, state)
@@ -136,9 +133,6 @@ def chunk_gated_delta_rule(
     o = inter.add_(torch.matmul(attention, u)).transpose(1, 2)  # [chunks, 64, HV, V]
     out[walk.tokens[walk.valid]] = o[walk.valid].to(out.dtype)
     return out
-
-
-chunk_gated_delta_rule_reference = reference_of(chunk_gated_delta_rule)
 
 
 def _intra_chunk(

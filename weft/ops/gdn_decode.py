@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
-from weft.ops.gated_delta_rule import gdn_gates_reference, recurrent_gated_delta_rule_reference
-from weft.ops.norm import gated_rms_norm_reference
+from weft.ops.gated_delta_rule import gdn_gates, recurrent_gated_delta_rule_reference
+from weft.ops.norm import gated_rms_norm
 from weft.ops.padding import settle_padding
 
 
@@ -53,14 +53,11 @@ def gdn_decode(
     # The operations that the kernel fuses, one after the other.
     key_dim, value_dim, num_v_heads = geometry.key_dim, geometry.value_dim, geometry.num_v_heads
     qkv, z, b, a = projected.split([geometry.conv_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
-    g, beta = gdn_gates_reference(a, b, A_log, dt_bias, negative_eigenvalues=geometry.negative_eigenvalues)
+    g, beta = gdn_gates.reference(a, b, A_log, dt_bias, negative_eigenvalues=geometry.negative_eigenvalues)
     qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
     q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
     q, k = (x.unflatten(-1, (geometry.num_k_heads, geometry.head_k_dim)) for x in (q, k))
     v = v.unflatten(-1, (num_v_heads, geometry.head_v_dim))
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
-    normed = gated_rms_norm_reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
+    normed = gated_rms_norm.reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
     return settle_padding(normed.view(-1, value_dim), state_slots, out)
-
-
-gdn_decode_reference = reference_of(gdn_decode)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.ops.backend import Backend, reference_of, with_kernel
-from weft.ops.gdn_decode import gdn_decode_reference
+from weft.ops.backend import Backend, with_kernel
+from weft.ops.gdn_decode import gdn_decode
 
 
 @with_kernel("weft.ops.triton.gdn_verify")
@@ -55,10 +55,7 @@ def gdn_verify(
     local = torch.arange(1, num_seqs + 1, dtype=state_slots.dtype, device=state_slots.device) * (state_slots > 0)
     conv, running, outputs = conv_state[read], state[read], []
     for i in range(query_len):
-        outputs.append(gdn_decode_reference(rows[:, i], *weights, conv, running, local, geometry))
+        outputs.append(gdn_decode.reference(rows[:, i], *weights, conv, running, local, geometry))
         after = slots[:, i].long()
         conv_state[after], state[after] = conv[1:], running[1:]
     return torch.stack(outputs, dim=1).flatten(0, 1)
-
-
-gdn_verify_reference = reference_of(gdn_verify)

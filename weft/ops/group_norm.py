@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 
 
 @with_kernel("weft.ops.triton.group_norm")
@@ -39,6 +39,3 @@ def gated_group_norm(
     groups = y.unflatten(-1, (num_groups, -1))
     y = F.rms_norm(groups, groups.shape[-1:], eps=eps).flatten(-2) * weight.float()
     return (y * factor if norm_before_gate else y).to(x.dtype)
-
-
-gated_group_norm_reference = reference_of(gated_group_norm)

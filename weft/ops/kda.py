@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.kimi import KimiDeltaConfig
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.gated_delta_rule import recurrent_gated_delta_rule_reference
-from weft.ops.norm import gated_rms_norm_reference
+from weft.ops.norm import gated_rms_norm
 from weft.ops.padding import settle_padding
 
 
@@ -32,9 +32,6 @@ def kda_gates(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: 
     """
     x = (f.float() + dt_bias.float()).unflatten(-1, (A_log.shape[0], -1))
     return F.softplus(x) * -A_log.float().exp()[:, None], b.float().sigmoid()
-
-
-kda_gates_reference = reference_of(kda_gates)
 
 
 @with_kernel("weft.ops.triton.kda_decode")
@@ -76,14 +73,11 @@ def kda_decode(
     # The operations that the kernel fuses, one after the other.
     heads, dim = geometry.num_heads, geometry.head_dim
     qkv, b = projected[:, : 3 * heads * dim], projected[:, 3 * heads * dim : 3 * heads * dim + heads]
-    g, beta = kda_gates_reference(f, b, A_log, dt_bias)
+    g, beta = kda_gates.reference(f, b, A_log, dt_bias)
     qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
     q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
-    normed = gated_rms_norm_reference(
+    normed = gated_rms_norm.reference(
         o.flatten(0, 1), gate.reshape(-1, dim), norm_weight, eps, activation="sigmoid"
     )  # fmt: skip
     return settle_padding(normed.view(-1, heads * dim), state_slots, out)
-
-
-kda_decode_reference = reference_of(kda_decode)

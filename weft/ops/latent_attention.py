@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.attention import paged_attention_reference
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.attention import paged_attention
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
 
 
@@ -35,13 +35,10 @@ def latent_attention(
     if batch.mixture is not None:
         out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
         return device_work(
-            latent_attention_reference, batch, out, {"q": q, "latents": latents, "rank": rank, "scale": scale}
+            latent_attention.reference, batch, out, {"q": q, "latents": latents, "rank": rank, "scale": scale}
         )
     cache = latents[..., : q.shape[2]].unsqueeze(2)
-    return paged_attention_reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
-
-
-latent_attention_reference = reference_of(latent_attention)
+    return paged_attention.reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
 
 
 def store_latents(entries: Tensor, latents: Tensor, slot_mapping: Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.activation import silu_and_mul_reference
+from weft.ops.activation import silu_and_mul
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.peer_buffers import PeerBuffers, SentRows
 from weft.ops.traced import traced_op
@@ -62,7 +62,7 @@ def linear_parts(x: Tensor, weight: Tensor, peers: PeerBuffers | None = None, *,
 
 def linear_silu_mul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Torch reference of ``linear_silu_mul``."""
-    return silu_and_mul_reference(F.linear(x, weight, bias))
+    return silu_and_mul.reference(F.linear(x, weight, bias))
 
 
 @traced_op(linear_silu_mul_reference)

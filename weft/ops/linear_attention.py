@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.chunks import ChunkWalk
 from weft.ops.device_work import device_work
 
@@ -93,7 +93,7 @@ def chunk_linear_attention(
     out = v.new_zeros(v.shape)
     if batch.mixture is not None:
         given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "skip": skip}, {"state": state}
-        return device_work(chunk_linear_attention_reference, batch, out, given, states)
+        return device_work(chunk_linear_attention.reference, batch, out, given, states)
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, state)
@@ -106,9 +106,6 @@ def chunk_linear_attention(
     rows = walk.tokens[walk.valid]
     out[rows] = _skipped(o, v[rows].float(), skip).to(out.dtype)
     return out
-
-
-chunk_linear_attention_reference = reference_of(chunk_linear_attention)
 
 
 def _intra_chunk(

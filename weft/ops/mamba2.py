@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.mamba2 import Mamba2Config
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
-from weft.ops.group_norm import gated_group_norm_reference
+from weft.ops.group_norm import gated_group_norm
 from weft.ops.linear_attention import linear_attention_step_reference
 from weft.ops.mamba2_parts import Mamba2Weights, split_heads
 from weft.ops.padding import settle_padding
@@ -33,9 +33,6 @@ def mamba2_gates(
     """
     step = F.softplus(dt.float() + dt_bias.float()).clamp(*limit)
     return step * -A_log.float().exp(), step
-
-
-mamba2_gates_reference = reference_of(mamba2_gates)
 
 
 @with_kernel("weft.ops.triton.mamba2")
@@ -67,14 +64,11 @@ def mamba2_decode(
     # The operations that the kernels fuse, one after the other.
     w = weights
     z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)
-    g, step = mamba2_gates_reference(dt, w.A_log, w.dt_bias, geometry.dt_limit)
+    g, step = mamba2_gates.reference(dt, w.A_log, w.dt_bias, geometry.dt_limit)
     xbc = causal_conv1d_update_reference(xbc, w.conv_weight, conv_state, state_slots, bias=w.conv_bias)
     x, b, c = split_heads(xbc, geometry)
     y = linear_attention_step_reference(c, b, x, g, step, w.D, state, state_slots).flatten(1)
-    y = gated_group_norm_reference(
+    y = gated_group_norm.reference(
         y, z, w.norm_weight, w.eps, geometry.num_groups, norm_before_gate=geometry.norm_before_gate
     )
     return settle_padding(y, state_slots, out)
-
-
-mamba2_decode_reference = reference_of(mamba2_decode)

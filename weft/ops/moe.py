@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.activation import silu_and_mul_reference
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.activation import silu_and_mul
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.peer_buffers import PeerBuffers, SentRows
 from weft.ops.traced import traced_op
 
@@ -79,9 +79,6 @@ def topk_router(
     return _without_padding(weights, ids, num_tokens)
 
 
-topk_router_reference = reference_of(topk_router)
-
-
 def _of_best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
     """``choice [T, E]`` with minus infinity where an expert's group is not one of the best."""
     if top_groups == num_groups:
@@ -133,7 +130,7 @@ def _experts(
         if limit is not None:
             hidden = clamped_swiglu(hidden, alpha, limit)
         else:
-            hidden = silu_and_mul_reference(hidden) if gated else hidden.relu().square()
+            hidden = silu_and_mul.reference(hidden) if gated else hidden.relu().square()
         return F.linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
 
     return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
@@ -236,9 +233,6 @@ def fused_moe(
     # (the graph emulator) sees them as a unit and never a frozen list of experts.
     out = torch.ops.weft.experts_reference(x, gate_up, down, weights, ids, gate_up_bias, down_bias, alpha, limit)
     return add_shared(out, shared, shared_gate)
-
-
-fused_moe_reference = reference_of(fused_moe)
 
 
 def send_fused_moe(

@@ -11,7 +11,7 @@ from typing import overload
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.traced import traced_op
 
 
@@ -59,7 +59,7 @@ def rms_norm(
     return y if residual is None else (y, residual)
 
 
-rms_norm_reference = reference_of(rms_norm)
+rms_norm_reference = rms_norm.reference  # type: ignore[attr-defined]  # of overloads mypy knows calls alone
 
 
 @with_kernel("weft.ops.triton.gated_norm")
@@ -81,6 +81,3 @@ def gated_rms_norm(
     y = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
     factor = F.silu(gate.float()) if activation == "silu" else gate.float().sigmoid()
     return y.mul_(factor).to(x.dtype)
-
-
-gated_rms_norm_reference = reference_of(gated_rms_norm)

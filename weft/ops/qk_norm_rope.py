@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.kv_cache import store_kv
 from weft.ops.norm import rms_norm_reference
 from weft.ops.qkv_split import split_qkv
@@ -64,6 +64,3 @@ def qk_norm_rope(
         q, k, v = ((x.float() * scale).to(x.dtype) for x, scale in ((q, k_scale), (k, 1 / k_scale), (v, 1 / v_scale)))
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q, gate
-
-
-qk_norm_rope_reference = reference_of(qk_norm_rope)

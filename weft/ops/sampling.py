@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.sampling_params import GREEDY_BELOW
 
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B
@@ -210,6 +210,3 @@ def sample(
     rates = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
     sampled = exponential_noise(seeds, positions, logits.shape[1]).div_(rates).argmin(-1)
     return torch.where(is_greedy, greedy, sampled), nan_rows
-
-
-sample_reference = reference_of(sample)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.chunks import ChunkWalk
 from weft.ops.device_work import device_work
 from weft.ops.padding import settle_padding
@@ -94,7 +94,7 @@ def selective_scan(
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
         given = {"x": x, "z": z, "dt": dt, "b": b, "c": c, "dt_bias": dt_bias, "A_log": A_log, "D": D}
-        return device_work(selective_scan_reference, batch, out, given, {"state": state})
+        return device_work(selective_scan.reference, batch, out, given, {"state": state})
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, state)
@@ -105,6 +105,3 @@ def selective_scan(
             live.copy_(torch.where(inside[:, None, None], new, live))
             out[rows[inside]] = y[inside].to(out.dtype)
     return out
-
-
-selective_scan_reference = reference_of(selective_scan)

@@ -22,17 +22,14 @@ import types
 import typing
 from collections.abc import Callable, Sequence, Set
 from enum import Enum
-from typing import Any, ParamSpec, TypeVar, Union
+from typing import Any, TypeVar, Union, cast
 
 import torch
 from torch import Tensor
 
 from weft.forward_context import get_forward_context
-from weft.ops.backend import reference_of
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _FUSIBLE: dict[str, bool] = {}
@@ -40,7 +37,7 @@ _FUSIBLE: dict[str, bool] = {}
 
 def traced_op(
     reference: Callable[..., Any] | None = None, *, fusible: bool = False, fake: Callable[..., Any] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+) -> Callable[[Function], Function]:
     """Make a function an operator to tracers.
 
     Args:
@@ -55,15 +52,15 @@ def traced_op(
     In a trace, the call is an operator if the ``breaks`` of the forward context name the function, else the reference.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Function) -> Function:
         name = function.__name__
         _FUSIBLE[name] = fusible
-        plain_function = reference or reference_of(function)
+        plain_function = reference or function.reference  # type: ignore[attr-defined]
         dropped = _parameters(function) - _parameters(plain_function) | {"backend"}
         operator = _register(function, dropped, fake or plain_function)
 
         @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return function(*args, **kwargs)
             breaks = get_forward_context().breaks
@@ -71,9 +68,9 @@ def traced_op(
                 return plain_function(*args, **{p: v for p, v in kwargs.items() if p not in dropped})
             plain = {p: _plain(v) for p, v in kwargs.items()}
             results = operator(*(_plain(v) for v in args), **plain)
-            return results[0] if len(results) == 1 else tuple(results)  # type: ignore[return-value]
+            return results[0] if len(results) == 1 else tuple(results)
 
-        return call
+        return cast(Function, call)
 
     return decorate
 

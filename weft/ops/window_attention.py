@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
 from weft.ops.padding import settle_padding
 
@@ -103,7 +103,7 @@ def window_attention(
     if batch.mixture is not None:
         given = {"q": q, "k": k, "v": v, "scale": scale, "sinks": sinks}
         states = {"k_window": k_window, "v_window": v_window}
-        return device_work(window_attention_reference, batch, out, given, states)
+        return device_work(window_attention.reference, batch, out, given, states)
     if batch.num_decodes == batch.num_seqs:
         return out
     chunks = batch.chunk_table
@@ -125,9 +125,6 @@ def window_attention(
             for windows, all_entries in ((k_window, keys), (v_window, values)):
                 _store(windows[target], all_entries, stored.start, before + count)
     return out
-
-
-window_attention_reference = reference_of(window_attention)
 
 
 def _entries(window: Tensor, positions: range) -> Tensor:

@@ -6,9 +6,6 @@ in checkpoints (``storage.py``), kernels (``weft/ops``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +15,7 @@ from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
 from weft.layers.quant_method import ExpertsMethod, LinearMethod
 from weft.layers.weight import Layout, MatrixShard, WeightPiece, empty_parameter, uniform_range
-from weft.ops.e4m3 import E4M3
+from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.fp8 import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
 from weft.ops.fp8_moe import fp8_fused_moe, send_fp8_fused_moe
 from weft.ops.peer_buffers import PeerBuffers, SentRows
@@ -162,23 +159,29 @@ class Fp8Experts(ExpertsMethod):
         shared_gate: Tensor | None,
         peers: PeerBuffers | None = None,
     ) -> Tensor | SentRows:
-        matrices = experts.matrices(shared is None)
-        own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
-        run: Callable[..., Tensor | SentRows] = fp8_fused_moe if peers is None else send_fp8_fused_moe
-        return run(
+        found, block = experts.matrices(shared is None), self._storage.block
+        gate_up, down = (
+            Fp8Matrix(found[name], found[f"{name}_scale"], _optional(experts, f"{name}_input_scale"), block)
+            for name in ("gate_up", "down")
+        )
+        if peers is not None:
+            return send_fp8_fused_moe(
+                x, gate_up, down, weights, ids, shared=shared, shared_gate=shared_gate, peers=peers
+            )
+        return fp8_fused_moe(
             x,
-            matrices["gate_up"],
-            matrices["gate_up_scale"],
-            matrices["down"],
-            matrices["down_scale"],
+            gate_up.weight,
+            gate_up.scale,
+            down.weight,
+            down.scale,
             weights,
             ids,
-            gate_up_input_scale=_optional(experts, "gate_up_input_scale"),
-            down_input_scale=_optional(experts, "down_input_scale"),
+            gate_up_input_scale=gate_up.input_scale,
+            down_input_scale=down.input_scale,
             shared=shared,
             shared_gate=shared_gate,
-            block=self._storage.block,
-            **own,
+            block=block,
+            backend=self._context.backend,
         )
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
