@@ -36,7 +36,8 @@ from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from weft.layers.weight import Layout, WeightModule, WeightTable, empty_parameter, split_rows
-from weft.models.qwen3_next import Qwen3NextForCausalLM
+from weft.models.decoder import MIXERS
+from weft.models.weight_names import WEIGHT_TABLES
 from weft.ops.device_work import device_work
 
 # -- 1. geometry and spec ---------------------------------------------------------------------------------------------
@@ -162,29 +163,21 @@ def _scan(state: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
 # -- 4. family --------------------------------------------------------------------------------------------------------
 
 ARCH = "AveragedForCausalLM"
-
-
-class AveragedForCausalLM(Qwen3NextForCausalLM):
-    mixers = Qwen3NextForCausalLM.mixers | {MovingAverageConfig: MovingAverage}
-    weight_table = WeightTable(
-        packed=Qwen3NextForCausalLM.weight_table.packed | {"vb_proj": ("value_proj", "gate_proj")},
-    )
-
-
 NEXT = FAMILIES["Qwen3NextForCausalLM"]
 AVERAGE = {"average": read_moving_average}
 FAMILY = dataclasses.replace(
     NEXT,
-    model=f"{__name__}:AveragedForCausalLM",
     mixers={**NEXT.mixers, "moving_average": AVERAGE, "parallel": {**NEXT.mixers["full_attention"], **AVERAGE}},
 )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    FAMILIES[ARCH] = FAMILY
+    next_names = WEIGHT_TABLES["Qwen3NextForCausalLM"]
+    FAMILIES[ARCH], MIXERS[MovingAverageConfig] = FAMILY, MovingAverage
+    WEIGHT_TABLES[ARCH] = WeightTable(next_names.packed | {"vb_proj": ("value_proj", "gate_proj")})
     yield
-    del FAMILIES[ARCH]
+    del FAMILIES[ARCH], MIXERS[MovingAverageConfig], WEIGHT_TABLES[ARCH]
 
 
 # -- 5. tests ---------------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES
 from weft.cli import main
 from weft.config.families import FAMILIES
 from weft.config.verified import VERIFIED, Ranks, nearest
+from weft.models.weight_names import WEIGHT_TABLES
 
 
 def test_the_table_is_that_of_the_tests() -> None:
-    assert set(VERIFIED) == set(FAMILIES) == {*ARCHITECTURES, *MAMBA_ARCHITECTURES}
+    assert set(VERIFIED) == set(FAMILIES) == set(WEIGHT_TABLES) == {*ARCHITECTURES, *MAMBA_ARCHITECTURES}
     assert {arch for arch, verified in VERIFIED.items() if verified.ranks is Ranks.ENGINE} == set(MODELS)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.config.published import LLAMA_3_1, QWEN3_5_MOE, QWEN3_NEXT, attention, read, tiny
 from tests.tiny import ARCHITECTURES, make_config
-from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.gated_delta_net import GatedDeltaNetConfig, InProjLayout
 from weft.config.layer_spec import CacheDtypes
 from weft.config.moe import MoeConfig
 from weft.config.rope import RopeConfig
@@ -81,14 +81,17 @@ def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) ->
     assert config.eos_token_ids == (() if eos is None else (eos,)) and config.bos_token_id == bos
     if config.is_hybrid and text.layer_types is not None:
         assert list(config.layer_types) == text.layer_types
-        olmo = {"negative_eigenvalues": True, "norm_eps": 1e-5} if arch == "OlmoHybridForCausalLM" else {}
+        stored = InProjLayout.GROUPED if arch == "Qwen3NextForCausalLM" else InProjLayout.SEPARATE
+        own: dict[str, Any] = {"in_proj": stored}
+        if arch == "OlmoHybridForCausalLM":
+            own = {"negative_eigenvalues": True, "norm_eps": 1e-5, "in_proj": InProjLayout.SINGLE}
         assert config.mixers["linear_attention"]["linear_attn"] == GatedDeltaNetConfig(
             text.linear_num_key_heads,
             text.linear_num_value_heads,
             text.linear_key_head_dim,
             text.linear_value_head_dim,
             text.linear_conv_kernel_dim,
-            **olmo,
+            **own,
         )
     if config.moe is not None:
         assert config.moe.num_experts == text.num_experts

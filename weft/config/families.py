@@ -1,8 +1,8 @@
 """Architectures that Weft runs: one entry each, and everything that an architecture's name alone decides.
 
-Job: the table from the class name in ``config.json`` to what its layers are and the model class. A new
-architecture is registered here; ``defaults.json`` has what its ``config.json`` may leave out. Does not know: values of
-a checkpoint.
+Job: the table from the class name in ``config.json`` to what its layers are. A new architecture is registered here and
+in ``models/weight_names.py``; ``defaults.json`` has what its ``config.json`` may leave out. Does not know: values of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family, Mixers
-from weft.config.gated_delta_net import read_gated_delta_net, read_olmo_hybrid_gated_delta_net
+from weft.config.gated_delta_net import InProjLayout, read_gated_delta_net, read_olmo_hybrid_gated_delta_net
 from weft.config.gemma3 import gemma3_layer_types, gemma3_multipliers, read_full_attention, read_window
 from weft.config.json_object import JsonObject
 from weft.config.kimi import kimi_layer_types, read_kimi_delta, read_latent_attention
@@ -82,17 +82,15 @@ def _windowed(attention: Callable[[JsonObject], AttentionConfig], *, switched: b
 _QK_NORM_ATTENTION = _windowed(partial(read_attention, qk_norm=True))
 _GATED_ATTENTION = partial(read_attention, qk_norm=True, output_gate=True, partial_rotary_factor=0.25)
 
-_hybrid = partial(
-    Family,
-    mixers={
-        "full_attention": {"self_attn": _GATED_ATTENTION},
-        "linear_attention": {"linear_attn": read_gated_delta_net},
-    },
-    layer_types=interval_layer_types,
-    zero_centered_norm=True,
-    mtp=True,
-)
-_qwen3_5 = partial(_hybrid, "weft.models.qwen3_5:Qwen3_5ForCausalLM")
+
+def _gated_delta_nets(in_proj: InProjLayout) -> Mixers:
+    """Beside layers of gated full attention."""
+    linear_attention = partial(read_gated_delta_net, in_proj=in_proj)
+    return {"full_attention": {"self_attn": _GATED_ATTENTION}, "linear_attention": {"linear_attn": linear_attention}}
+
+
+_hybrid = partial(Family, layer_types=interval_layer_types, zero_centered_norm=True, mtp=True)
+_qwen3_5 = partial(_hybrid, _gated_delta_nets(InProjLayout.SEPARATE))
 _QWEN3_5_EXPERTS = partial(read_moe, shared_expert=True, always_renormalise=True)
 _qwen3_5_moe = partial(_qwen3_5, moe=_QWEN3_5_EXPERTS)
 _qwen3_5_vision = partial(
@@ -114,52 +112,31 @@ _qwen3_vl = partial(
 )
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        "weft.models.llama:LlamaForCausalLM",
-        {"full_attention": {"self_attn": read_attention}},
-        mlp_bias=True,
-    ),
+    # Llama 3 (arXiv 2407.21783): grouped-query attention and a dense SwiGLU MLP. Mistral and Qwen2 are alike.
+    "LlamaForCausalLM": Family({"full_attention": {"self_attn": read_attention}}, mlp_bias=True),
     "MistralForCausalLM": Family(
-        "weft.models.llama:LlamaForCausalLM",
-        _windowed(partial(read_attention, qkv_bias=False), switched=False),
-        layer_types=all_sliding,
+        _windowed(partial(read_attention, qkv_bias=False), switched=False), layer_types=all_sliding
     ),
-    "Qwen2ForCausalLM": Family(
-        "weft.models.llama:LlamaForCausalLM",
-        _windowed(partial(read_attention, qkv_bias=True)),
-        layer_types=sliding_from_layer,
-    ),
+    "Qwen2ForCausalLM": Family(_windowed(partial(read_attention, qkv_bias=True)), layer_types=sliding_from_layer),
+    # Qwen2-MoE (arXiv 2407.10671): Qwen2's block with routed experts and a gated shared one.
     "Qwen2MoeForCausalLM": Family(
-        "weft.models.qwen2_moe:Qwen2MoeForCausalLM",
         _windowed(read_qwen2_moe_attention),
         layer_types=sliding_every_other,
         moe=partial(read_moe, shared_expert=True),
     ),
-    "Qwen3ForCausalLM": Family(
-        "weft.models.qwen3:Qwen3ForCausalLM", _QK_NORM_ATTENTION, layer_types=sliding_from_layer
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        "weft.models.qwen3_moe:Qwen3MoeForCausalLM",
-        _QK_NORM_ATTENTION,
-        layer_types=all_sliding_if_used,
-        moe=read_moe,
-    ),
+    # Qwen3 (arXiv 2505.09388): Llama's block with an RMSNorm on every query and key head; no shared expert.
+    "Qwen3ForCausalLM": Family(_QK_NORM_ATTENTION, layer_types=sliding_from_layer),
+    "Qwen3MoeForCausalLM": Family(_QK_NORM_ATTENTION, layer_types=all_sliding_if_used, moe=read_moe),
+    # LFM2 (arXiv 2511.23404): double-gated short convolutions between layers of full attention.
     "Lfm2ForCausalLM": Family(
-        "weft.models.lfm2:Lfm2ForCausalLM",
         _LFM2_MIXERS,
         layer_types=lfm2_layer_types,
         keys=_LFM2_KEYS | {"block_ff_dim": "intermediate_size"},
         intermediate_size=lfm2_intermediate_size,
     ),
-    "Lfm2MoeForCausalLM": Family(
-        "weft.models.lfm2:Lfm2ForCausalLM",
-        _LFM2_MIXERS,
-        layer_types=lfm2_layer_types,
-        moe=read_lfm2_moe,
-        keys=_LFM2_KEYS,
-    ),
+    "Lfm2MoeForCausalLM": Family(_LFM2_MIXERS, layer_types=lfm2_layer_types, moe=read_lfm2_moe, keys=_LFM2_KEYS),
+    # OLMo-Hybrid: three Gated DeltaNet layers to one full-attention layer, whose norms stand behind it.
     "OlmoHybridForCausalLM": Family(
-        "weft.models.olmo_hybrid:OlmoHybridForCausalLM",
         {
             "full_attention": {"self_attn": partial(read_attention, qk_norm=True, qk_norm_spans_heads=True)},
             "linear_attention": {"linear_attn": read_olmo_hybrid_gated_delta_net},
@@ -167,8 +144,8 @@ FAMILIES: dict[str, Family] = {
         layer_types=olmo_hybrid_layer_types,
         norm_placement={"full_attention": "post"},
     ),
+    # Gemma 3 (arXiv 2503.19786): five layers with a sliding window to one of full attention, norms on both sides.
     "Gemma3ForCausalLM": Family(
-        "weft.models.gemma3:Gemma3ForCausalLM",
         {"full_attention": {"self_attn": read_full_attention}, "sliding_attention": {"self_attn": read_window}},
         layer_types=gemma3_layer_types,
         norm_placement={"full_attention": "sandwich", "sliding_attention": "sandwich"},
@@ -177,14 +154,14 @@ FAMILIES: dict[str, Family] = {
         zero_centered_norm=True,
         keys={"hidden_activation": "hidden_act"},
     ),
+    # gpt-oss (arXiv 2508.10925): windows and full attention in turn, all with sinks; experts with biases.
     "GptOssForCausalLM": Family(
-        "weft.models.gpt_oss:GptOssForCausalLM",
         _windowed(partial(read_attention, sinks=True), switched=False),
         layer_types=alternating_from_sliding,
         moe=read_gpt_oss_moe,
     ),
+    # Kimi-Linear (arXiv 2510.26692): three layers of Kimi Delta Attention to one of latent attention, experts.
     "KimiLinearForCausalLM": Family(
-        "weft.models.kimi_linear:KimiLinearForCausalLM",
         {"full_attention": {"self_attn": read_latent_attention}, "linear_attention": {"self_attn": read_kimi_delta}},
         layer_types=kimi_layer_types,
         moe=read_kimi_moe,
@@ -196,18 +173,15 @@ FAMILIES: dict[str, Family] = {
             "num_shared_experts": "n_shared_experts",
         },
     ),
-    "Qwen3NextForCausalLM": _hybrid(
-        "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=partial(read_moe, shared_expert=True)
-    ),
+    # Qwen3-Next: three Gated DeltaNet layers to one of gated full attention, experts. Qwen3.5 stores it otherwise.
+    "Qwen3NextForCausalLM": _hybrid(_gated_delta_nets(InProjLayout.GROUPED), moe=partial(read_moe, shared_expert=True)),
     "Qwen3_5ForCausalLM": _qwen3_5(),
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe(),
     "Qwen3_5ForConditionalGeneration": _qwen3_5(multimodal=True, vision=_qwen3_5_vision),
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True, vision=_qwen3_5_vision),
-    "Qwen3VLForConditionalGeneration": _qwen3_vl("weft.models.qwen3_vl:Qwen3VLForCausalLM"),
-    "Qwen3VLMoeForConditionalGeneration": _qwen3_vl(
-        "weft.models.qwen3_vl:Qwen3VLMoeForCausalLM",
-        moe=read_renormalised_moe,
-    ),
+    # Qwen3-VL (arXiv 2511.21631): Qwen3's decoder with a vision tower.
+    "Qwen3VLForConditionalGeneration": _qwen3_vl(),
+    "Qwen3VLMoeForConditionalGeneration": _qwen3_vl(moe=read_renormalised_moe),
     **MAMBA_FAMILIES,
 }
 

@@ -31,7 +31,6 @@ class Family:
     """What an architecture's name alone decides.
 
     Attributes:
-        model: ``module:class`` of the model, imported when one is built.
         mixers: other layer types are refused.
         layer_types: the type of every layer, of so many, where ``config.json`` has no ``layer_types``.
         without_mlp: types of layers that have token mixers alone.
@@ -50,7 +49,6 @@ class Family:
         vision: reads the vision tower, from the whole config and the text config; None: the architecture has none.
     """
 
-    model: str
     mixers: Mixers
     layer_types: Callable[[JsonObject, int], tuple[str, ...]] = uniform_layer_types
     without_mlp: tuple[str, ...] = ()

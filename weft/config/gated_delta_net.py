@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
@@ -13,6 +14,19 @@ L2_EPS = 1e-6
 """Under the root of the norm of a query or key."""
 
 
+class InProjLayout(StrEnum):
+    """How a checkpoint stores the input projection.
+
+    ``GROUPED`` (Qwen3-Next): two tensors, ``qkvz`` and ``ba``, whose rows are grouped by key head: that head's q, k,
+    then v and z (or b and a) of the value heads that it serves. ``SEPARATE`` (Qwen3.5): four tensors, ``qkv``, ``z``,
+    ``b``, ``a``. ``SINGLE`` (OLMo-Hybrid): ``q``, ``k``, ``v``, ``z``, ``b``, ``a``.
+    """
+
+    GROUPED = "grouped"
+    SEPARATE = "separate"
+    SINGLE = "single"
+
+
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetConfig:
     """Geometry, of the whole model: HV value heads share HK key heads in groups.
@@ -21,6 +35,7 @@ class GatedDeltaNetConfig:
         negative_eigenvalues: the write strength is twice the sigmoid, so that a state can change its sign along a key
             (arXiv 2411.12537).
         norm_eps: of the output norm; None: the model's.
+        in_proj: how checkpoints store the input projection.
     """
 
     num_k_heads: int
@@ -30,6 +45,7 @@ class GatedDeltaNetConfig:
     conv_kernel: int
     negative_eigenvalues: bool = False
     norm_eps: float | None = None
+    in_proj: InProjLayout = InProjLayout.GROUPED
 
     @property
     def key_dim(self) -> int:
@@ -64,7 +80,7 @@ class GatedDeltaNetConfig:
         divide(self.num_v_heads, tp_size, "linear_num_value_heads")
 
 
-def read_gated_delta_net(text: JsonObject) -> GatedDeltaNetConfig:
+def read_gated_delta_net(text: JsonObject, *, in_proj: InProjLayout) -> GatedDeltaNetConfig:
     """Read the ``linear_*`` keys.
 
     Raises:
@@ -76,6 +92,7 @@ def read_gated_delta_net(text: JsonObject) -> GatedDeltaNetConfig:
         head_k_dim=text.integer("linear_key_head_dim"),
         head_v_dim=text.integer("linear_value_head_dim"),
         conv_kernel=text.integer("linear_conv_kernel_dim", low=2),
+        in_proj=in_proj,
     )
     if config.num_v_heads % config.num_k_heads:
         raise ConfigError(
@@ -96,5 +113,5 @@ def read_olmo_hybrid_gated_delta_net(text: JsonObject) -> GatedDeltaNetConfig:
         "linear_key_head_dim": k_dim,
         "linear_value_head_dim": text.integer("linear_value_head_dim", 2 * k_dim),
     }
-    config = read_gated_delta_net(JsonObject({**text.values, **numbers}, text.where))
+    config = read_gated_delta_net(JsonObject({**text.values, **numbers}, text.where), in_proj=InProjLayout.SINGLE)
     return replace(config, negative_eigenvalues=text.boolean("linear_allow_neg_eigval", True), norm_eps=1e-5)

@@ -216,8 +216,8 @@ _MINIMAX_KEYS = {
     for own, shared in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
     for factor in ("alpha", "beta")
 }
+# MiniMax-Text (arXiv 2501.08313): lightning attention with a layer of full attention in eight, experts in all.
 _MINIMAX_FAMILY = Family(
-    "weft.models.minimax:MiniMaxForCausalLM",
     {
         "full_attention": {"self_attn": read_minimax_attention},
         "linear_attention": {"self_attn": read_lightning_attention},
@@ -248,8 +248,8 @@ _FALCON_MAMBA_KEYS = {"state_size": "mamba_d_state", "conv_kernel": "mamba_d_con
                       "time_step_rank": "mamba_dt_rank", "layer_norm_epsilon": "rms_norm_eps"}  # fmt: skip
 
 MAMBA_FAMILIES: dict[str, Family] = {
+    # Bamba: Mamba-2 with a few layers of full attention, dense MLPs.
     "BambaForCausalLM": Family(
-        "weft.models.bamba:BambaForCausalLM",
         {
             "full_attention": {"self_attn": partial(read_attention, partial_rotary_factor=0.5)},
             "linear_attention": {"mamba": read_mamba2},
@@ -259,8 +259,8 @@ MAMBA_FAMILIES: dict[str, Family] = {
         layer_names=MAMBA_LAYER_NAMES,
         mlp_bias=True,
     ),
+    # Granite 4: Mamba-2 with a few layers of attention without rotation, experts with a shared MLP.
     "GraniteMoeHybridForCausalLM": Family(
-        "weft.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM",
         {"full_attention": {"self_attn": read_granite_attention}, "linear_attention": {"mamba": read_mamba2}},
         layer_types=lambda _, num_layers: ("linear_attention",) * num_layers,
         moe=read_granite_moe,
@@ -269,8 +269,8 @@ MAMBA_FAMILIES: dict[str, Family] = {
         keys={"layers_block_type": "layer_types"},
         layer_names=MAMBA_LAYER_NAMES,
     ),
+    # Nemotron-H (arXiv 2504.03624): layers of Mamba-2, attention, squared-ReLU MLPs or experts, one per layer.
     "NemotronHForCausalLM": Family(
-        "weft.models.nemotron_h:NemotronHForCausalLM",
         {
             "linear_attention": {"mamba": read_nemotron_mamba2},
             "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, rotary=False)},
@@ -285,16 +285,16 @@ MAMBA_FAMILIES: dict[str, Family] = {
         keys=_NEMOTRON_KEYS,
         layer_names=MAMBA_LAYER_NAMES,
     ),
+    # Falcon-H1 (arXiv 2507.22448): attention and Mamba-2 side by side in every layer, dense MLPs, many multipliers.
     "FalconH1ForCausalLM": Family(
-        "weft.models.falcon_h1:FalconH1ForCausalLM",
         {"hybrid": {"mamba": read_mamba2, "self_attn": read_falcon_h1_attention}},
         layer_types=lambda _, num_layers: ("hybrid",) * num_layers,
         multipliers=read_falcon_h1_multipliers,
         mlp_bias=True,
         keys={"projectors_bias": "mamba_out_bias"},
     ),
+    # Jamba (arXiv 2403.19887): Mamba with a few layers of attention without rotation, experts in every other layer.
     "JambaForCausalLM": Family(
-        "weft.models.jamba:JambaForCausalLM",
         {
             "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, rotary=False)},
             "linear_attention": {"mamba": partial(read_mamba, norm_weights=True)},
@@ -302,8 +302,8 @@ MAMBA_FAMILIES: dict[str, Family] = {
         layer_types=jamba_layer_types,
         moe=read_jamba_moe,
     ),
+    # FalconMamba (arXiv 2410.05355): Mamba alone, with plain norms over B, C and the time steps; no KV cache.
     "FalconMambaForCausalLM": Family(
-        "weft.models.falcon_mamba:FalconMambaForCausalLM",
         {"linear_attention": {"mamba": partial(read_mamba, norm_weights=False)}},
         layer_types=lambda _, num_layers: ("linear_attention",) * num_layers,
         without_mlp=("linear_attention",),
@@ -311,8 +311,8 @@ MAMBA_FAMILIES: dict[str, Family] = {
         keys=_FALCON_MAMBA_KEYS,
     ),
     "MiniMaxForCausalLM": _MINIMAX_FAMILY,
+    # Mamba-2 alone (arXiv 2405.21060): no attention, no MLP, no KV cache.
     "Mamba2ForCausalLM": Family(
-        "weft.models.mamba2:Mamba2ForCausalLM",
         {"linear_attention": {"mamba": read_mamba2}},
         layer_types=lambda _, num_layers: ("linear_attention",) * num_layers,
         without_mlp=("linear_attention",),

@@ -9,12 +9,11 @@ forward context.
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.gated_delta_net import GatedDeltaNetConfig, InProjLayout
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
 from weft.forward_context import Batch, LayerCache, get_forward_context
@@ -42,19 +41,6 @@ from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 
 
-class InProjLayout(StrEnum):
-    """How a checkpoint stores the input projection.
-
-    ``GROUPED`` (Qwen3-Next): two tensors, ``qkvz`` and ``ba``, whose rows are grouped by key head: that head's q, k,
-    then v and z (or b and a) of the value heads that it serves. ``SEPARATE`` (Qwen3.5): four tensors, ``qkv``, ``z``,
-    ``b``, ``a``. ``SINGLE`` (OLMo-Hybrid): ``q``, ``k``, ``v``, ``z``, ``b``, ``a``.
-    """
-
-    GROUPED = "grouped"
-    SEPARATE = "separate"
-    SINGLE = "single"
-
-
 def one_rank(geometry: GatedDeltaNetConfig, tp: TensorParallel) -> GatedDeltaNetConfig:
     """One rank's geometry: heads are split, a key head stays with the value heads that it serves."""
     return replace(
@@ -64,14 +50,14 @@ def one_rank(geometry: GatedDeltaNetConfig, tp: TensorParallel) -> GatedDeltaNet
     )
 
 
-def _projection_parts(whole: GatedDeltaNetConfig, layout: InProjLayout, tp: TensorParallel) -> dict[str, RowMap]:
+def _projection_parts(whole: GatedDeltaNetConfig, tp: TensorParallel) -> dict[str, RowMap]:
     """Where a checkpoint's tensors go in ``q | k | v | z | b | a``."""
 
     def split(*sizes: int) -> RowMap:
         return split_rows(sizes, tp, "linear value heads * head_dim")
 
     key, value, heads = whole.key_dim, whole.value_dim, whole.num_v_heads
-    match layout:
+    match whole.in_proj:
         case InProjLayout.GROUPED:
             served = heads // whole.num_k_heads
             k_dim, v_dim = whole.head_k_dim, served * whole.head_v_dim
@@ -101,18 +87,15 @@ class GatedDeltaNet(WeightModule):
 
     Args:
         name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.linear_attn``.
-        layout: how the checkpoint stores the input projection.
     """
 
-    def __init__(
-        self, geometry: GatedDeltaNetConfig, config: ModelConfig, context: ModelContext, name: str, layout: InProjLayout
-    ) -> None:
+    def __init__(self, geometry: GatedDeltaNetConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__()
         self.name, self._backend = name, context.backend
         self._eps = config.rms_norm_eps if geometry.norm_eps is None else geometry.norm_eps
         self.local = local = one_rank(geometry, context.tp)
         self._head_rows = split_rows([geometry.num_v_heads], context.tp, "linear_num_value_heads")
-        parts = _projection_parts(geometry, layout, context.tp)
+        parts = _projection_parts(geometry, context.tp)
         self.in_proj = PackedLinear(config.hidden_size, parts, bias=False, context=context)
         self._split_sizes = [local.conv_dim, local.value_dim, local.num_v_heads, local.num_v_heads]
         what, sizes = "linear value heads * head_dim", (geometry.key_dim, geometry.key_dim, geometry.value_dim)

@@ -1,1 +1,1 @@
-"""Architectures: a shared decoder, and per family a table of weight names."""
+"""Models: a shared decoder, and the weight names of each architecture."""

@@ -1,8 +1,8 @@
 """The decoder that all supported families share: embedding, layers, final norm, head.
 
 Job: assemble layers as a ``ModelConfig`` says and keep the residual stream fused with the norms. Owns: module names,
-which are the published tensors' names up to merging. Does not know: caches, batches, graphs, files. A family's own file
-holds what differs: its weight-name table, and builders for kinds of token mixers that others do not have.
+which are the published tensors' names up to merging (``weight_names.py``), and which layer computes which kind of token
+mixer. Does not know: caches, batches, graphs, files.
 """
 
 from __future__ import annotations
@@ -13,29 +13,46 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from weft.config.attention import AttentionConfig
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
+from weft.config.lightning_attention import LightningAttentionConfig
+from weft.config.mamba import MambaConfig
+from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig, layer_name
+from weft.config.short_conv import ShortConvConfig
 from weft.config.sliding_window import SlidingWindowConfig
 from weft.forward_context import LogitsRows, get_forward_context, other_batch
 from weft.layers.all_reduce import AllReduce
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from weft.layers.gated_delta_net import GatedDeltaNet
+from weft.layers.kimi_delta import KimiDelta
+from weft.layers.latent_attention import LatentAttention
+from weft.layers.lightning_attention import LightningAttention
+from weft.layers.mamba import Mamba
+from weft.layers.mamba2 import Mamba2
 from weft.layers.mlp import dense_mlp
 from weft.layers.moe import SparseMoe
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
+from weft.layers.short_conv import ShortConv
 from weft.layers.sliding_window import SlidingWindowAttention
 from weft.layers.weight import LoadableModel
+from weft.models.weight_names import weight_table
 
-ATTENTION_PARTS: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-MLP_PARTS: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
-
-
-MixerBuilder = Callable[[Any, ModelConfig, ModelContext, str], nn.Module]
-"""``(geometry, config, context, name)`` to a token mixer, which registers itself in the layer table under ``name``:
-``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
-
-Mixers = dict[type, MixerBuilder]
-"""From the class of a geometry to what builds such a token mixer."""
+MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] = {
+    AttentionConfig: Attention,
+    SlidingWindowConfig: SlidingWindowAttention,
+    LatentAttentionConfig: LatentAttention,
+    GatedDeltaNetConfig: GatedDeltaNet,
+    KimiDeltaConfig: KimiDelta,
+    LightningAttentionConfig: LightningAttention,
+    MambaConfig: Mamba,
+    Mamba2Config: Mamba2,
+    ShortConvConfig: ShortConv,
+}
+"""From the class of a geometry to the token mixer that is built by ``(geometry, config, context, name)`` and registers
+itself in the layer table under ``name``: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
 
 
 class LayerPlace(NamedTuple):
@@ -71,13 +88,13 @@ class DecoderLayer(nn.Module):
     post_attention_layernorm: Any
     """After the mixers: of the residual stream, or of what they give."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace, mixers: Mixers) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace) -> None:
         super().__init__()
         geometries = config.mixers[place.layer_type]
         self._mixers, self._has_mlp = tuple(geometries), place.has_mlp
         self._add_norms(config, context, place.partial_input)
         for module, geometry in geometries.items():
-            self.add_module(module, mixers[type(geometry)](geometry, config, context, f"{place.name}.{module}"))
+            self.add_module(module, MIXERS[type(geometry)](geometry, config, context, f"{place.name}.{module}"))
         self.mlp: nn.Module
         if place.sparse:
             self.mlp = SparseMoe(config, context)
@@ -179,8 +196,8 @@ class SandwichNormLayer(DecoderLayer):
 class StreamNormLayer(DecoderLayer):
     """Pre-norm, but what is carried on is the normalised input; both parts of each sum are weighted (MiniMax)."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace, mixers: Mixers) -> None:
-        super().__init__(config, context, place, mixers)
+    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace) -> None:
+        super().__init__(config, context, place)
         self._weights = config.residual_weights[place.layer_type]
 
     def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
@@ -199,11 +216,11 @@ def _layer_class(config: ModelConfig, index: int) -> type[DecoderLayer]:
     return _LAYERS[config.norm_placement.get(config.layer_types[index], "pre")]
 
 
-def _layer(config: ModelConfig, context: ModelContext, index: int, mixers: Mixers) -> DecoderLayer:
+def _layer(config: ModelConfig, context: ModelContext, index: int) -> DecoderLayer:
     partial_input = index == 0 or _layer_class(config, index - 1).partial_output
     has_mlp = index not in config.layers_without_mlp
     place = LayerPlace(layer_name(index), config.layer_types[index], config.is_sparse(index), partial_input, has_mlp)
-    return _layer_class(config, index)(config, context, place, mixers)
+    return _layer_class(config, index)(config, context, place)
 
 
 def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool = True) -> ResidualRMSNorm:
@@ -222,11 +239,11 @@ class Decoder(nn.Module):
     """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm; ``[N, hidden_size]`` where the
     batch says of which rows."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext, mixers: Mixers) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         count = config.num_hidden_layers
-        layers = [_layer(config, context, i, mixers) for i in range(count)]
+        layers = [_layer(config, context, i) for i in range(count)]
         self.layers = nn.ModuleList(layers)
         self.norm = residual_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
         if all(type(layer) is DecoderLayer for layer in layers):
@@ -245,22 +262,17 @@ class Decoder(nn.Module):
 
 
 class CausalLM(LoadableModel):
-    """A decoder with a language-model head. Everything about the batch comes from the forward context.
+    """A decoder with a language-model head. Everything about the batch comes from the forward context."""
 
-    Class attributes of a family: ``weight_table``, and ``mixers`` where it has kinds of token mixers of its own.
-    """
-
-    mixers: ClassVar[Mixers] = {AttentionConfig: Attention, SlidingWindowConfig: SlidingWindowAttention}
+    decoder: ClassVar[type[Decoder]] = Decoder
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self.model = self._make_decoder(config, context)
+        self.weight_table = weight_table(config)
+        self.model = self.decoder(config, context)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied)
         self._multiplier = config.multipliers.logits
-
-    def _make_decoder(self, config: ModelConfig, context: ModelContext) -> Decoder:
-        return Decoder(config, context, self.mixers)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[T] int64 -> [T, hidden_size]``, or ``[N, hidden_size]`` of the batch's ``logits_rows``; rows of padding

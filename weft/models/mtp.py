@@ -22,7 +22,7 @@ from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import RowParallelLinear
 from weft.layers.norm import RMSNorm
-from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace, Mixers, residual_norm
+from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace, residual_norm
 from weft.ops.backend import Backend
 from weft.ops.drafts import places_ahead
 
@@ -31,7 +31,7 @@ class MultiTokenPredictor(nn.Module):
     """``embedded [T, hidden_size]`` (this rank's part of the sum), ``hidden_states [T, hidden_size]`` to the hidden
     states ``[T, hidden_size]`` that the output head reads."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext, mixers: Mixers) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         size, eps, centred = config.hidden_size, config.rms_norm_eps, config.zero_centered_norm
         self._rank, self._num_ranks = context.tp.rank, context.tp.size
@@ -39,7 +39,7 @@ class MultiTokenPredictor(nn.Module):
         self.pre_fc_norm_hidden = RMSNorm(size, eps, context, zero_centered=centred)
         self.fc = RowParallelLinear(2 * size, size, bias=False, context=context, what="2 * hidden_size")
         place = LayerPlace(MTP_LAYER, MTP_LAYER_TYPE, sparse=config.moe is not None)
-        layer = DecoderLayer(config, context, place, mixers)
+        layer = DecoderLayer(config, context, place)
         layer.leave_sums(AllReduce.over_ranks(size, context))
         self.layers = nn.ModuleList([layer])
         self.norm = residual_norm(config, context)

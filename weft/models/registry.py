@@ -1,14 +1,12 @@
-"""From an architecture's name to a model: the class that the family table (``config/families.py``) names."""
+"""From a model config to a model."""
 
 from __future__ import annotations
 
-from importlib import import_module
-
-from weft.config.families import FAMILIES
 from weft.config.model import ModelConfig
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM
 from weft.models.mtp import MultiTokenPredictor
+from weft.models.vision_language import VisionLanguageModel
 from weft.quantization import create_weights
 
 
@@ -18,9 +16,8 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
     Raises:
         ConfigError: a dimension does not divide over the tensor-parallel group, or not into blocks of FP8 weights.
     """
-    module, name = FAMILIES[config.architecture].model.split(":")
-    model: CausalLM = getattr(import_module(module), name)(config, context).eval()
+    model = (VisionLanguageModel if config.runs_vision else CausalLM)(config, context).eval()
     if config.runs_mtp:
-        model.add_module("mtp", MultiTokenPredictor(config, context, model.mixers).eval())
+        model.add_module("mtp", MultiTokenPredictor(config, context).eval())
     create_weights(model, config.quantization, context)
     return model

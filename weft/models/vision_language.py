@@ -1,6 +1,6 @@
 """A decoder that also reads images: the vision tower, and how its embeddings enter the forward pass.
 
-Job: a causal language model with a tower where the config runs one. Owns: the static memory from which a step's tokens
+Job: a causal language model with a tower. Owns: the static memory from which a step's tokens
 take embeddings of images. Does not know: requests, the cache of embeddings, graphs.
 
 A step's image tokens bring nothing that a graph must be captured anew for. Each has a row of its own behind the
@@ -19,7 +19,7 @@ from weft.config.attention import AttentionConfig
 from weft.config.model import ModelConfig
 from weft.forward_context import get_forward_context
 from weft.layers.context import ModelContext
-from weft.models.decoder import CausalLM, Decoder, Mixers
+from weft.models.decoder import CausalLM, Decoder
 from weft.models.qwen_vision import VisionTower
 from weft.ops.media_features import add_media_features
 
@@ -32,8 +32,8 @@ class VisionDecoder(Decoder):
         features: ``[layers, rows, hidden_size]``: of the image token in each row, for each of the first layers.
     """
 
-    def __init__(self, config: ModelConfig, context: ModelContext, mixers: Mixers) -> None:
-        super().__init__(config, context, mixers)
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(config, context)
         assert config.vision is not None
         self.visual = VisionTower(config.vision, context)
         self._backend = context.backend
@@ -56,17 +56,13 @@ class VisionDecoder(Decoder):
 
 
 class VisionLanguageModel(CausalLM):
-    """A text model, or with its tower if the config runs it."""
+    """A text model with its tower."""
+
+    decoder = VisionDecoder
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)
-        self.rotary_table: Tensor | None = None
-        if config.runs_vision:
-            [attention] = [g for m in config.mixers.values() for g in m.values() if isinstance(g, AttentionConfig)]
-            self.rotary_table = context.rotary.get(
-                attention.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
-            )
-
-    def _make_decoder(self, config: ModelConfig, context: ModelContext) -> Decoder:
-        make = VisionDecoder if config.runs_vision else Decoder
-        return make(config, context, self.mixers)
+        [attention] = [g for m in config.mixers.values() for g in m.values() if isinstance(g, AttentionConfig)]
+        self.rotary_table = context.rotary.get(
+            attention.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
+        )

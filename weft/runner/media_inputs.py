@@ -139,7 +139,7 @@ class MediaInputs:
 
     def __init__(self, model: VisionLanguageModel, config: EngineConfig) -> None:
         decoder, vision = model.model, config.model_config.vision
-        assert isinstance(decoder, VisionDecoder) and model.rotary_table is not None and vision is not None
+        assert isinstance(decoder, VisionDecoder) and vision is not None
         assert config.encoder_cache_size is not None and config.max_num_encoder_input_tokens is not None
         self._decoder, self._vision, self._table = decoder, vision, model.rotary_table
         self._device, self._base, self._step_tokens = (

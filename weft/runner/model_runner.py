@@ -120,7 +120,7 @@ class ModelRunner:
             with stage("model"):
                 self.model = self._make_model()
                 self.media: MediaInputs | None = None
-                if isinstance(self.model, VisionLanguageModel) and config.model_config.runs_vision:
+                if isinstance(self.model, VisionLanguageModel):
                     self.media = MediaInputs(self.model, config)
                 self.compiler = ModelCompiler(config, self.model)
                 assert self.spec.layers.keys() <= self._layers.keys(), "the model's layers are not those of its specs"

@@ -1,0 +1,160 @@
+"""What the checkpoints of each architecture call the decoder's modules: all in which models differ beyond their config.
+
+Does not know: anything that ``decoder.py`` and the config express.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.config.model import ModelConfig
+from weft.layers.weight import WeightTable
+
+_ATTENTION: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_PLAIN = _ATTENTION | {"gate_up_proj": ("gate_proj", "up_proj")}
+_ROUTER: dict[str, tuple[str, ...]] = {"router": ("gate",)}
+_GATED_ROUTER: dict[str, tuple[str, ...]] = {"router": ("gate", "shared_expert_gate")}
+
+_LLAMA = WeightTable(_PLAIN, ignorable=("*.rotary_emb.inv_freq",))  # a buffer that early checkpoints saved along
+
+# ``mtp.*`` is the multi-token-prediction head (``models/mtp.py``), ``model.visual.*`` the vision tower.
+_QWEN3_5 = WeightTable(
+    _PLAIN | _GATED_ROUTER | {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")},
+    renames={"model.language_model.": "model."},
+    ignorable=("mtp.*", "model.visual.*"),
+)
+_QWEN3_VL = WeightTable(_PLAIN, renames={"model.language_model.": "model."}, ignorable=("model.visual.*",))
+
+_LFM2 = WeightTable(
+    _ATTENTION | _ROUTER | {"gate_up_proj": ("w1", "w3")},
+    modules={
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "norm": "embedding_norm",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+        "o_proj": "out_proj",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+    },
+)
+_OLMO_HYBRID = WeightTable(
+    _PLAIN
+    | {
+        "in_proj": ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+        "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+    },
+    modules={"out_proj": "o_proj"},
+    aliases={  # of published checkpoints
+        "o_norm": "norm",
+        "attention_layer_norm": "input_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+    },
+)
+_KIMI_LINEAR = WeightTable(
+    {
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "router": ("gate",),
+        "in_proj": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
+        "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+        "q_kv_proj": ("q_proj", "kv_a_proj_with_mqa"),
+        "q_a_kv_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    },
+    modules={"out_proj": "o_proj"},
+    aliases={
+        "block_sparse_moe": "mlp",
+        "shared_experts": "shared_expert",
+        "w1": "gate_proj",
+        "w2": "down_proj",
+        "w3": "up_proj",
+        "o_norm": "norm",
+    },
+)
+_MINIMAX = WeightTable(
+    _ATTENTION | _ROUTER | {"in_proj": ("qkv_proj", "output_gate")},
+    modules={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    # Buffers, which follow from the geometry.
+    ignorable=("*.slope_rate", "*.query_decay", "*.key_decay", "*.diagonal_decay", "*.rotary_emb.inv_freq"),
+)
+_JAMBA = WeightTable(
+    _PLAIN | {"router": ("router",), "part_norms": ("dt_layernorm", "b_layernorm", "c_layernorm")},
+    modules={"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward", "norm": "final_layernorm"},
+)
+_BAMBA = WeightTable(
+    _PLAIN,
+    modules={
+        "post_attention_layernorm": "pre_ff_layernorm",
+        "mlp": "feed_forward",
+        "norm": "final_layernorm",
+        "gated_norm": "norm",
+    },
+)
+_MAMBA = {"embed_tokens": "embeddings", "input_layernorm": "norm", "mamba": "mixer", "gated_norm": "norm",
+          "norm": "norm_f"}  # fmt: skip
+_MAMBA2 = WeightTable(
+    {}, renames={"backbone.embedding.": "model.embeddings.", "backbone.": "model."}, modules=_MAMBA
+)  # early files say ``embedding``
+_NEMOTRON_H = WeightTable(  # whatever a layer has is its ``mixer``, and it has one norm
+    _ATTENTION | _ROUTER,
+    renames={"backbone.": "model."},
+    modules=_MAMBA
+    | {
+        "post_attention_layernorm": "norm",
+        "self_attn": "mixer",
+        "mlp": "mixer",
+        "shared_expert": "shared_experts",
+    },
+    ignorable=("mtp.*",),
+)
+_GRANITE = WeightTable(
+    _ATTENTION | {"router": ("router.layer",)},
+    modules={"gated_norm": "norm", "mlp": "block_sparse_moe", "down_proj": "output_linear"},
+    fused={"gate_up_proj": "input_linear"},
+    patterns={  # the shared MLP stands beside the experts in files
+        r"\.shared_mlp\.": ".block_sparse_moe.shared_expert.",
+        r"\.block_sparse_moe\.input_linear\.weight$": ".block_sparse_moe.experts.gate_up_proj",
+        r"\.block_sparse_moe\.output_linear\.weight$": ".block_sparse_moe.experts.down_proj",
+    },
+)
+_DENSE_GRANITE = replace(_GRANITE, modules=_GRANITE.modules | {"mlp": "shared_mlp"}, patterns={})
+
+WEIGHT_TABLES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen2MoeForCausalLM": WeightTable(_PLAIN | _GATED_ROUTER),
+    "Qwen3ForCausalLM": WeightTable(_PLAIN),
+    "Qwen3MoeForCausalLM": WeightTable(_PLAIN | _ROUTER),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2,
+    "OlmoHybridForCausalLM": _OLMO_HYBRID,
+    "Gemma3ForCausalLM": WeightTable(_PLAIN),
+    "GptOssForCausalLM": WeightTable(_ATTENTION | {"router": ("router",)}),
+    "KimiLinearForCausalLM": _KIMI_LINEAR,
+    "Qwen3NextForCausalLM": WeightTable(
+        _PLAIN | _GATED_ROUTER | {"in_proj": ("in_proj_qkvz", "in_proj_ba")}, ignorable=("mtp.*",)
+    ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": replace(_QWEN3_VL, packed=_PLAIN | _ROUTER),
+    "BambaForCausalLM": _BAMBA,
+    "GraniteMoeHybridForCausalLM": _GRANITE,
+    "NemotronHForCausalLM": _NEMOTRON_H,
+    "FalconH1ForCausalLM": _BAMBA,
+    "JambaForCausalLM": _JAMBA,
+    "FalconMambaForCausalLM": _MAMBA2,
+    "MiniMaxForCausalLM": _MINIMAX,
+    "Mamba2ForCausalLM": _MAMBA2,
+}
+"""By the architectures of ``config/families.py``."""
+
+
+def weight_table(config: ModelConfig) -> WeightTable:
+    """The model's. In Granite without experts the shared MLP is the MLP."""
+    is_dense_granite = config.architecture == "GraniteMoeHybridForCausalLM" and config.moe is None
+    return _DENSE_GRANITE if is_dense_granite else WEIGHT_TABLES[config.architecture]
