@@ -31,8 +31,8 @@ from weft.ops.gated_delta_rule import gdn_gates
 from weft.ops.gdn_decode import gdn_decode
 from weft.ops.triton import gated_delta_rule as gdr
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
-from weft.ops.triton.gated_norm import gated_rms_norm_triton
 from weft.ops.triton.gdn_decode import Shape, gdn_decode_triton
+from weft.ops.triton.norm import gated_rms_norm_triton
 
 HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 4)
 CONV_DIM = 2 * HK * K + HV * V

@@ -29,7 +29,6 @@ from weft.ops.mamba2 import mamba2_decode, mamba2_gates
 from weft.ops.mamba2_parts import Mamba2Weights, split_heads
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.conv_update import causal_conv1d_update_triton
-from weft.ops.triton.group_norm import gated_group_norm_triton
 from weft.ops.triton.linear_attention import (
     Tile,
     choose_tile,
@@ -37,6 +36,7 @@ from weft.ops.triton.linear_attention import (
 )
 from weft.ops.triton.linear_attention_step import StepTile, linear_attention_step
 from weft.ops.triton.mamba2 import mamba2_decode_triton, mamba2_gates_triton
+from weft.ops.triton.norm import gated_group_norm_triton
 
 NEMOTRON = Mamba2Config(64, 64, 128, 8, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)
 GRANITE = Mamba2Config(48, 64, 128, 1, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)
@@ -192,7 +192,7 @@ def time_decode(geometry: Mamba2Config, rows: int, state_dtype: torch.dtype) -> 
     times = {"us": total, "floor_us": floor, "share": floor / total if total else 0.0}
     for tile in STEP_TILES:
         times[f"step {tuple(tile)}"] = attempt(partial(time_us, [partial(step, s, tile=tile) for s in slots]))
-    update = partial(causal_conv1d_update_triton, xbc, w.conv_weight, conv, bias=w.conv_bias)
+    update = partial(causal_conv1d_update_triton, xbc, w.conv_weight, w.conv_bias, conv)
     times["conv"] = time_us([partial(update, state_slots=s) for s in slots])
     y = random(rows, geometry.inner_size).to(DTYPE)
     norm = partial(gated_group_norm_triton, y, z, w.norm_weight, 1e-5, geometry.num_groups)

@@ -71,7 +71,7 @@ def scan_decode(rows: int) -> dict[str, Any]:
     state, inputs = random(num_slots, MAMBA_N, MAMBA_C, dtype=torch.float32), scan_inputs(rows)
     conv, weight = random(num_slots, MAMBA_C, MAMBA_W - 1), random(MAMBA_C, MAMBA_W)
     step = [partial(selective_scan_step_triton, *inputs, *scan_weights(), state, s) for s in slots]
-    update = [partial(causal_conv1d_update_triton, inputs[0], weight, conv, s) for s in slots]
+    update = [partial(causal_conv1d_update_triton, inputs[0], weight, None, conv, s) for s in slots]
     row_bytes = (4 * MAMBA_C + 2 * MAMBA_N) * 2
     weights = MAMBA_C * (MAMBA_N + 2) * 4
     return {

@@ -22,8 +22,7 @@ from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, 
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.qk_norm_rope import qk_norm_rope
 from weft.ops.triton import causal_conv1d as conv
-from weft.ops.triton import gated_norm as norm
-from weft.ops.triton import moe_sum
+from weft.ops.triton import moe_sum, norm
 from weft.ops.triton import qk_norm_rope as rope
 from weft.ops.triton.tile_table import choose_tile
 

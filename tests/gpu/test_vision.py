@@ -27,8 +27,7 @@ from weft.layers.table import LayerTable
 from weft.layers.vision import VisionLinear
 from weft.messages import TokenLogprobs
 from weft.ops.backend import Backend
-from weft.ops.media_features import add_media_features
-from weft.ops.vision_attention import frame_attention, rotate_patches
+from weft.ops.vision import add_media_features, frame_attention, rotate_patches
 from weft.parallel.tensor_parallel import SingleRank
 
 pytestmark = pytest.mark.gpu

@@ -135,7 +135,7 @@ LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
     "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
     "attention_prefill_hopper.py", "fp8_few_rows_hopper.py", "fp8_moe_pairs_hopper.py",
-    "group_norm.py", "gdn_decode.py", "gdn_decode_gluon.py", "gdn_verify.py", "gdn_verify_gluon.py",
+    "gdn_decode.py", "gdn_decode_gluon.py", "gdn_verify.py", "gdn_verify_gluon.py",
     "attention_decode_hopper.py", "moe_sum.py",
 ]  # fmt: skip
 

@@ -23,8 +23,8 @@ from weft.ops.gdn_decode import gdn_decode
 from weft.ops.gdn_verify import gdn_verify
 from weft.ops.norm import gated_rms_norm
 from weft.ops.triton import causal_conv1d as conv
-from weft.ops.triton import gated_norm
-from weft.ops.triton import gdn_gates as gates
+from weft.ops.triton import gated_delta_rule as gates
+from weft.ops.triton import norm
 
 pytest.importorskip("triton")
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
@@ -304,14 +304,14 @@ def test_gated_norm_with_strided_gate(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(flat.view_as(x), gated_rms_norm(x, gate, weight, 1e-6, backend=TRITON))
 
 
-@pytest.mark.parametrize("tile", [*gated_norm.TILES.values(), gated_norm.Tile(128, 1, None)])
-def test_gated_norm_tiles(tile: gated_norm.Tile) -> None:
+@pytest.mark.parametrize("tile", [*norm.TILES.values(), norm.Tile(128, 1, None)])
+def test_gated_norm_tiles(tile: norm.Tile) -> None:
     """More rows than one program takes; the last program's are not all there."""
     x, gate = (torch.randn(65, 3, 40, device=DEVICE) for _ in range(2))
     gate[0, 0, :4] = torch.tensor([-200.0, -90.0, 90.0, 200.0])  # both ends of the sigmoid
     weight = torch.randn(40, device=DEVICE)
     expected = gated_rms_norm(x, gate, weight, 1e-6, backend=TORCH)
-    close(gated_norm.gated_rms_norm_triton(x, gate, weight, 1e-6, tile=tile), expected, torch.float32)
+    close(norm.gated_rms_norm_triton(x, gate, weight, 1e-6, tile=tile), expected, torch.float32)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 65])

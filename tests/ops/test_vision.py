@@ -7,10 +7,14 @@ import torch
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.layer_norm import add_layer_norm
-from weft.ops.media_features import add_media_features
-from weft.ops.vision_attention import bounded_attention, frame_attention, rotate_patches
-from weft.ops.vision_positions import grid_positions
+from weft.ops.vision import (
+    add_layer_norm,
+    add_media_features,
+    bounded_attention,
+    frame_attention,
+    grid_positions,
+    rotate_patches,
+)
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 12)])

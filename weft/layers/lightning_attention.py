@@ -23,8 +23,7 @@ from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import SpanningRMSNorm
 from weft.layers.weight import RowMap, RowRun, split_rows, stacked
 from weft.ops.activation import sigmoid_mul
-from weft.ops.lightning_attention import lightning_attention_step
-from weft.ops.linear_attention import chunk_linear_attention
+from weft.ops.linear_attention import chunk_linear_attention, lightning_attention_step
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 

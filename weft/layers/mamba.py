@@ -22,10 +22,9 @@ from weft.layers.decodes_first import decode_slots
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import RECURRENCE_RANGES, Layout, WeightModule, WeightPiece, empty_parameter, split_rows
-from weft.ops.causal_conv1d import causal_conv1d
-from weft.ops.conv_update import causal_conv1d_update
+from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from weft.ops.norm import split_rms_norm
 from weft.ops.selective_scan import selective_scan, selective_scan_step
-from weft.ops.split_norm import split_rms_norm
 
 _Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

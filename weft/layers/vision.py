@@ -12,8 +12,7 @@ from torch import Tensor
 
 from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, WeightModule, empty_parameter, uniform_range, whole
-from weft.ops.layer_norm import add_layer_norm
-from weft.ops.vision_positions import grid_positions
+from weft.ops.vision import add_layer_norm, grid_positions
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),

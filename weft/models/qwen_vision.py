@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.config.vision import VisionConfig
 from weft.layers.context import ModelContext
 from weft.layers.vision import PositionGrid, VisionLayerNorm, VisionLinear
-from weft.ops.vision_attention import bounded_attention, frame_attention, rotate_patches
+from weft.ops.vision import bounded_attention, frame_attention, rotate_patches
 
 Grid = tuple[int, int, int]
 Attend = Callable[[Tensor], Tensor]

@@ -21,7 +21,7 @@ from weft.forward_context import get_forward_context
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM, Decoder
 from weft.models.qwen_vision import VisionTower
-from weft.ops.media_features import add_media_features
+from weft.ops.vision import add_media_features
 
 
 class VisionDecoder(Decoder):

@@ -1,4 +1,4 @@
-"""The short depthwise causal convolution in front of Gated DeltaNet, with SiLU and a state.
+"""The short depthwise causal convolution in front of recurrent layers, with SiLU and a state.
 
 Job: ``y_t = silu(bias + sum_j weight[:, j] * x_{t - (W - 1) + j})``. Owns: the convolution state, which holds the last
 ``W - 1`` *inputs* of the convolution, oldest first. Does not know: what the channels mean.
@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
+from weft.ops.padding import settle_padding
 
 
 @with_kernel("weft.ops.triton.causal_conv1d")
@@ -149,3 +150,30 @@ def _shifted(old: Tensor, x: Tensor) -> Tensor:
     new.flatten(1)[:, :-1] = old.flatten(1)[:, 1:]
     new[..., -1] = x
     return new
+
+
+@with_kernel("weft.ops.triton.conv_update")
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    state_slots: Tensor,
+    *,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The convolution with SiLU of one token for each of N rows that continue a state; the states advance in place.
+
+    Args:
+        x: ``[N, C]``; rows may be strided.
+        weight: ``[C, W]``, W at least 2.
+        bias: ``[C]`` or None.
+        conv_state: ``[num_slots, C, W - 1]``.
+        state_slots: ``[N]`` int32; rows with slot 0 are padding: zero, or left as they are in a given ``out [N, C]``.
+
+    Returns:
+        ``[N, C]`` in x's dtype.
+    """
+    y = causal_conv1d_update_reference(x, weight, conv_state, state_slots, bias=bias)
+    return settle_padding(y, state_slots, out)

@@ -27,7 +27,7 @@ from weft.ops.chunks import ChunkWalk
 from weft.ops.device_work import device_work
 
 
-@with_kernel("weft.ops.triton.gdn_gates")
+@with_kernel("weft.ops.triton.gated_delta_rule")
 def gdn_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False, backend: Backend
 ) -> tuple[Tensor, Tensor]:

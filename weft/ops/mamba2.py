@@ -12,9 +12,9 @@ from torch import Tensor
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
-from weft.ops.group_norm import gated_group_norm
 from weft.ops.linear_attention import linear_attention_step_reference
 from weft.ops.mamba2_parts import Mamba2Weights, split_heads
+from weft.ops.norm import gated_group_norm
 from weft.ops.padding import settle_padding
 
 

@@ -1,7 +1,7 @@
-"""Root-mean-square normalisation (RMSNorm, arXiv 1910.07467), plain, zero-centred and gated.
+"""Root-mean-square normalisation (RMSNorm, arXiv 1910.07467): plain, zero-centred, gated, by group, of parts of a row.
 
-Job: the three variants that the supported models use. Owns: the arithmetic, float32 inside with one rounding at the
-end, whatever the input dtype. Does not know: layers or weights' names.
+Job: the variants that the supported models use. Owns: the arithmetic, float32 inside with one rounding at the end,
+whatever the input dtype. Does not know: layers or weights' names.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def rms_norm(
 rms_norm_reference = rms_norm.reference  # type: ignore[attr-defined]  # of overloads mypy knows calls alone
 
 
-@with_kernel("weft.ops.triton.gated_norm")
+@with_kernel("weft.ops.triton.norm")
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu", backend: Backend
 ) -> Tensor:
@@ -81,3 +81,50 @@ def gated_rms_norm(
     y = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
     factor = F.silu(gate.float()) if activation == "silu" else gate.float().sigmoid()
     return y.mul_(factor).to(x.dtype)
+
+
+@with_kernel("weft.ops.triton.norm")
+def gated_group_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    num_groups: int,
+    *,
+    norm_before_gate: bool = False,
+    backend: Backend,
+) -> Tensor:
+    """``weight * rms_norm(x * silu(gate))``, the root mean square over each group of neighbouring channels.
+
+    Args:
+        x: ``[N, C]``.
+        gate: ``[N, C]``; rows may be strided (a slice of a wider projection).
+        weight: ``[C]``; None: no norm, ``x * silu(gate)``.
+        num_groups: divides C.
+        norm_before_gate: ``weight * rms_norm(x) * silu(gate)`` instead.
+
+    Returns:
+        ``[N, C]`` in x's dtype, computed in float32.
+    """
+    y, factor = x.float(), F.silu(gate.float())
+    if weight is None:
+        return (y * factor).to(x.dtype)
+    if not norm_before_gate:
+        y = y * factor
+    groups = y.unflatten(-1, (num_groups, -1))
+    y = F.rms_norm(groups, groups.shape[-1:], eps=eps).flatten(-2) * weight.float()
+    return (y * factor if norm_before_gate else y).to(x.dtype)
+
+
+@with_kernel("weft.ops.triton.norm")
+def split_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, sizes: tuple[int, int, int], *, backend: Backend
+) -> tuple[Tensor, ...]:
+    """``x [T, sum(sizes)]`` in three parts ``[T, size]``, each normalised on its own and contiguous.
+
+    Args:
+        weight: ``[sum(sizes)]``, of all parts.
+        eps: added to each mean square.
+    """
+    parts = zip(x.float().split(sizes, dim=-1), weight.float().split(sizes), strict=True)
+    return tuple(F.rms_norm(part, part.shape[-1:], scale, eps).to(x.dtype) for part, scale in parts)

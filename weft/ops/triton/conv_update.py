@@ -95,14 +95,13 @@ def _conv_update_kernel(
 def causal_conv1d_update_triton(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     conv_state: Tensor,
     state_slots: Tensor,
     *,
-    bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``causal_conv1d_update_reference`` with SiLU in one launch; rows with slot 0 are zero, or left as they are in a
-    given ``out``. ``x`` may be strided."""
+    """``causal_conv1d_update`` of ``weft/ops/causal_conv1d.py``."""
     return _launch(x, weight, bias, conv_state, state_slots, out, double_gated=False, most_channels=512)
 
 

@@ -1,7 +1,7 @@
 """The gated delta rule in chunks, for prefill, and one step of it, for the kernel of the decode step.
 
-Job: ``chunk_gated_delta_rule`` on the GPU. Owns: its split into two launches and their tile shapes. Does not know:
-projections, convolution, norms.
+Job: ``gdn_gates`` and ``chunk_gated_delta_rule`` on the GPU. Owns: the split into launches and their tile shapes. Does
+not know: projections, convolution, norms.
 
 The chunked form (WY representation, arXiv 2406.06484, with the decay of arXiv 2412.06464). Inside a chunk, with G the
 running sum of g, S the state before the chunk, and rows scaled by vectors written as diagonals::
@@ -34,10 +34,10 @@ from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, Tile, check_rows
 from weft.ops.triton.delta_scan import VECTORS, scan_chunks
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.elementwise import LOG2_E, sigmoid, softplus
 from weft.ops.triton.kda import chunk_kda_triton
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2, precision
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2, precision
 from weft.ops.triton.unit_lower_inverse import unit_lower_inverse
 
 _L2_EPS = tl.constexpr(L2_EPS)
@@ -156,3 +156,44 @@ def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) 
         num_warps=4, num_stages=1, maxnreg=128 if is_crowded else None, **early_launch(q.device),
     )  # fmt: skip
     return solve, attention, vectors
+
+
+_ELEMENTS = 512
+"""Of a program: as many whole tokens as they hold. At most sizes the launch is the cost."""
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _gates_kernel(
+    a, b, A_log, dt_bias, g, beta, num_tokens, stride_a, stride_b,
+    BETA: tl.constexpr, HV: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some tokens, all heads."""
+    enter(EARLY)
+    tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    heads = tl.arange(0, BLOCK_H)[None, :]
+    mask = (tokens < num_tokens) & (heads < HV)
+    x = tl.load(a + tokens * stride_a + heads, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(b + tokens * stride_b + heads, mask=mask, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + heads, mask=heads < HV, other=0.0).to(tl.float32))
+    x += tl.load(dt_bias + heads, mask=heads < HV, other=0.0).to(tl.float32)
+    tl.store(g + tokens * HV + heads, -rate * softplus(x), mask=mask)
+    tl.store(beta + tokens * HV + heads, sigmoid(y) * BETA, mask=mask)
+
+
+def gdn_gates_triton(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``gdn_gates`` of ``weft/ops/gated_delta_rule.py``."""
+    assert a.shape == b.shape and a.stride(1) == b.stride(1) == 1, f"a {tuple(a.shape)}, b {tuple(b.shape)}"
+    assert A_log.is_contiguous() and dt_bias.is_contiguous()
+    num_tokens, num_heads = a.shape
+    g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
+    if num_tokens:
+        block_h = next_power_of_2(num_heads)
+        tokens = max(1, _ELEMENTS // block_h)
+        _gates_kernel[(cdiv(num_tokens, tokens),)](
+            a, b, A_log, dt_bias, g, beta, num_tokens, a.stride(0), b.stride(0),
+            BETA=2.0 if negative_eigenvalues else 1.0, HV=num_heads, TOKENS=tokens, BLOCK_H=block_h,
+            num_warps=4, **early_launch(a.device),
+        )  # fmt: skip
+    return g, beta

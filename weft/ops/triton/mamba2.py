@@ -16,9 +16,9 @@ from weft.ops.mamba2_parts import Mamba2Weights, split_heads
 from weft.ops.triton.conv_update import causal_conv1d_update_triton
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
-from weft.ops.triton.group_norm import gated_group_norm_triton
 from weft.ops.triton.launch import jit
 from weft.ops.triton.linear_attention_step import linear_attention_step
+from weft.ops.triton.norm import gated_group_norm_triton
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _ELEMENTS = 512
@@ -72,7 +72,7 @@ def mamba2_decode_triton(
     """Triton kernels of ``mamba2_decode``; all arithmetic in float32, rounded between the launches."""
     w = weights
     z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)
-    xbc = causal_conv1d_update_triton(xbc, w.conv_weight, conv_state, state_slots, bias=w.conv_bias)
+    xbc = causal_conv1d_update_triton(xbc, w.conv_weight, w.conv_bias, conv_state, state_slots)
     x, b, c = split_heads(xbc, geometry)
     y = linear_attention_step(
         c, b, x, w.A_log, state, state_slots, dt=dt, dt_bias=w.dt_bias, skip=w.D, dt_limit=geometry.dt_limit
