@@ -25,8 +25,7 @@ from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, error, time_us, write_json
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.linear_attention import chunk_linear_attention
-from weft.ops.mamba2 import mamba2_decode, mamba2_gates
-from weft.ops.mamba2_parts import Mamba2Weights, split_heads
+from weft.ops.mamba2 import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.conv_update import causal_conv1d_update_triton
 from weft.ops.triton.linear_attention import (

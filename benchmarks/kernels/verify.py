@@ -22,7 +22,7 @@ from benchmarks.kernels import attention, gdn
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, ON_GPU, error, time_us
 from weft import report
 from weft.forward_context import Verification
-from weft.ops.gdn_verify import gdn_verify
+from weft.ops.gdn_decode import gdn_verify
 from weft.ops.triton.attention import paged_attention_triton
 from weft.ops.triton.gdn_decode import gdn_decode_triton
 from weft.ops.triton.gdn_verify import gdn_verify_triton

@@ -15,8 +15,7 @@ from tests.ops.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, poison
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.backend import Backend
 from weft.ops.linear_attention import chunk_linear_attention, lightning_attention_step, linear_attention_step_reference
-from weft.ops.mamba2 import mamba2_decode, mamba2_gates
-from weft.ops.mamba2_parts import Mamba2Weights
+from weft.ops.mamba2 import Mamba2Weights, mamba2_decode, mamba2_gates
 from weft.ops.norm import gated_group_norm
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON

@@ -19,8 +19,7 @@ from weft.ops.gated_delta_rule import (
     chunk_gated_delta_rule,
     gdn_gates,
 )
-from weft.ops.gdn_decode import gdn_decode
-from weft.ops.gdn_verify import gdn_verify
+from weft.ops.gdn_decode import gdn_decode, gdn_verify
 from weft.ops.norm import gated_rms_norm
 from weft.ops.triton import causal_conv1d as conv
 from weft.ops.triton import gated_delta_rule as gates

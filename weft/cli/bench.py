@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from weft import report
@@ -20,8 +21,6 @@ from weft.cli.parser import Parser, add_verb, check_lowest, check_range
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from weft.bench.prefix import PrefixWorkload
     from weft.engine.llm import LLM
 
@@ -33,12 +32,27 @@ _KINDS = "{latency,throughput,prefill,startup,prefix,scaling,serve}"
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "bench", _missing, "measure speed", usage=f"bench {_KINDS} [flags]")
+    parser = add_verb(verbs, "bench", _missing, "measure speed", arguments=f"{_KINDS} [flags]")
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True, prog=parser.prog)
-    _add_latency(kinds)
-    _add_throughput(kinds)
-    _add_prefill(kinds)
-    _add_startup(kinds)
+    _add_workload(
+        add_verb(kinds, "latency", run_latency, "milliseconds per decode step"), latency.LatencyWorkload(),
+        batch_sizes="sequences that decode together, one run each", prompt_len="tokens per prompt",
+        output_len="new tokens, 2 or more", temperature="0 is greedy", repeats="",
+    )  # fmt: skip
+    _add_workload(
+        add_verb(kinds, "throughput", run_throughput, "tokens per second over a queue"),
+        throughput.ThroughputWorkload(), num_prompts="", prompt_len="tokens per prompt",
+        output_len="tokens per output", temperature="0 is greedy", warmups="runs that do not count", repeats="",
+    )  # fmt: skip
+    _add_workload(
+        add_verb(kinds, "prefill", run_prefill, "milliseconds to the first token"), prefill.PrefillWorkload(),
+        prompt_lens="tokens per prompt, one run each", repeats="",
+    )  # fmt: skip
+    _add_workload(
+        add_verb(kinds, "startup", run_startup, "seconds from process start to a ready engine"),
+        startup.StartupWorkload(), cold_repeats="starts with an empty kernel cache",
+        warm_repeats="starts after each of those",
+    )  # fmt: skip
     _add_prefix(kinds)
     bench_scaling.add_parser(kinds)
     bench_serve.add_parser(kinds)
@@ -46,37 +60,6 @@ def add_parser(verbs: Any) -> None:
 
 def _missing(args: argparse.Namespace) -> int:
     raise AssertionError("argparse requires the name of a benchmark")
-
-
-def _add_latency(kinds: Any) -> None:
-    parser = add_verb(kinds, "latency", run_latency, "milliseconds per decode step", usage="bench latency [flags]")
-    _add_workload(
-        parser, latency.LatencyWorkload(), batch_sizes="sequences that decode together, one run each",
-        prompt_len="tokens per prompt", output_len="new tokens, 2 or more", temperature="0 is greedy", repeats="",
-    )  # fmt: skip
-
-
-def _add_throughput(kinds: Any) -> None:
-    usage, help = "bench throughput [flags]", "tokens per second over a queue"
-    parser = add_verb(kinds, "throughput", run_throughput, help, usage=usage)
-    _add_workload(
-        parser, throughput.ThroughputWorkload(), num_prompts="", prompt_len="tokens per prompt",
-        output_len="tokens per output", temperature="0 is greedy", warmups="runs that do not count", repeats="",
-    )  # fmt: skip
-
-
-def _add_prefill(kinds: Any) -> None:
-    parser = add_verb(kinds, "prefill", run_prefill, "milliseconds to the first token", usage="bench prefill [flags]")
-    _add_workload(parser, prefill.PrefillWorkload(), prompt_lens="tokens per prompt, one run each", repeats="")
-
-
-def _add_startup(kinds: Any) -> None:
-    help = "seconds from process start to a ready engine"
-    parser = add_verb(kinds, "startup", run_startup, help, usage="bench startup [flags]")
-    _add_workload(
-        parser, startup.StartupWorkload(), cold_repeats="starts with an empty kernel cache",
-        warm_repeats="starts after each of those",
-    )  # fmt: skip
 
 
 def _add_workload(parser: Parser, workload: Any, **helps: str) -> None:
@@ -104,7 +87,7 @@ def _workload(args: argparse.Namespace, kind: Any) -> Any:
 
 
 def _add_prefix(kinds: Any) -> None:
-    parser = add_verb(kinds, "prefix", run_prefix, "reuse of shared prompt prefixes", usage="bench prefix [flags]")
+    parser = add_verb(kinds, "prefix", run_prefix, "reuse of shared prompt prefixes")
     group = parser.add_argument_group("workload")
     group.add_argument("--workload", choices=list(WORKLOADS), default="chat", help="default: chat")
     group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="default: 0")
@@ -124,11 +107,7 @@ def _add_prefix(kinds: Any) -> None:
 def run_latency(args: argparse.Namespace) -> int:
     check_lowest(args, repeats=1, prompt_len=1, output_len=2, batch_sizes=1)
     workload = _workload(args, latency.LatencyWorkload)
-    json_path = report.open_json(args.json)
-    with _engine(args, max_num_seqs=max(args.batch_sizes)) as llm:
-        results = latency.measure(llm, workload)
-        report.write_json(json_path, _figures("latency", llm, workload) | {"results": results})
-        name = report.device_name(llm.config.device)
+    results, device = _measured(args, "latency", latency.measure, workload, max_num_seqs=max(args.batch_sizes))
     drafts = any("tokens_per_step" in row for row in results)
     columns = {
         "batch": "batch_size",
@@ -139,20 +118,20 @@ def run_latency(args: argparse.Namespace) -> int:
     }
     if drafts:
         columns |= {"tokens per step": "tokens_per_step", "accepted": "acceptance_rate"}
-    _table(f"Decode latency on {name}", columns, results)
+    _table(f"Decode latency on {device}", columns, results)
     return 0
 
 
 def run_prefill(args: argparse.Namespace) -> int:
     check_lowest(args, repeats=1, prompt_lens=1)
-    json_path = report.open_json(args.json)
-    with _engine(args) as llm:
-        workload = dataclasses.replace(_workload(args, prefill.PrefillWorkload), prompt_lens=_fitting_lens(args, llm))
-        results = prefill.measure(llm, workload)
-        report.write_json(json_path, _figures("prefill", llm, workload) | {"results": results})
-        name = report.device_name(llm.config.device)
+    given = _workload(args, prefill.PrefillWorkload)
+
+    def fitting(llm: LLM) -> prefill.PrefillWorkload:
+        return dataclasses.replace(given, prompt_lens=_fitting_lens(args, llm))
+
+    results, device = _measured(args, "prefill", prefill.measure, fitting)
     columns = {"prompt tokens": "prompt_len", "ms to first token": "first_token_ms", "tokens/s": "tokens_per_s"}
-    _table(f"Prefill on {name}", columns, results)
+    _table(f"Prefill on {device}", columns, results)
     return 0
 
 
@@ -197,13 +176,9 @@ def run_throughput(args: argparse.Namespace) -> int:
     check_range(args, "prompt_len")
     check_range(args, "output_len")
     workload = _workload(args, throughput.ThroughputWorkload)
-    json_path = report.open_json(args.json)
-    with _engine(args) as llm:
-        results = throughput.measure(llm, workload)
-        report.write_json(json_path, _figures("throughput", llm, workload) | {"results": results})
-        name = report.device_name(llm.config.device)
+    results, device = _measured(args, "throughput", throughput.measure, workload)
     rows = [[key, f"{value:,}"] for key, value in results.items() if key != "repeats" and value is not None]
-    report.table(f"Throughput on {name}", ("", ""), rows)
+    report.table(f"Throughput on {device}", ("", ""), rows)
     return 0
 
 
@@ -211,25 +186,22 @@ def run_prefix(args: argparse.Namespace) -> int:
     from weft.bench import prefix
 
     workload = prefix.PrefixWorkload(args.workload, args.workload_seed)
-    json_path = report.open_json(args.json)
     if args.replay:
-        return _replay_prefix(args, workload, json_path)
+        return _replay_prefix(args, workload)
     if args.cache_shares is not None:
         raise ConfigError("--cache-shares has no effect without --replay; give both or none")
-    with _engine(args, enable_prefix_caching=True) as llm:
-        results = prefix.measure(llm, workload)
-        report.write_json(json_path, _figures("prefix", llm, workload) | {"results": results})
-        name = report.device_name(llm.config.device)
-    report.table(f"Prefix reuse, {args.workload}, on {name}", ("", ""), [[k, f"{v:,}"] for k, v in results.items()])
+    results, device = _measured(args, "prefix", prefix.measure, workload, enable_prefix_caching=True)
+    report.table(f"Prefix reuse, {args.workload}, on {device}", ("", ""), [[k, f"{v:,}"] for k, v in results.items()])
     return 0
 
 
-def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload, json_path: Path | None) -> int:
+def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload) -> int:
     """Only the model's geometry is read."""
     from weft.bench import prefix
     from weft.cache.spec import CacheSpec
     from weft.config import resolve
 
+    json_path = report.open_json(args.json)
     shares = args.cache_shares or [1 / 3, 1 / 6]
     wrong = [share for share in shares if not 0 < share <= 1]
     if wrong:
@@ -250,14 +222,25 @@ def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload, json_path
     return 0
 
 
-def _engine(args: argparse.Namespace, **defaults: Any) -> LLM:
-    """The engine under test. Workloads are token ids, so no tokenizer is loaded; and they are repeated, so that the
-    prefix cache is off unless asked for: it would answer the repeats."""
+def _measured(
+    args: argparse.Namespace, name: str, measure: Callable[[LLM, Any], Any], workload: Any, **defaults: Any
+) -> tuple[Any, str]:
+    """The results of a workload, which are written as JSON where that is asked for, and the device's name.
+
+    Workloads are token ids, so no tokenizer is loaded; and they are repeated, so that the prefix cache is off unless
+    asked for: it would answer the repeats.
+
+    Args:
+        workload: or what gives one for the engine.
+        defaults: of settings.
+    """
     from weft import LLM
 
-    return LLM(**({"skip_tokenizer_init": True, "enable_prefix_caching": False} | defaults | engine_settings(args)))
-
-
-def _figures(name: str, llm: LLM, workload: Any) -> dict[str, Any]:
-    head = {"benchmark": name} | report.provenance(llm.config.device)
-    return head | {"config": report.settings(llm.config), "workload": dataclasses.asdict(workload)}
+    json_path = report.open_json(args.json)
+    plain = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+    with LLM(**(plain | defaults | engine_settings(args))) as llm:
+        workload = workload(llm) if callable(workload) else workload
+        results = measure(llm, workload)
+        head = {"benchmark": name} | report.provenance(llm.config.device) | {"config": report.settings(llm.config)}
+        report.write_json(json_path, head | {"workload": dataclasses.asdict(workload), "results": results})
+        return results, report.device_name(llm.config.device)

@@ -14,8 +14,7 @@ from weft.errors import ConfigError
 
 
 def add_parser(kinds: Any) -> None:
-    usage = "bench scaling [flags]"
-    parser = add_verb(kinds, "scaling", run, "decode and throughput on several GPUs, and by replicas", usage=usage)
+    parser = add_verb(kinds, "scaling", run, "decode and throughput on several GPUs, and by replicas")
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--sizes", nargs="+", default=["1x1", "2x1", "1x2"], metavar="NxM",

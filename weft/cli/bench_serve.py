@@ -20,9 +20,7 @@ _SLO = ("ttft", "tpot", "e2e")
 
 
 def add_parser(kinds: Any) -> None:
-    parser = add_verb(
-        kinds, "serve", run, "latency and throughput of any OpenAI-compatible server", usage="bench serve [flags]"
-    )
+    parser = add_verb(kinds, "serve", run, "latency and throughput of any OpenAI-compatible server")
     group = parser.add_argument_group("load")
     group.add_argument("--base-url", default="http://127.0.0.1:8000/v1", metavar="URL", help="default: %(default)s")
     group.add_argument("--model", metavar="NAME", help="model to ask for; default: leave it to the server")

@@ -27,7 +27,7 @@ MEASURED = "measured when the engine starts: what the GPU has left beside weight
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "config", run, "show every setting, its value, and why", usage="config [flags]")
+    parser = add_verb(verbs, "config", run, "show every setting, its value, and why")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_flags(parser)
 

@@ -42,7 +42,7 @@ class Finding:
 
 
 def add_parser(verbs: Any) -> None:
-    add_verb(verbs, "doctor", run, "check this machine and say what is missing", usage="doctor")
+    add_verb(verbs, "doctor", run, "check this machine and say what is missing", arguments="")
 
 
 def run(args: argparse.Namespace) -> int:

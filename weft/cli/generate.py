@@ -37,8 +37,8 @@ An input line is an object with prompt, prompt_token_ids or messages, and any sa
 
 
 def add_parser(verbs: Any) -> None:
-    usage = "generate [flags] [PROMPT ...]"
-    parser = add_verb(verbs, "generate", run, "complete prompts, or answer questions", usage=usage, epilog=_EPILOG)
+    help, arguments = "complete prompts, or answer questions", "[flags] [PROMPT ...]"
+    parser = add_verb(verbs, "generate", run, help, arguments=arguments, epilog=_EPILOG)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text; - reads one from stdin")
     parser.add_argument("--chat", action="store_true", help="prompts are a user's messages: use the chat template")
     parser.add_argument("--input", metavar="FILE", help="JSON lines to complete; - is stdin")

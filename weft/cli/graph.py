@@ -23,7 +23,7 @@ _DECIDED = ("graph_profile", "enforce_eager", "cuda_graph_mode", "cuda_graph_bs"
 
 def add_parser(verbs: Any) -> None:
     parser = add_verb(
-        verbs, "graph", run, "show what a prefill captures in mode PIECEWISE", usage="graph --dump DIR [flags]"
+        verbs, "graph", run, "show what a prefill captures in mode PIECEWISE", arguments="--dump DIR [flags]"
     )
     group = parser.add_argument_group("what to show")
     group.add_argument(

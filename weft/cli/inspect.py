@@ -41,9 +41,8 @@ _QUESTIONS = (
 
 
 def add_parser(verbs: Any) -> None:
-    usage = "inspect [flags] [PROMPT ...]"
-    help = "say what the prefix cache reuses, and why not more"
-    parser = add_verb(verbs, "inspect", run, help, usage=usage, epilog=_EPILOG)
+    help, arguments = "say what the prefix cache reuses, and why not more", "[flags] [PROMPT ...]"
+    parser = add_verb(verbs, "inspect", run, help, arguments=arguments, epilog=_EPILOG)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text; - reads one from stdin")
     parser.add_argument("--chat", action="store_true", help="prompts are a user's messages: use the chat template")
     parser.add_argument("--input", metavar="FILE", help="JSON lines to run, as for weft generate; - is stdin")

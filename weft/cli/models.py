@@ -14,13 +14,8 @@ _COLUMNS = ("architecture", "float32, CPU", "float32 and bfloat16, H200", "tenso
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
-        "models",
-        run,
-        "list the architectures that Weft runs, and what was verified of each",
-        usage="models [ARCHITECTURE ...]",
-    )
+    help = "list the architectures that Weft runs, and what was verified of each"
+    parser = add_verb(verbs, "models", run, help, arguments="[ARCHITECTURE ...]")
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="as in config.json; default: all")
 
 

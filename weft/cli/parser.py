@@ -49,11 +49,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_verb(
-    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, *, usage: str, epilog: str | None = None
-) -> Parser:
-    """Add verb ``name``, carried out by ``run``. Returns its parser, for its own flags."""
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, *,
+    arguments: str = "[flags]", epilog: str | None = None,
+) -> Parser:  # fmt: skip
+    """Add verb ``name``, carried out by ``run``. Returns its parser, for its own flags. ``arguments``: of its usage."""
+    description = help[0].upper() + help[1:] + "."
     parser: Parser = verbs.add_parser(
-        name, help=help, description=help[0].upper() + help[1:] + ".", usage=f"weft {usage}", epilog=epilog
+        name, help=help, description=description, usage=f"%(prog)s {arguments}".rstrip(), epilog=epilog
     )
     parser.add_argument("--verbose", action="store_true", help="say what the engine decides while it starts")
     parser.set_defaults(run=run, parser=parser)

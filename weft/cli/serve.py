@@ -42,7 +42,7 @@ _WITHOUT_EFFECT = {
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "serve", run, "serve the model over HTTP", usage="serve [MODEL] [flags]", epilog=_EPILOG)
+    parser = add_verb(verbs, "serve", run, "serve the model over HTTP", arguments="[MODEL] [flags]", epilog=_EPILOG)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     add_server_flags(parser)
     add_engine_flags(parser, server=True)

@@ -33,13 +33,8 @@ CONTEXT = {"cuda": 1024, "cpu": 64}
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
-        "tune",
-        run,
-        "measure the fastest graph mode, or number of drafts, per batch size, for later starts",
-        usage="tune [flags]",
-    )
+    help = "measure the fastest graph mode, or number of drafts, per batch size, for later starts"
+    parser = add_verb(verbs, "tune", run, help)
     group = parser.add_argument_group("measurement")
     group.add_argument("--output", metavar="FILE", help="write the profile there; default: where a start looks for it")
     group.add_argument("--repeats", type=int, default=15, metavar="N", help="rounds per batch; default: 15")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "verify", run, "compare captured graphs with eager steps", usage="verify [flags]")
+    parser = add_verb(verbs, "verify", run, "compare captured graphs with eager steps")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     add_engine_flags(parser)
 

@@ -8,15 +8,16 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import InProjLayout, read_gated_delta_net, read_olmo_hybrid_gated_delta_net
-from weft.config.gemma3 import gemma3_layer_types, gemma3_multipliers, read_full_attention, read_window
 from weft.config.json_object import JsonObject
 from weft.config.kimi import kimi_layer_types, read_kimi_delta, read_latent_attention
 from weft.config.mamba_families import MAMBA_FAMILIES
+from weft.config.model import Multipliers
 from weft.config.moe import read_gpt_oss_moe, read_kimi_moe, read_lfm2_moe, read_moe, read_renormalised_moe
 from weft.config.short_conv import read_short_conv
 from weft.config.sliding_window import (
@@ -28,6 +29,7 @@ from weft.config.sliding_window import (
     sliding_from_layer,
 )
 from weft.config.vision import VisionTokens, read_vision
+from weft.errors import UnsupportedModelError
 
 
 def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -65,6 +67,47 @@ def lfm2_intermediate_size(text: JsonObject) -> int:
     size = int(text.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     return -(-size // multiple) * multiple
 
+
+_GEMMA3_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+
+
+def gemma3_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Every ``sliding_window_pattern``-th layer is full attention."""
+    pattern = text.integer("sliding_window_pattern", text.integer("_sliding_window_pattern", 6))
+    return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers))
+
+
+def gemma3_multipliers(text: JsonObject) -> Multipliers:
+    """Embeddings are scaled by the root of their width."""
+    return Multipliers(embedding=text.integer("hidden_size") ** 0.5)
+
+
+def read_gemma3_attention(text: JsonObject, layer_type: str) -> AttentionConfig:
+    """Rotation is slow, and may be scaled, in layers that see everything; it is fast in those with a window."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if text.raw(key):
+            raise UnsupportedModelError(
+                f"{text.where}: {key}={text.raw(key)!r} is not supported for this architecture; leave it out"
+            )
+    attention = read_attention(_with_rope_of(text, layer_type), qk_norm=True)
+    return replace(attention, scale=text.number("query_pre_attn_scalar") ** -0.5)
+
+
+def _with_rope_of(text: JsonObject, layer_type: str) -> JsonObject:
+    """The config with the rotary settings of one type of layers, which newer files nest and older ones spell apart."""
+    values, theta = dict(text.values), _GEMMA3_THETA[layer_type]
+    nested = text.object("rope_parameters")
+    if nested is not None:
+        settings = nested.object(layer_type)
+        values["rope_parameters"] = {"rope_theta": theta} | (settings.values if settings is not None else {})
+    elif layer_type == "full_attention":
+        values["rope_theta"] = text.number("rope_theta", theta)
+    else:
+        values |= {"rope_theta": text.number("rope_local_base_freq", theta), "rope_scaling": None}
+    return JsonObject(values, text.where)
+
+
+_GEMMA3_IN_WINDOWS = partial(read_gemma3_attention, layer_type="sliding_attention")
 
 _LFM2_KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 _LFM2_MIXERS: Mixers = {
@@ -146,7 +189,10 @@ FAMILIES: dict[str, Family] = {
     ),
     # Gemma 3 (arXiv 2503.19786): five layers with a sliding window to one of full attention, norms on both sides.
     "Gemma3ForCausalLM": Family(
-        {"full_attention": {"self_attn": read_full_attention}, "sliding_attention": {"self_attn": read_window}},
+        {
+            "full_attention": {"self_attn": partial(read_gemma3_attention, layer_type="full_attention")},
+            "sliding_attention": {"self_attn": partial(read_sliding_window, attention=_GEMMA3_IN_WINDOWS)},
+        },
         layer_types=gemma3_layer_types,
         norm_placement={"full_attention": "sandwich", "sliding_attention": "sandwich"},
         multipliers=gemma3_multipliers,

@@ -35,8 +35,7 @@ from weft.layers.weight import (
 )
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
-from weft.ops.gdn_decode import gdn_decode
-from weft.ops.gdn_verify import gdn_verify
+from weft.ops.gdn_decode import gdn_decode, gdn_verify
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 

@@ -1,11 +1,14 @@
-"""Everything that Gated DeltaNet does between its two projections for one decoding token per row, as one operation.
+"""Everything that Gated DeltaNet does between its two projections for one decoding token per row, as one operation, and
+for a few tokens of each sequence, where drafts are verified.
 
 Job: convolution update, SiLU, gates, L2 norms, delta rule and gated output norm in a row. Owns: the order of the merged
-projection, ``q | k | v | z | b | a``, on the reading side. Does not know: the projections themselves, or slots' owners.
+projection, ``q | k | v | z | b | a``, on the reading side. Does not know: the projections themselves, slots' owners, or
+which drafts will be accepted.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
@@ -61,3 +64,51 @@ def gdn_decode(
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
     normed = gated_rms_norm.reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
     return settle_padding(normed.view(-1, value_dim), state_slots, out)
+
+
+@with_kernel("weft.ops.triton.gdn_verify")
+def gdn_verify(
+    projected: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    slots: Tensor,
+    geometry: GatedDeltaNetConfig,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """T tokens for each of S sequences that continue a state: what ``gdn_decode`` does, token after token, with the
+    states after every token kept in slots of their own.
+
+    Args:
+        projected: ``[S * T, C + HV * V + 2 * HV]``, ``q | k | v | z | b | a`` with ``C = 2 * HK * K + HV * V``, the
+            tokens of a sequence side by side.
+        conv_weight, A_log, dt_bias, norm_weight, eps, geometry: as in ``gdn_decode``.
+        conv_state: ``[num_slots, C, W - 1]``.
+        state: ``[num_slots, HV, K, V]``, float32 or bfloat16; rounded to that after every token, as decoding does.
+        state_slots: ``[S]`` int32, the slots that hold the states before these tokens. Slot 0: the sequence is padding,
+            its output is zero, and only the reserved slot's state may change.
+        slots: ``[S, T]`` int32, the slots that receive the states after each token; 0: nothing is kept. Those of
+            ``state_slots`` may be among them, each in its own row; no other slot occurs twice.
+
+    Returns:
+        ``[S * T, HV * V]`` in projected's dtype, ready for the output projection.
+    """
+    # Decode steps on copies of the states, which go to their slots after each.
+    num_seqs, query_len = slots.shape
+    rows = projected.view(num_seqs, query_len, -1)
+    weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
+    first = state_slots.new_zeros(1)
+    read = torch.cat([first, state_slots]).long()  # entry 0 is reserved, as in the caches
+    local = torch.arange(1, num_seqs + 1, dtype=state_slots.dtype, device=state_slots.device) * (state_slots > 0)
+    conv, running, outputs = conv_state[read], state[read], []
+    for i in range(query_len):
+        outputs.append(gdn_decode.reference(rows[:, i], *weights, conv, running, local, geometry))
+        after = slots[:, i].long()
+        conv_state[after], state[after] = conv[1:], running[1:]
+    return torch.stack(outputs, dim=1).flatten(0, 1)

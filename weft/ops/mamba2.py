@@ -6,6 +6,8 @@ themselves, or slots' owners.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,9 +15,36 @@ from weft.config.mamba2 import Mamba2Config
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.linear_attention import linear_attention_step_reference
-from weft.ops.mamba2_parts import Mamba2Weights, split_heads
 from weft.ops.norm import gated_group_norm
 from weft.ops.padding import settle_padding
+
+
+class Mamba2Weights(NamedTuple):
+    """One rank's weights between the projections.
+
+    Attributes:
+        conv_weight: ``[conv_dim, W]``.
+        conv_bias: ``[conv_dim]`` or None.
+        A_log, dt_bias, D: ``[H]`` float32.
+        norm_weight: ``[H * P]``; None: there is no norm.
+        eps: of the norm.
+    """
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor
+    norm_weight: Tensor | None
+    eps: float
+
+
+def split_heads(xbc: Tensor, geometry: Mamba2Config) -> tuple[Tensor, Tensor, Tensor]:
+    """``[N, conv_dim]`` -> ``x [N, H, P]``, ``B, C [N, G, N]``, as views."""
+    sizes = [geometry.inner_size, geometry.groups_size, geometry.groups_size]
+    x, b, c = xbc.split(sizes, dim=-1)
+    shape = (geometry.num_groups, geometry.state_size)
+    return x.unflatten(-1, (geometry.num_heads, geometry.head_dim)), b.unflatten(-1, shape), c.unflatten(-1, shape)
 
 
 @with_kernel("weft.ops.triton.mamba2")

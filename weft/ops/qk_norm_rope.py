@@ -12,7 +12,6 @@ from torch import Tensor
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.kv_cache import store_kv
 from weft.ops.norm import rms_norm_reference
-from weft.ops.qkv_split import split_qkv
 from weft.ops.rotary import apply_rotary
 
 
@@ -64,3 +63,15 @@ def qk_norm_rope(
         q, k, v = ((x.float() * scale).to(x.dtype) for x, scale in ((q, k_scale), (k, 1 / k_scale), (v, 1 / v_scale)))
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q, gate
+
+
+def split_qkv(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, gated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Views ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]``, and the output gate ``[T, Hq * D]`` or None."""
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+    sizes = [q_size, q_size, kv_size, kv_size] if gated else [q_size, kv_size, kv_size]
+    parts = list(qkv.split(sizes, dim=-1))
+    gate = parts.pop(1) if gated else None
+    q, k, v = (part.view(*part.shape[:-1], part.shape[-1] // head_dim, head_dim) for part in parts)
+    return q, k, v, gate

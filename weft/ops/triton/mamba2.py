@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.mamba2 import Mamba2Config
-from weft.ops.mamba2_parts import Mamba2Weights, split_heads
+from weft.ops.mamba2 import Mamba2Weights, split_heads
 from weft.ops.triton.conv_update import causal_conv1d_update_triton
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.e4m3 import E4M3_MAX
-from weft.ops.qkv_split import split_qkv
+from weft.ops.qk_norm_rope import split_qkv
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
