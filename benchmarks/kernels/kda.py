@@ -31,9 +31,8 @@ from weft.ops.gated_delta_rule import chunk_gated_delta_rule
 from weft.ops.kda import kda_decode, kda_gates
 from weft.ops.triton import kda
 from weft.ops.triton.chunk_scan import Tile
-from weft.ops.triton.gdn_decode import Shape
+from weft.ops.triton.gdn_decode import Shape, kda_decode_triton
 from weft.ops.triton.kda import chunk_kda_triton, kda_gates_triton
-from weft.ops.triton.kda_decode import kda_decode_triton
 from weft.ops.triton.latent_attention import latent_attention_triton
 from weft.ops.triton.window_attention import window_attention_decode_triton, window_attention_triton
 

@@ -18,7 +18,7 @@ from weft.ops.triton import early_launch
 
 FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
-    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_step_kernel", "gdn_decode_kernel",
+    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_step_kernel", "_gdn_decode_kernel",
     "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
@@ -126,7 +126,7 @@ EARLY_LOADS = (
 
 
 LEAVES_EARLY = {
-    "_step_kernel", "gdn_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
+    "_step_kernel", "_gdn_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
     "_scan_step_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_verify_states_kernel",
 }  # fmt: skip
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""

@@ -20,7 +20,7 @@ from weft.ops.norm import gated_rms_norm
 
 pytest.importorskip("triton")
 from weft.ops.triton.gdn_decode import Shape  # isort: skip
-from weft.ops.triton.kda_decode import kda_decode_triton  # isort: skip
+from weft.ops.triton.gdn_decode import kda_decode_triton  # isort: skip
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 ON_GPU = DEVICE == "cuda"

@@ -1,5 +1,5 @@
 """``weft tune``: measure which batches gain by which graphs, and keep it for the next start; with
-``--speculative-config``, how many drafts pay instead (``tune_drafts.py``).
+``--speculative-config``, how many drafts pay instead.
 
 Job: an engine with every kind of graph, its figures as a table, and the profile on disk. Owns: the verb's output.
 Does not know: how steps are timed, how a profile decides.
@@ -22,7 +22,10 @@ from weft.config.fields import EngineConfig
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from weft.bench import draft_depth
+    from weft.config.draft_profile import DraftProfile
     from weft.config.graph_profile import GraphProfile, Timing
+    from weft.config.speculation import SpeculativeConfig
     from weft.runner.step_timing import Effort
 
 _DECIDED = ("cuda_graph_mode", "graph_profile", "enforce_eager", "enable_piecewise_cuda_graph")
@@ -70,12 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _tune_drafts(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     from weft.bench.draft_depth import Effort
-    from weft.cli.tune_drafts import tune_drafts
 
     for flag, value in (("--output", args.output), ("--context", args.context)):
         if value is not None:
             raise ConfigError(f"{flag} {value} has no effect with speculative_config, with which drafts are measured")
-    return tune_drafts(settings, Effort(args.repeats, args.seconds))
+    return _measure_drafts(settings, Effort(args.repeats, args.seconds))
 
 
 def tuning_config(settings: dict[str, Any]) -> EngineConfig:
@@ -181,3 +183,41 @@ def _print_tables(profile: GraphProfile, device: str) -> None:
 
 def _shown(ms: float | None) -> str:
     return "-" if ms is None else f"{ms:.3f}"
+
+
+def _measure_drafts(settings: dict[str, Any], effort: draft_depth.Effort) -> int:
+    """Measure how many drafts pay at which batch size, and store it.
+
+    Args:
+        settings: the user's, with ``speculative_config``; its number of drafts is the most that are tried.
+    """
+    from weft.bench.draft_depth import MOST_DRAFTS, measure_depths
+    from weft.config import resolve
+    from weft.config.draft_profile import DraftProfile, draft_profile_fits, draft_profile_path
+    from weft.config.graph_profile import write_profile
+    from weft.config.speculation import parse_speculative_config
+
+    given = parse_speculative_config(settings["speculative_config"])
+    most = MOST_DRAFTS[given.method] if given.is_auto else given.num_speculative_tokens
+    config = resolve(**settings | {"speculative_config": dataclasses.replace(given, is_auto=False)})
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig)}
+    fits = draft_profile_fits(values, dataclasses.replace(config.model_config, runs_mtp=False), given)
+    timings = measure_depths(settings, config, most, effort, print)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    profile = DraftProfile(fits=fits, prompts=_prompts(given), date=date, timings=timings)
+    write_profile(profile, path := draft_profile_path(fits))
+    _print_drafts(profile, report.device_name(config.device))
+    print(f"Written to {path}: starts with num_speculative_tokens 'auto' and these settings use it.")
+    return 0
+
+
+def _prompts(config: SpeculativeConfig) -> str:
+    rate = config.synthetic_acceptance_rate
+    return "chats of the evaluation set" if rate is None else f"random tokens, {rate:g} of the drafts taken for right"
+
+
+def _print_drafts(profile: DraftProfile, device: str) -> None:
+    counts = range(len(profile.timings[0].token_ms))
+    rows = [[str(t.batch_size), *(f"{ms:.3f}" for ms in t.token_ms), str(t.best)] for t in profile.timings]
+    heads = ("batch", *(f"{count} drafts" for count in counts), "taken")
+    report.table(f"Milliseconds per new token on {device}, {profile.prompts}", heads, rows)

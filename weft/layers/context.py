@@ -5,11 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from weft.layers.rotary import RotaryTables
+from weft.config.rope import RopeConfig
 from weft.layers.table import LayerTable
 from weft.ops.backend import Backend
+from weft.ops.rotary import rotary_table
 from weft.parallel.tensor_parallel import TensorParallel
+
+
+class RotaryTables:
+    """The cos/sin tables that attention layers share: one per rotary setting, made when the first layer asks for it."""
+
+    def __init__(self) -> None:
+        self._tables: list[tuple[RopeConfig | None, Tensor]] = []
+
+    def get(self, rope: RopeConfig | None, max_position_embeddings: int, num_rows: int, device: torch.device) -> Tensor:
+        """The table for positions below ``num_rows``; see ``rotary_table``. None: two dimensions stand still."""
+        for known, table in self._tables:
+            if known == rope:
+                return table
+        if rope is None:
+            table = torch.tensor([1.0, 0.0], device=device).repeat(num_rows, 1)
+        else:
+            table = rotary_table(rope, max_position_embeddings, num_rows, device)
+        self._tables.append((rope, table))
+        return table
 
 
 @dataclass(frozen=True, slots=True)

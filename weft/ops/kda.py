@@ -34,7 +34,7 @@ def kda_gates(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: 
     return F.softplus(x) * -A_log.float().exp()[:, None], b.float().sigmoid()
 
 
-@with_kernel("weft.ops.triton.kda_decode")
+@with_kernel("weft.ops.triton.gdn_decode")
 def kda_decode(
     projected: Tensor,
     f: Tensor,

@@ -1,14 +1,13 @@
-"""The decode step of Gated DeltaNet and that of Kimi Delta Attention as one kernel.
+"""The decode steps of Gated DeltaNet and of Kimi Delta Attention as one kernel.
 
-Job: ``gdn_decode`` on the GPU, one launch; few rows, and on Hopper states in bfloat16 but for row counts whose programs
-fill the device once (9 to 16), are verifications of one token (``gdn_verify.py``), two launches. And the kernel of
-``kda_decode.py``.
+Job: ``gdn_decode`` and ``kda_decode`` on the GPU, one launch; few rows, and on Hopper states in bfloat16 but for row
+counts whose programs fill the device once (9 to 16), are verifications of one token (``gdn_verify.py``), two launches.
 Owns: who reads and writes which convolution channels. Does not know: layers.
 
-A program serves one row and one *key* head with all value heads of its group. It alone reads and shifts the convolution
-states of that head's queries and keys and of those value heads, so the shift in place races with nobody, and it holds
-whole value heads, so the output norm needs no second launch. The recurrent state is read once and written once: its
-tiles, ``[K, BLOCK_V]``, pass through float32 registers with V along the lanes.
+A program serves one row and one *key* head with all value heads of its group, in Kimi Delta Attention one. It alone
+reads and shifts the convolution states of that head's queries and keys and of those value heads, so the shift in place
+races with nobody, and it holds whole value heads, so the output norm needs no second launch. The recurrent state is
+read once and written once: its tiles, ``[K, BLOCK_V]``, pass through float32 registers with V along the lanes.
 
 Queries, keys, values, gates and decays are computed first, all their loads in flight together, and go through a small
 float32 buffer that stays in the L1 cache: read back, they have the layout that the state's tile asks for, where
@@ -27,12 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.kimi import KimiDeltaConfig
 from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
 from weft.ops.triton.delta_vectors import Vectors, vectors_of
-from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
-from weft.ops.triton.gdn_verify import gdn_verify_triton, serves_decodes
+from weft.ops.triton.gdn_verify import gdn_verify_triton, launch_of_states, serves_decodes
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
 
@@ -133,7 +133,7 @@ class Fixed(NamedTuple):
 
 
 @jit(do_not_specialize_on_alignment=["state_slots"])
-def gdn_decode_kernel(
+def _gdn_decode_kernel(
     projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
     stride_row, stride_f, stride_gate, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +193,7 @@ def gdn_decode_kernel(
     b_k, k_kept = convolve(row, k_taps, k_kept, k_channels, k_mask, W)
     b_v, v_kept = convolve(row, v_taps, v_kept, v_channels, g_mask, W)
     if PER_CHANNEL:
-        b_beta = sigmoid(tl.load(row + C + heads, mask=h_mask, other=0.0).to(tl.float32))
+        b_beta = sigmoid(tl.load(row + C + i_key_head).to(tl.float32))
         b_a += tl.load(f + i_row * stride_f + q_channels, mask=k_mask, other=0.0).to(tl.float32)
         b_gate = tl.load(gate + i_row * stride_gate + i_key_head * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
         b_gate = sigmoid(b_gate) * norm
@@ -210,15 +210,17 @@ def gdn_decode_kernel(
     tl.store(p_values + o_g, b_v, mask=g_mask)
     tl.store(p_gates + o_g, b_gate, mask=g_mask)
     p_decays = p_vectors + FIXED.vectors.decays
+    p_betas = p_vectors + FIXED.vectors.betas
     if PER_CHANNEL:
         tl.store(p_decays + o_k, tl.exp(-rate * softplus(b_a)), mask=k_mask)
+        if not FIXED.has_states:
+            tl.store(p_betas, b_beta)
     else:
         tl.store(p_decays + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
         b_beta = tl.sigmoid(b_beta)
-    if FIXED.negative_eigenvalues:
-        b_beta *= 2.0
-    p_betas = p_vectors + FIXED.vectors.betas
-    tl.store(p_betas + o_h, b_beta, mask=h_mask)
+        if FIXED.negative_eigenvalues:
+            b_beta *= 2.0
+        tl.store(p_betas + o_h, b_beta, mask=h_mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
     store_inputs(p_conv, q_kept, q_channels, k_mask, W)
     store_inputs(p_conv, k_kept, k_channels, k_mask, W)
@@ -228,11 +230,11 @@ def gdn_decode_kernel(
     b_k = tl.load(p_vectors + K + o_k, mask=k_mask, other=0.0)
     for i in tl.static_range(GROUP if FIXED.has_states else 0):
         if PER_CHANNEL:
-            decay = tl.load(p_decays + o_k, mask=k_mask, other=0.0)[:, None]
+            decay, beta = tl.load(p_decays + o_k, mask=k_mask, other=0.0)[:, None], b_beta
         else:
-            decay = tl.load(p_decays + i)
+            decay, beta = tl.load(p_decays + i), tl.load(p_betas + i)
         b_next = _step_head(
-            p_state + i * K * V, b_next, b_q, b_k, decay, tl.load(p_betas + i),
+            p_state + i * K * V, b_next, b_q, b_k, decay, beta,
             p_values + i * V, p_gates + i * V, p_out + i * V, k_mask, o_v, eps,
             K, V, BLOCK_V, PREFETCH, i == 0, i == GROUP - 1,
         )  # fmt: skip
@@ -276,9 +278,76 @@ def gdn_decode_triton(
             next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
             g.negative_eigenvalues, has_states=True, most_to_release=0,
         )  # fmt: skip
-        gdn_decode_kernel[(g.num_k_heads, num_rows)](
+        _gdn_decode_kernel[(g.num_k_heads, num_rows)](
             projected, None, None, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors,
             out, projected.stride(0), 1, 1, eps,
             FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
         )  # fmt: skip
+    return out
+
+
+_FEW_PROGRAMS = 1024
+"""Up to so many, 32 rows of 32 heads, a program hides its own latency best (measured on an H200)."""
+
+_FEW_TO_RELEASE = 512
+"""Up to so many, 16 rows of 32 heads, a step gains from the next kernel's early start; with more it loses, because that
+kernel's programs take places (measured on an H200)."""
+
+
+def choose_kda_shape(num_programs: int) -> Shape:
+    """Few programs load the next tile ahead; of many, three share a multiprocessor."""
+    return Shape(64, 4, True, None) if num_programs <= _FEW_PROGRAMS else Shape(64, 4, False, 160)
+
+
+_CONVOLUTIONS = Shape(64, 4, False, None)
+"""Of programs that read no states."""
+
+
+def kda_decode_triton(
+    projected: Tensor,
+    f: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    geometry: KimiDeltaConfig,
+    *,
+    out: Tensor | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """``kda_decode`` of ``weft/ops/kda.py``, in one launch; or in two where that takes less time: then the states have
+    one of their own, that of ``gdn_verify.py``.
+
+    ``shape`` overrides the choice of ``choose_kda_shape`` (tests and measurements).
+    """
+    heads, dim, num_rows = geometry.num_heads, geometry.head_dim, projected.shape[0]
+    assert projected.stride(1) == f.stride(1) == gate.stride(1) == 1
+    assert state.is_contiguous() and conv_state.is_contiguous() and conv_weight.is_contiguous()
+    assert out is None or out.is_contiguous()
+    launch_states = launch_of_states(state, projected.dtype, num_rows, 1) if out is None and shape is None else None
+    keep, out = out is not None, projected.new_empty(num_rows, geometry.width) if out is None else out
+    if num_rows:
+        if shape is None:
+            shape = _CONVOLUTIONS if launch_states is not None else choose_kda_shape(num_rows * heads)
+        block = next_power_of_2(dim)
+        places = vectors_of(1, dim, dim, channels=dim)
+        vectors = projected.new_empty(num_rows, heads, places.size, dtype=torch.float32)
+        has_states = launch_states is None  # else the launch of states is what starts early
+        fixed = Fixed(
+            heads, heads, dim, dim, geometry.conv_kernel, block, min(shape.block_v, block), block, 1, places, keep,
+            shape.prefetch, negative_eigenvalues=False, has_states=has_states,
+            most_to_release=_FEW_TO_RELEASE if has_states else ALWAYS.value,
+        )  # fmt: skip
+        _gdn_decode_kernel[(heads, num_rows)](
+            projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
+            projected.stride(0), f.stride(0), gate.stride(0), eps,
+            FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
+        )  # fmt: skip
+        if launch_states is not None:
+            launch_states(vectors, state, state_slots, state_slots[:, None], out, eps, places)
     return out

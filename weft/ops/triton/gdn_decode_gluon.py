@@ -1,6 +1,6 @@
 """States of the delta rule in bfloat16 through one token, in Gluon, for more than a few rows.
 
-Job: what ``gdn_verify.py`` does after the convolutions where each sequence has one token, and what ``kda_decode.py``
+Job: what ``gdn_verify.py`` does after the convolutions where each sequence has one token, and what ``kda_decode``
 does then, in a launch of its own. Owns: who holds what of a state. Does not know: convolutions, gates, who asks for the
 token.
 

@@ -1,6 +1,6 @@
 """States of the delta rule through a few tokens, in Gluon, for few sequences: two threads have a column.
 
-Job: what ``gdn_verify.py`` and ``kda_decode.py`` do after the convolutions, in a launch of its own. Owns: who holds
+Job: what ``gdn_verify.py`` and ``gdn_decode.py`` do after the convolutions, in a launch of its own. Owns: who holds
 what of a state. Does not know: convolutions, gates, who asks for the tokens.
 
 Few sequences leave each program alone with the time that a token takes it. Here a sum over the rows of the state is one
