@@ -7,11 +7,11 @@ prompt its output length; so a workload is the same wherever it is run.
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.latency import run_batch
 from weft.bench.prefix_workloads import MAX_TOKEN_ID
 from weft.bench.roofline import Roofline, ceilings_of
 from weft.sampling_params import SamplingParams
@@ -47,9 +47,9 @@ def measure(llm: LLM, workload: ThroughputWorkload) -> dict[str, Any]:
         for n in lengths
     ]
     for _ in range(workload.warmups):
-        _run(llm, prompts, params)
+        run_batch(llm, prompts, params)
     before = llm.stats().num_preemptions
-    seconds = [_run(llm, prompts, params) for _ in range(workload.repeats)]
+    seconds = [run_batch(llm, prompts, params) for _ in range(workload.repeats)]
     total, best = median(seconds), _best_seconds(llm, prompts, lengths)
     return {
         "output_tokens_per_s": round(sum(lengths) / total, 1),
@@ -69,13 +69,3 @@ def _best_seconds(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> flo
     """What the queue would take on a device that reaches its ceilings; None where those are not known."""
     ceilings = ceilings_of(llm.config.device)
     return None if ceilings is None else Roofline.of(llm.config).queue_s([len(p) for p in prompts], lengths, ceilings)
-
-
-def _run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
-    """Seconds for the whole queue."""
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    for output, wanted in zip(outputs, params, strict=True):
-        assert len(output.outputs[0].token_ids) == wanted.max_tokens, "a request ended early; its time means nothing"
-    return seconds
