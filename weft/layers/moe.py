@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
-from weft.config.moe import ClampedSwiGLU
+from weft.config.moe import MoeConfig
 from weft.config.sharding import divide
 from weft.forward_context import get_forward_context, has_named_calls
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, MergedReplicatedLinear
 from weft.layers.mlp import MLP, dense_mlp
-from weft.layers.quant_method import ExpertsMethod
+from weft.layers.quant_method import ExpertsMethod, Routed
 from weft.layers.weight import (
     Interleaved,
     Layout,
@@ -55,20 +55,10 @@ class Experts(WeightModule):
 
     quant_method: ExpertsMethod
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        context: ModelContext,
-        *,
-        gated: bool = True,
-        biases: bool = False,
-        clamped: ClampedSwiGLU | None = None,
-        interleaved: bool = False,
-    ) -> None:
+    def __init__(self, moe: MoeConfig, hidden_size: int, context: ModelContext, *, gated: bool) -> None:
         super().__init__()
-        self.gated, self.clamped, self.interleaved = gated, clamped, interleaved
+        num_experts, intermediate_size = moe.num_experts, moe.intermediate_size
+        self.gated, self.clamped, self.interleaved, self.biases = gated, moe.clamped, moe.interleaved, moe.biases
         self.num_experts, self.local_experts = num_experts, range(num_experts)
         rank, local = context.tp.rank, intermediate_size
         if context.expert_parallel:
@@ -86,10 +76,9 @@ class Experts(WeightModule):
         self.shared_linears: dict[str, LinearBase] | None = None
         self.shared_joins = False
         self.joined: dict[str, Tensor] = {}
-        self.biases = biases
         self.gate_up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
-        if biases:
+        if moe.biases:
             count = len(self.local_experts)
             self.gate_up_bias = empty_parameter(
                 count, self.gate_up_shard.rows, dtype=context.dtype, device=context.device
@@ -125,7 +114,7 @@ class Experts(WeightModule):
     ) -> Tensor | SentRows:
         """As ``weft.ops.moe.fused_moe``, or with ``peers`` as ``send_fused_moe``: ``[T, H] -> [T, H]``; ids count from
         the first local expert."""
-        return self.quant_method.apply(self, x, weights, ids, shared, shared_gate, peers)
+        return self.quant_method.apply(self, x, Routed(weights, ids, shared, shared_gate), peers)
 
     def layouts(self) -> tuple[Layout, ...]:
         biases = self._bias_layout() if self.biases else {}
@@ -186,17 +175,7 @@ class SparseMoe(WeightModule):
         self.correction_bias: nn.Parameter | None = None
         if moe.sigmoid is not None and moe.sigmoid.correction_bias:
             self.correction_bias = empty_parameter(moe.num_experts, dtype=torch.float32, device=context.device)
-        gated = config.activation == "silu"
-        self.experts = Experts(
-            moe.num_experts,
-            config.hidden_size,
-            moe.intermediate_size,
-            context,
-            gated=gated,
-            biases=moe.biases,
-            clamped=moe.clamped,
-            interleaved=moe.interleaved,
-        )
+        self.experts = Experts(moe, config.hidden_size, context, gated=config.activation == "silu")
         self.shared_expert = None
         if shared_size is not None:
             self.shared_expert = dense_mlp(config, shared_size, context)
@@ -213,8 +192,7 @@ class SparseMoe(WeightModule):
         if self.shared_expert is None or self._shared_is_routed(x):
             peers = None if self._all_reduce is None else self._all_reduce.peers_to_send(x)
             return self.experts(x, *self._route(logits, self.shared_expert is not None, gate), peers=peers)
-        weights, ids = self._route(logits, False, None)
-        return self.experts(x, weights, ids, shared=self.shared_expert(x), shared_gate=gate)
+        return self.experts(x, *self._route(logits, False, None), shared=self.shared_expert(x), shared_gate=gate)
 
     def _shared_is_routed(self, x: Tensor) -> bool:
         """Whether the shared expert is one of each token's experts. Not in a trace, which is for any number of rows,

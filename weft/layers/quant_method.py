@@ -7,7 +7,7 @@ the model has been built and every layer has a name; until then a layer has no w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -58,19 +58,19 @@ class LinearMethod(QuantMethod["LinearBase"]):
         """``silu(x G^T) * (x U^T)`` of a merged ``G`` and ``U``: ``[..., K] -> [..., N / 2]`` in x's dtype."""
 
 
+class Routed(NamedTuple):
+    """Which experts each token meets, and an expert that sees all of them: arguments of ``weft.ops.moe.fused_moe``."""
+
+    weights: Tensor
+    ids: Tensor
+    shared: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+
 class ExpertsMethod(QuantMethod["Experts"]):
     """The merged gate and up projections of all experts, and their down projections."""
 
     @abstractmethod
-    def apply(
-        self,
-        experts: Experts,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        shared: Tensor | None,
-        shared_gate: Tensor | None,
-        peers: PeerBuffers | None = None,
-    ) -> Tensor | SentRows:
+    def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         """The routed experts' weighted sum, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``. Ids reach the shared
         expert only where ``experts.shared_joins`` says so. With ``peers``, as ``send_fused_moe``."""

@@ -65,9 +65,9 @@ def send_fp8_fused_moe(
     down: Fp8Matrix,
     weights: Tensor,
     ids: Tensor,
-    *,
     shared: Tensor | None,
     shared_gate: Tensor | None,
+    *,
     peers: PeerBuffers,
 ) -> SentRows:
     """``fp8_fused_moe`` as ``weft.ops.moe.send_fused_moe``."""

@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
-from weft.layers.quant_method import ExpertsMethod, LinearMethod
+from weft.layers.quant_method import ExpertsMethod, LinearMethod, Routed
 from weft.layers.weight import Layout, MatrixShard, WeightPiece, empty_parameter, uniform_range
 from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.fp8 import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
@@ -149,37 +149,26 @@ class Fp8Experts(ExpertsMethod):
     def _fused(self, layer: Experts) -> Layout:
         return fused_layout(layer, QuantizedMatrices(layer, "gate_up"), QuantizedMatrices(layer, "down"))
 
-    def apply(
-        self,
-        experts: Experts,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        shared: Tensor | None,
-        shared_gate: Tensor | None,
-        peers: PeerBuffers | None = None,
-    ) -> Tensor | SentRows:
-        found, block = experts.matrices(shared is None), self._storage.block
+    def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+        found, block = experts.matrices(routed.shared is None), self._storage.block
         gate_up, down = (
             Fp8Matrix(found[name], found[f"{name}_scale"], _optional(experts, f"{name}_input_scale"), block)
             for name in ("gate_up", "down")
         )
         if peers is not None:
-            return send_fp8_fused_moe(
-                x, gate_up, down, weights, ids, shared=shared, shared_gate=shared_gate, peers=peers
-            )
+            return send_fp8_fused_moe(x, gate_up, down, *routed, peers=peers)
         return fp8_fused_moe(
             x,
             gate_up.weight,
             gate_up.scale,
             down.weight,
             down.scale,
-            weights,
-            ids,
+            routed.weights,
+            routed.ids,
             gate_up_input_scale=gate_up.input_scale,
             down_input_scale=down.input_scale,
-            shared=shared,
-            shared_gate=shared_gate,
+            shared=routed.shared,
+            shared_gate=routed.shared_gate,
             block=block,
             backend=self._context.backend,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
-from weft.layers.quant_method import ExpertsMethod, LinearMethod
+from weft.layers.quant_method import ExpertsMethod, LinearMethod, Routed
 from weft.layers.weight import CopyTarget, Interleaved, Layout, Slices, WeightPiece, empty_parameter
 from weft.ops.linear import linear, linear_parts, linear_silu_mul
 from weft.ops.moe import fused_moe, send_fused_moe
@@ -72,31 +72,22 @@ class UnquantizedExperts(ExpertsMethod):
                     one_by_one[f"{expert}.{part}weight"] = shard.piece(rows, matrix)
         return one_by_one, fused_layout(layer, gate_up, down)
 
-    def apply(
-        self,
-        experts: Experts,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        shared: Tensor | None,
-        shared_gate: Tensor | None,
-        peers: PeerBuffers | None = None,
-    ) -> Tensor | SentRows:
-        matrices, clamped = experts.matrices(shared is None), experts.clamped
+    def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+        matrices, clamped = experts.matrices(routed.shared is None), experts.clamped
         own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
         run: Callable[..., Tensor | SentRows] = fused_moe if peers is None else send_fused_moe
         return run(
             x,
             matrices["gate_up"],
             matrices["down"],
-            weights,
-            ids,
+            routed.weights,
+            routed.ids,
             gate_up_bias=experts.gate_up_bias,
             down_bias=experts.down_bias,
             alpha=1.0 if clamped is None else clamped.alpha,
             limit=None if clamped is None else clamped.limit,
-            shared=shared,
-            shared_gate=shared_gate,
+            shared=routed.shared,
+            shared_gate=routed.shared_gate,
             **own,
         )
 
