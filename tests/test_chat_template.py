@@ -62,9 +62,9 @@ def test_the_compiled_template_gives_what_transformers_gives(
         for tools in (None, [TOOL])
         for on in (True, False)
     ]
-    ours = [tokenizer.render_chat(**case) for case in cases]
+    ours = [tokenizer.template.render(**case) for case in cases]
     monkeypatch.setattr(chat_template, "_is_prepared", lambda *given: False)
-    assert ours == [tokenizer.render_chat(**case) for case in cases]
+    assert ours == [tokenizer.template.render(**case) for case in cases]
 
 
 class Text(str):
@@ -102,7 +102,7 @@ def test_what_transformers_would_change_goes_through_it(
 )
 def test_the_sandbox_holds(template: str) -> None:
     with pytest.raises(RequestError, match=r"refuses these messages: .*unsafe"):
-        with_template(template).render_chat([{"role": "user", "content": "x"}])
+        with_template(template).template.render([{"role": "user", "content": "x"}])
 
 
 def test_a_template_that_is_none_is_told_at_the_start() -> None:

@@ -150,7 +150,7 @@ def test_chats_equal_transformers(tokenizer: Tokenizer, folder: Path, options: d
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         MESSAGES, tokenize=False, **theirs, **variables
     )
-    assert tokenizer.render_chat(MESSAGES, **options) == expected
+    assert tokenizer.template.render(MESSAGES, **options) == expected
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_chats_equal_transformers(tokenizer: Tokenizer, folder: Path, options: d
 )
 def test_bad_chats_are_refused(tokenizer: Tokenizer, messages: list, options: dict, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        tokenizer.render_chat(messages, **options)
+        tokenizer.template.render(messages, **options)
 
 
 def test_a_template_in_chat_template_json(folder: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_template_in_chat_template_json(folder: Path, tmp_path: Path) -> None:
     (other / "chat_template.jinja").unlink()
     for path in (both, other):
         (path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
-    assert Tokenizer.load(other).render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+    assert Tokenizer.load(other).template.render([{"role": "user", "content": "hi"}]) == "hi!"
     assert Tokenizer.load(both).template.text == TEMPLATE
     (other / "chat_template.json").write_text("{")
     with pytest.raises(ConfigError, match=r"chat_template.json is not valid JSON"):
@@ -186,4 +186,4 @@ def test_a_template_in_chat_template_json(folder: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_template() -> None:
     assert not BYTE_LEVEL.template.exists
     with pytest.raises(RequestError, match="no chat template"):
-        BYTE_LEVEL.render_chat(MESSAGES)
+        BYTE_LEVEL.template.render(MESSAGES)

@@ -79,7 +79,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """See ``Tokenizer.render_chat``."""
+        """A conversation as the checkpoint's chat template writes it; encode it with ``add_special_tokens=False``.
+
+        Args:
+            messages: dicts with ``role``, ``content`` and whatever else the template reads.
+            tools: JSON-schema function descriptions.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+            add_generation_prompt: end with the header of an assistant turn.
+            continue_final_message: leave the last message open, to be continued.
+
+        Raises:
+            RequestError: no template, no messages, or something that the template refuses.
+        """
         variables = dict(chat_template_kwargs or {})
         self._check(messages, variables, add_generation_prompt, continue_final_message)
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,35 +152,6 @@ class Tokenizer:
         if known is None:
             known = self._known_ids[token_id] = self._backend.id_to_token(token_id) is not None
         return known
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """A conversation as the checkpoint's chat template writes it; encode it with ``add_special_tokens=False``.
-
-        Args:
-            messages: dicts with ``role``, ``content`` and whatever else the template reads.
-            tools: JSON-schema function descriptions.
-            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
-            add_generation_prompt: end with the header of an assistant turn.
-            continue_final_message: leave the last message open, to be continued.
-
-        Raises:
-            RequestError: no template, no messages, or something that the template refuses.
-        """
-        return self.template.render(
-            messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
 
 
 class BytesById(dict[int, bytes]):

@@ -63,7 +63,7 @@ def reference(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **opt
     """Turn boundaries by their definition: three renderings, three encodings."""
 
     def encode(given: Sequence[Mapping[str, Any]]) -> list[int]:
-        return tokenizer.encode(tokenizer.render_chat(given, **options), add_special_tokens=False)
+        return tokenizer.encode(tokenizer.template.render(given, **options), add_special_tokens=False)
 
     prompt, found = encode(messages), set()
     system = [message for message in messages[:1] if message["role"] == "system"]
@@ -112,8 +112,8 @@ def test_prompts_and_boundaries_are_those_of_the_definition(name: str) -> None:
 def test_a_known_shape_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = with_template(REASONS)
     chats, rendered = ChatPrompts(tokenizer), []
-    render = tokenizer.render_chat
-    monkeypatch.setattr(tokenizer, "render_chat", lambda *a, **k: rendered.append(1) or render(*a, **k))
+    render = tokenizer.template.render
+    monkeypatch.setattr(tokenizer.template, "render", lambda *a, **k: rendered.append(1) or render(*a, **k))
     for text in ("one", "two", "three"):
         chats.make([SYSTEM, USER | {"content": text}], turn_boundaries=True)
     assert len(rendered) == 3 + 2

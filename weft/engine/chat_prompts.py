@@ -116,13 +116,13 @@ class ChatPrompts:
 
         Args:
             messages: as ``conversation.template_message`` gives them.
-            tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see ``Tokenizer.render_chat``.
+            tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see ``ChatTemplate.render``.
             turn_boundaries: they are wanted.
 
         Raises:
             RequestError: no template, no messages, or something that the template refuses.
         """
-        plain = partial(self._tokenizer.render_chat, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        plain = partial(self._tokenizer.template.render, tools=tools, chat_template_kwargs=chat_template_kwargs)
         text, shown = _rendered(
             messages,
             partial(plain, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message),
