@@ -55,11 +55,8 @@ def main() -> None:
     spec, rows = runner.spec, []
     for count in args.counts:
         orders = [(1 + i, 1 + count + i) for i in range(count)]
-        for name, move, num_bytes in (
-            ("states", runner.steps.copier.fork_states, spec.slot_bytes),
-            ("pages", runner.steps.copier.copy_pages, spec.kv_bytes_per_token * spec.page_size),
-        ):
-            run = lambda move=move, orders=orders: move(orders)  # noqa: E731
+        for name, num_bytes in (("states", spec.slot_bytes), ("pages", spec.kv_bytes_per_token * spec.page_size)):
+            run = lambda name=name, orders=orders: runner.steps.copier.copy(**{name: orders})  # noqa: E731
             row = {
                 "what": name, "count": count, "host_ms": host_ms(run), "device_ms": graph_ms(run),
                 "floor_ms": 2e3 * count * num_bytes / ceilings.bytes_per_s,

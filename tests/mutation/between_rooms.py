@@ -157,8 +157,8 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "fp8-pages-not-copied", "a partial page of an FP8 cache is copied", "weft/runner/cache_copies.py",
-        "        self._move(copies, self._pages)\n",
-        "        self._move(copies, [g for g in self._pages if g[0][0].element_size() > 1])\n",
+        "        self._move(pages, table[:, : len(pages)], self._pages)\n",
+        "        self._move(pages, table[:, : len(pages)], [g for g in self._pages if g[0][0].element_size() > 1])\n",
         "tests/quantization/test_kv_cache.py",
     ),
     mutant(

@@ -50,14 +50,26 @@ def tensors(caches: dict[str, LayerCache], kind: str) -> list[torch.Tensor]:
 def test_everything_is_read_before_anything_is_written(backend: Backend, copies: list[tuple[int, int]]) -> None:
     ours = make_caches()
     copier = CacheCopier(LAYERS, ours, backend, torch.device(DEVICE))
-    for kind, other, move in (("paged", "states", copier.copy_pages), ("states", "paged", copier.fork_states)):
+    for kind, other, name in (("paged", "states", "pages"), ("states", "paged", "states")):
         before = [t.clone() for t in tensors(ours, kind)]
         others = [t.clone() for t in tensors(ours, other)]
-        move(copies)
+        copier.copy(**{name: copies})
         for old, new in zip(before, tensors(ours, kind), strict=True):
             expected = old.clone()
             for source, target in copies:
                 expected[target] = old[source]
             assert torch.equal(new, expected)
         for old, new in zip(others, tensors(ours, other), strict=True):
+            assert torch.equal(new, old)
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_pages_and_states_of_one_step(backend: Backend) -> None:
+    ours = make_caches()
+    before = {kind: [t.clone() for t in tensors(ours, kind)] for kind in ("paged", "states")}
+    CacheCopier(LAYERS, ours, backend, torch.device(DEVICE)).copy([(3, 5), (4, 6)], [(7, 2)])
+    for kind, copies in (("paged", [(3, 5), (4, 6)]), ("states", [(7, 2)])):
+        for old, new in zip(before[kind], tensors(ours, kind), strict=True):
+            for source, target in copies:
+                old[target] = old[source]
             assert torch.equal(new, old)

@@ -54,18 +54,19 @@ class CacheCopier:
 
         return PageCopier(tensors)
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy KV pages, given as ``(source, target)``; all are read before any is written."""
-        self._move(copies, self._pages)
+    def copy(self, pages: Sequence[tuple[int, int]] = (), states: Sequence[tuple[int, int]] = ()) -> None:
+        """Copy KV pages, and recurrent states between slots, given as ``(source, target)``; of each kind, all are read
+        before any is written."""
+        if not (pages or states):
+            return
+        table = to_device(torch.tensor([*pages, *states], dtype=torch.int64).t().contiguous(), self._device)
+        self._move(pages, table[:, : len(pages)], self._pages)
+        self._move(states, table[:, len(pages) :], self._states)
 
-    def fork_states(self, forks: Sequence[tuple[int, int]]) -> None:
-        """Copy recurrent states, given as ``(source, target)`` slots; all are read before any is written."""
-        self._move(forks, self._states)
-
-    def _move(self, pairs: Sequence[tuple[int, int]], groups: list[tuple[list[Tensor], Copier]]) -> None:
+    def _move(self, pairs: Sequence[tuple[int, int]], table: Tensor, groups: list[tuple[list[Tensor], Copier]]) -> None:
+        """``table``: the pairs on the device, ``[2, N]``."""
         if not pairs:
             return
-        table = to_device(torch.tensor(pairs, dtype=torch.int64).t().contiguous(), self._device)
         source, target = table[0], table[1]
         # One launch reads and writes in any order, so it must not write what it reads.
         chained = not {s for s, _ in pairs}.isdisjoint(t for s, t in pairs if s != t)

@@ -143,8 +143,7 @@ class StepRunner:
             if self._draft is not None:
                 self._draft.fill(new)
             self._sampling.fill(new)
-        self.copier.copy_pages(scheduler_output.page_copies)
-        self.copier.fork_states(scheduler_output.state_forks)
+        self.copier.copy(scheduler_output.page_copies, scheduler_output.state_forks)
 
     def launch(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> PendingStep:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
