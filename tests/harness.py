@@ -111,13 +111,15 @@ class Harness:
         backend: Backend = Backend.TORCH,
         quantization: QuantizationConfig | None = None,
         mtp: bool = False,
+        expert_parallel: bool = False,
     ) -> None:
         self.config: ModelConfig = read_checkpoint_config(folder)
         if quantization is not None:
             self.config = dataclasses.replace(self.config, quantization=quantization)
         if mtp:
             self.config = self.config.with_mtp()
-        self.context = model_context(self.config.max_position_embeddings, tp, dtype, device, backend)
+        context = model_context(self.config.max_position_embeddings, tp, dtype, device, backend)
+        self.context = dataclasses.replace(context, expert_parallel=expert_parallel)
         self.model: CausalLM = create_model(self.config, self.context)
         poison(self.model)
         load_weights(self.model, self.config, folder, "auto", 0)

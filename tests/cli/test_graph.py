@@ -33,6 +33,12 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_pass_may_be_larger_than_what_a_start_captures() -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 600, "max_model_len": 600}
+    config = resolve(device="cpu", load_format="dummy", cuda_graph_mode="PIECEWISE", cpu_cache_gib=0.05, **settings)
+    assert config.piecewise_cuda_graph_max_tokens == 512 and dump_graphs(config, 520).num_tokens == 520
+
+
 def test_one_file_per_piece_and_a_piece_more_than_breaks(dump: Path) -> None:
     figures = json.loads((dump / "graph.json").read_text())
     parts = figures["parts"]

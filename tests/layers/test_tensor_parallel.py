@@ -61,10 +61,10 @@ class Rank:
 Run = Callable[[Harness], Tensor]
 
 
-def run_sharded(folder: Path, size: int, run: Run) -> Tensor:
+def run_sharded(folder: Path, size: int, run: Run, *, expert_parallel: bool = False) -> Tensor:
     """The sum of the ranks' results; what they gathered, if they did."""
     group = Group(size)
-    parts = [run(Harness(folder, tp=group.rank(rank))) for rank in range(size)]
+    parts = [run(Harness(folder, tp=group.rank(rank), expert_parallel=expert_parallel)) for rank in range(size)]
     return parts[-1] if group.gathered else torch.stack(parts).sum(0)
 
 
@@ -125,6 +125,23 @@ def test_layers(arch: str, name: str, overrides: dict[str, Any], size: int, tmp_
     folder = make_checkpoint(arch, tmp_path, **overrides)
     whole = run_layer(name)(Harness(folder))
     sharded = run_sharded(folder, size, run_layer(name))
+    torch.testing.assert_close(sharded[: sum(LENGTHS)], whole[: sum(LENGTHS)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("arch", "overrides"),
+    [
+        ("GptOssForCausalLM", {"num_local_experts": 4}),
+        ("Qwen3NextForCausalLM", LINEAR | {"num_experts": 8, "shared_expert_intermediate_size": 40}),
+        ("KimiLinearForCausalLM", {}),
+    ],
+)
+def test_whole_experts(arch: str, overrides: dict[str, Any], size: int, tmp_path: Path) -> None:
+    """Every rank has its experts' biases, and a share of the shared expert."""
+    folder = make_checkpoint(arch, tmp_path, **overrides)
+    run = run_layer("model.layers.2.mlp")
+    sharded, whole = run_sharded(folder, size, run, expert_parallel=True), run(Harness(folder))
     torch.testing.assert_close(sharded[: sum(LENGTHS)], whole[: sum(LENGTHS)], rtol=1e-5, atol=1e-5)
 
 
