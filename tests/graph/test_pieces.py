@@ -176,6 +176,10 @@ def test_debug_mode_watches_parameters_and_what_crosses_a_break(model: Model) ->
     with pytest.raises(RuntimeError, match=r"crossing buffer running_sum input 0 .* is not the tensor"):
         pieces.run(ids, [3], 4)
     buffers[key] = kept
+    pieces.runs._ids, kept = pieces.runs._ids.clone(), pieces.runs._ids
+    with pytest.raises(RuntimeError, match="token ids is not the tensor"):
+        pieces.run(ids, [3], 4)
+    pieces.runs._ids = kept
     pieces.run(ids, [3], 4)
     model.projections[1].weight.data = model.projections[1].weight.data.clone()
     with pytest.raises(RuntimeError, match=r"projections\.1\.weight is not"):

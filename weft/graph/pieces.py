@@ -184,8 +184,8 @@ class PiecewiseModel:
         self._ids = torch.zeros(max(sizes), dtype=torch.int64, device=options.device)
         self._source = PieceCapture(pool, split_ops, max(sizes))
         if watched := options.watched:
-            own = {"token ids": self._ids}
-            options = dataclasses.replace(options, watched=lambda: {**watched(), **self._source.buffers.named(), **own})
+            crossing = self._source.buffers.named
+            options = dataclasses.replace(options, watched=lambda: {**watched(), **crossing(), "token ids": self._ids})
         self._graphs: GraphSet[Tensor] = GraphSet("pieces", self, sizes, options, budget_bytes, warm_every_size=True)
         self.sizes = self._graphs.sizes
 
@@ -233,7 +233,6 @@ class PiecewiseModel:
         size = context.descriptor.num_tokens
         assert size in self.sizes, f"no pieces are captured for {size} tokens, only for {self.sizes}"
         self._ids[:count].copy_(input_ids)
-        self._ids[count:size].zero_()
         return self._graphs.replay(size, count)[:count]
 
     def run(self, context: ForwardContext, input_ids: Tensor, size: int) -> Tensor:
