@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule
 
 from tests.graph.fake_model import SIZE, Model, context_of
 from tests.graph.scribble import num_bytes, scribble_buffers
@@ -148,6 +149,18 @@ def test_code_tells_pieces_apart_by_what_they_compute(model: Model) -> None:
 
     assert parts(Scaled().requires_grad_(False))[:-1] == plain[:-1]
     assert parts(Scaled().requires_grad_(False))[-1] != plain[-1]
+
+
+def test_code_tells_pieces_apart_by_keywords_and_strides() -> None:
+    def code(strides: tuple[int, int], **keywords: int) -> str:
+        graph = Graph()
+        x = graph.placeholder("x")
+        x.meta["example_value"] = torch.empty_strided((3, 4), strides)
+        graph.output((graph.call_function(torch.sum, (x,), keywords),))
+        return code_of(GraphModule({}, graph))
+
+    codes = [code((4, 1)), code((1, 3)), code((4, 1), dim=0), code((4, 1), dim=1)]
+    assert len(set(codes)) == 4 and code((4, 1), dim=1) == codes[-1]
 
 
 class Peeking(Model):

@@ -18,7 +18,7 @@ from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.errors import ConfigError
-from weft.graph.capture_sizes import decode_sizes, smallest_fitting
+from weft.graph.capture_sizes import CaptureSizes, decode_sizes, smallest_fitting
 from weft.graph.graph import EmulatedGraphPool, capture
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.parallel.tensor_parallel import SingleRank
@@ -205,6 +205,13 @@ def test_host_synchronisation_in_a_capture_is_refused() -> None:
     for wait in waits:
         with pytest.raises(RuntimeError, match="inside a captured graph"):
             capture(EmulatedGraphPool(), wait)
+
+
+def test_verifications_are_captured_as_far_as_a_step_has_room() -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 13, "cuda_graph_mode": "FULL_DECODE_ONLY"}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    sizes = CaptureSizes.of(resolve(device="cpu", **settings, speculative_config=drafts), 4, verifies=True)
+    assert (sizes.decode, sizes.verify) == ([1, 2, 4], [1, 2])
 
 
 def test_capture_list() -> None:
