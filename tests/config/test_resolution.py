@@ -206,6 +206,9 @@ def test_the_page_names_all_of_vllms_settings() -> None:
 def test_models_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         resolve(model=str(tmp_path / "nothing"))
+    for name in ("~no-such-user/x", 3000 * "x", "x\0y"):
+        with pytest.raises(ConfigError, match="there is no such folder; give a folder, or a hub id"):
+            resolve(model=name)
     with pytest.raises(ConfigError, match="is a file"):
         (tmp_path / "file").write_text("")
         resolve(model=str(tmp_path / "file"))

@@ -42,6 +42,8 @@ def test_the_models_own_head(tmp_path: Path) -> None:
     [
         {"algorithm": "NGRAM", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4},
         {"algorithm": "NGRAM", "num_draft_tokens": 4},
+        {"algorithm": "NGRAM", "num_steps": None, "num_draft_tokens": 4},
+        {"algorithm": "NGRAM", "num_steps": 3, "eagle_topk": None, "num_draft_tokens": None},
         {"method": "ngram", "num_speculative_tokens": 3},
     ],
 )
@@ -58,6 +60,7 @@ def test_names_of_another_engine(given: dict[str, Any]) -> None:
         ({"method": "eagle"}, "allowed: ngram, mtp"),
         ({"method": "mtp", "prompt_lookup_max": 3}, "no effect"),
         ({"method": "magic"}, "not known"),
+        ({"method": ["ngram"]}, "not known"),
         ({"method": "ngram", "model": "x"}, "unknown key 'model'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "allowed: 1 to 16"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "allowed: 1 to 16"),

@@ -9,7 +9,7 @@ import pytest
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.errors import ConfigError
 from weft.forward_context import BatchDescriptor
-from weft.graph.capture_sizes import smallest_fitting, token_sizes
+from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting, token_sizes
 from weft.graph.dispatcher import Choice, Dispatcher
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
@@ -48,6 +48,17 @@ def test_full_graphs_for_any_batch_where_they_exist() -> None:
     dispatcher = Dispatcher(CudaGraphMode.FULL, (1,), (), (64,))
     assert dispatcher.choose(BatchDescriptor(40, 3)) == Choice(FULL, 64)
     assert dispatcher.choose(BatchDescriptor(31, 3)) == Choice(NONE, 31)
+
+
+def test_a_graph_takes_as_many_prefills_and_chunks_as_it_has_room_for() -> None:
+    dispatcher, room = Dispatcher(CudaGraphMode.FULL, (), (), (210,)), chunk_capacity(210, 64)
+    for num_prefills, num_chunks, mode in (
+        (MAX_PREFILLS, room, FULL),
+        (MAX_PREFILLS + 1, room, NONE),
+        (1, room + 1, NONE),
+    ):
+        batch = BatchDescriptor(200, 20, num_prefills=num_prefills, num_chunks=((64, num_chunks),))
+        assert dispatcher.choose(batch).mode is mode
 
 
 def test_nothing_captured_means_nothing_replayed() -> None:

@@ -186,6 +186,9 @@ def test_a_named_profile(stored: Path, tmp_path: Path) -> None:
         resolve(device="cpu", graph_profile=str(elsewhere), cuda_graph_mode="FULL")
     with pytest.raises(ConfigError, match="cannot be read"):
         resolve(device="cpu", graph_profile=str(tmp_path / "absent.json"))
+    for name in ("~no-such-user/x", "x\0y"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            resolve(device="cpu", graph_profile=name)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "1"}', "\x00"])

@@ -214,6 +214,15 @@ def test_verifications_are_captured_as_far_as_a_step_has_room() -> None:
     assert (sizes.decode, sizes.verify) == ([1, 2, 4], [1, 2])
 
 
+@pytest.mark.parametrize(
+    ("mode", "samples"),
+    [("FULL", [1, 2]), ("PIECEWISE", [1, 2]), ("FULL_AND_PIECEWISE", [1, 2]), ("FULL_DECODE_ONLY", [])],
+)
+def test_sampling_is_captured_where_it_is_apart_from_the_forward_pass(mode: str, samples: list[int]) -> None:
+    config = resolve(device="cpu", max_num_seqs=2, cuda_graph_mode=mode)
+    assert list(CaptureSizes.of(config, 2).samples) == samples
+
+
 def test_capture_list() -> None:
     assert decode_sizes(1024)[:7] == [1, 2, 4, 8, 16, 24, 32] and decode_sizes(1024)[-1] == 1024
     assert decode_sizes(5) == [1, 2, 4, 5]

@@ -138,10 +138,11 @@ def read_profile(path: Path) -> GraphProfile:
     remedy = "make it anew with `weft tune`, or give graph_profile='none'"
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=GraphProfile)
-    except OSError as error:
-        raise ConfigError(f"graph_profile {path} cannot be read: {error.strerror or error}; {remedy}") from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"graph_profile {path} is not a profile ({error}); {remedy}") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"graph_profile {str(path)!r} cannot be read: {why}; {remedy}") from error
     if profile.format != FORMAT:
         raise ConfigError(f"graph_profile {path} has format {profile.format}, this Weft reads {FORMAT}; {remedy}")
     return profile

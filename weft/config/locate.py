@@ -5,6 +5,7 @@ A folder goes first, then the local hub cache, then a download.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -30,10 +31,10 @@ def locate(name: str | None, *, weights: bool = True) -> Path:
     """
     if name is None or (name == BUNDLED_NAME and not Path(name).exists()):
         return MODEL_DIR
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    folder = os.path.expanduser(name)
+    if os.path.isdir(folder):  # False too for what can be no path
+        return Path(folder)
+    if os.path.exists(folder):
         raise ConfigError(f"model {name!r} is a file; give the folder that holds its config.json")
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "/")):
         raise ConfigError(f"model {name!r}: there is no such folder; give a folder, or a hub id like Qwen/Qwen3-0.6B")

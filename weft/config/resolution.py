@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def _choose_graph_profile(values: dict[str, Any], reasons: dict[str, str], model
         values[name] = str(path) if path is not None else None
         _take_measured_splits(values, reasons)
         return
-    values[name] = str(Path(given).expanduser())
+    values[name] = os.path.expanduser(given)
     misfits = differences(read_profile(Path(values[name])), empty_profile(tuned, model))
     if misfits:
         raise ConfigError(

@@ -122,13 +122,15 @@ def _without_sglang_names(given: Mapping[str, Any]) -> dict[str, Any]:
     keys = {_SGLANG_KEYS.get(key, key): value for key, value in given.items()}
     if len(keys) < len(given):
         raise ConfigError(f"{NAME}: {', '.join(map(repr, given))} name one thing twice")
-    width = keys.pop("eagle_topk", 1)
-    if width != 1:
+    width = keys.pop("eagle_topk", None)
+    if width not in (None, 1):
         raise ConfigError(f"{NAME}: a topk of {width}: drafts are one sequence of tokens, no tree; allowed is 1")
-    if "num_draft_tokens" in keys:  # the token that is verified with them is one of them
-        total = _integer(keys, "num_draft_tokens", MAX_DRAFTS + 1) or 0
-        tokens = keys.setdefault("num_speculative_tokens", total - 1)
-        if tokens != keys.pop("num_draft_tokens") - 1:
+    total = _integer(keys, "num_draft_tokens", MAX_DRAFTS + 1)
+    keys.pop("num_draft_tokens", None)
+    if total is not None:  # the token that is verified with them is one of them
+        if keys.get("num_speculative_tokens") is None:
+            keys["num_speculative_tokens"] = total - 1
+        if (tokens := keys["num_speculative_tokens"]) != total - 1:
             raise ConfigError(f"{NAME}: num_draft_tokens={total} is not one more than the {tokens} steps")
     return keys
 
@@ -142,7 +144,7 @@ def _method(given: Any) -> Method:
             f"{NAME}: method {given!r} drafts with a model of its own, which this version of Weft does not do; "
             "allowed: ngram, mtp"
         )
-    if name not in _METHODS:
+    if not isinstance(name, str) or name not in _METHODS:
         raise ConfigError(f"{NAME}: method {given!r} is not known; allowed: ngram, mtp")
     return _METHODS[name]
 

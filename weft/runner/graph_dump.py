@@ -129,8 +129,9 @@ def dump_graphs(config: EngineConfig, num_tokens: int) -> GraphDump:
     Args:
         config: of mode PIECEWISE; its sizes do not matter.
     """
-    sizes = {"piecewise_cuda_graph_tokens": (num_tokens,), "piecewise_cuda_graph_max_tokens": None}
-    config = dataclasses.replace(config, **sizes, cuda_graph_bs=(1,))
+    config = dataclasses.replace(
+        config, piecewise_cuda_graph_tokens=(num_tokens,), piecewise_cuda_graph_max_tokens=None, cuda_graph_bs=(1,)
+    )
     pools: list[OpRecordingPool] = []
 
     def recording_pool(device: torch.device) -> GraphPool:
