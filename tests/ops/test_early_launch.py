@@ -6,15 +6,18 @@ No run can show that it holds: a kernel that does not wait is wrong only when th
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.ops.oracles import make_batch
 from weft.layers import embedding
-from weft.ops.triton import early_launch
+from weft.ops.triton import attention_decode, early_launch, moe, moe_sum
+from weft.ops.triton.early_launch import Release
 
 FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
@@ -109,6 +112,89 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert early_launch.early_launch(device).get("launch_pdl", False) is early
     early_launch.early_launch.cache_clear()
+
+
+class Recorder:
+    """A kernel that notes its launches."""
+
+    def __init__(self, name: str, said: list[tuple[str, dict[str, Any]]]) -> None:
+        self.name, self.said = name, said
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: self.said.append((self.name, options))
+
+
+@pytest.mark.parametrize(
+    ("early", "programs", "order"),
+    [
+        (False, 1, []),
+        (Release.BY_KERNEL, 1056, ["release", "wait"]),
+        (Release.BY_KERNEL, 1057, ["wait"]),
+        (Release.AT_WAIT, 1, ["wait", "release"]),
+        (Release.AT_END, 1, ["wait"]),
+    ],
+)
+def test_a_launch_says_when_the_next_kernel_may_start(
+    early: int, programs: int, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(early_launch, "gdc_launch_dependents", lambda: done.append("release"))
+    monkeypatch.setattr(early_launch, "gdc_wait", lambda: done.append("wait"))
+    monkeypatch.setattr(early_launch.tl, "num_programs", lambda axis: programs if axis == 0 else 1)
+    monkeypatch.setattr(early_launch, "_can_launch_early", lambda device: True)
+    early_launch.early_launch.cache_clear()
+    if early:
+        device = torch.device("cuda", 0)
+        assert early_launch.early_launch(device, Release(early)) == {"EARLY": int(early), "launch_pdl": True}
+    early_launch.release.fn(int(early))
+    early_launch.wait.fn(int(early))
+    early_launch.early_launch.cache_clear()
+    assert done == order
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "table_tokens", "decode", "merge"),
+    [  # of Qwen3-0.6B
+        (2, 2304, Release.BY_KERNEL, Release.BY_KERNEL),
+        (4, 2304, Release.AT_WAIT, Release.BY_KERNEL),
+        (4, 16384, Release.AT_WAIT, Release.BY_KERNEL),
+        (4, 16400, Release.BY_KERNEL, Release.BY_KERNEL),  # no keys are held
+        (8, 2304, Release.BY_KERNEL, Release.AT_WAIT),
+        (9, 2304, Release.AT_END, Release.BY_KERNEL),
+        (32, 2304, Release.AT_END, Release.BY_KERNEL),
+    ],
+)
+def test_what_follows_attention_starts_as_measured(
+    num_seqs: int, table_tokens: int, decode: Release, merge: Release
+) -> None:
+    tile = attention_decode.decode_tile(num_seqs, 8, 128, 2, 2, 2, table_tokens)
+    assert attention_decode.releases(num_seqs, 8, 16, tile) == (decode, merge)
+
+
+def test_launches_of_decode_steps_say_when_the_next_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, dict[str, Any]]] = []
+    for module in (attention_decode, moe, moe_sum):
+        monkeypatch.setattr(module, "early_launch", early_launch.early_launch.__wrapped__)
+    monkeypatch.setattr(early_launch, "_can_launch_early", lambda device: True)
+    for module, name in ((attention_decode, "_decode_kernel"), (attention_decode, "merge_kernel"),
+                         (moe, "_up_kernel"), (moe, "_down_kernel"), (moe_sum, "_sum_kernel")):  # fmt: skip
+        monkeypatch.setattr(module, name, Recorder(name, said))
+    cache = torch.zeros(40, 16, 8, 128, dtype=torch.bfloat16)
+    for num_seqs in (4, 8, 9):
+        batch = make_batch([1] * num_seqs, [300] * num_seqs, num_decodes=num_seqs)
+        tile = attention_decode.decode_tile(num_seqs, 8, 128, 2, 2, 2, batch.page_table.shape[1] * 16)
+        q = torch.zeros(num_seqs, 16, 128, dtype=torch.bfloat16)
+        attention_decode.launch_decode(q, cache, cache, batch, 0.1, torch.empty_like(q), tile)
+    wanted = [(Release.AT_WAIT, Release.BY_KERNEL), (Release.BY_KERNEL, Release.AT_WAIT)]
+    wanted.append((Release.AT_END, Release.BY_KERNEL))
+    assert [options["EARLY"] for _, options in said] == [each for both in wanted for each in both]
+    for num_tokens, release in ((1, Release.AT_END), (2, Release.BY_KERNEL)):
+        said.clear()
+        x, ids = torch.zeros(num_tokens, 32), torch.zeros(num_tokens, 2, dtype=torch.int32)
+        weights = torch.zeros(num_tokens, 2)
+        moe.fused_moe_triton(x, torch.zeros(3, 32, 32), torch.zeros(3, 32, 16), weights, ids)
+        assert [name for name, _ in said] == ["_up_kernel", "_down_kernel", "_sum_kernel"]
+        assert [options["EARLY"] for _, options in said] == [Release.BY_KERNEL, Release.BY_KERNEL, release]
 
 
 BEFORE_THE_WAIT = {

@@ -18,11 +18,16 @@ that come after a further ordinary one: in a forward pass, after the embedding.
 A kernel may ``pass_on`` instead, so that the next one's programs start when it has waited itself. Then what the kernels
 before it have written is there for the next one too, before its wait, if it loads past the L1 cache (``.cg``).
 ``all_reduce_packed.py`` also says why a kernel may then write before its wait.
+
+When a kernel lets the next one start matters by percents of a step: what starts early asks for its weights early, and
+takes places from programs that have work. Where whole steps were faster for it, a launch says otherwise than the kernel
+(``Release``).
 """
 
 from __future__ import annotations
 
 import functools
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -38,10 +43,23 @@ ALWAYS = tl.constexpr(1 << 30)
 """A number of programs that no kernel has."""
 
 
+class Release(IntEnum):
+    """When a kernel that is launched early lets the next one start: the value of its ``EARLY``."""
+
+    BY_KERNEL = 1
+    """Where it says ``release``."""
+    AT_WAIT = 2
+    """When it has waited."""
+    AT_END = 3
+
+
+_BY_KERNEL, _AT_WAIT = tl.constexpr(Release.BY_KERNEL.value), tl.constexpr(Release.AT_WAIT.value)
+
+
 @triton.jit
 def release(EARLY: tl.constexpr, MOST: tl.constexpr = _MOST_PROGRAMS):
     """Let the next kernel's programs start where this one's leave room for them: with up to ``MOST`` programs."""
-    if EARLY:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
+    if EARLY == _BY_KERNEL:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
         if tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) <= MOST:
             gdc_launch_dependents()
 
@@ -51,6 +69,8 @@ def wait(EARLY: tl.constexpr):
     """Until the kernels before this one have ended; their results are visible."""
     if EARLY:
         gdc_wait()
+        if EARLY == _AT_WAIT:
+            gdc_launch_dependents()
 
 
 @triton.jit
@@ -74,6 +94,6 @@ def _can_launch_early(device: torch.device) -> bool:
 
 
 @functools.cache
-def early_launch(device: torch.device) -> dict[str, Any]:
+def early_launch(device: torch.device, release: Release = Release.BY_KERNEL) -> dict[str, Any]:
     """The launch arguments of a kernel: whether it is launched early, for the kernel and for the launch."""
-    return {"EARLY": True, "launch_pdl": True} if _can_launch_early(device) else {"EARLY": False}
+    return {"EARLY": release.value, "launch_pdl": True} if _can_launch_early(device) else {"EARLY": False}

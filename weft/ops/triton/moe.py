@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import Release, early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.moe_blocks import (
     UNGROUPED_TOKENS,
@@ -260,7 +260,9 @@ def fused_moe_triton(
     """``fused_moe`` of ``weft/ops/moe.py``. ``tiles``: for tuning; None takes ``moe_tiles``."""
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     outputs = pair_outputs(x, gate_up, down, ids, **biases, alpha=alpha, limit=limit, tiles=tiles)
-    return sum_experts(outputs, weights, ids, shared, shared_gate)
+    # Of one token, kernels of a whole layer would wait side by side, and load weights before those that come first.
+    released = Release.AT_END if len(ids) == 1 else Release.BY_KERNEL
+    return sum_experts(outputs, weights, ids, shared, shared_gate, released=released)
 
 
 def pair_outputs(

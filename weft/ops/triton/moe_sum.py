@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.peer_buffers import PeerBuffers, SentRows
-from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.early_launch import Release, early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
 from weft.ops.triton.packets import areas_of, flags_of, pack_values, route_to, send
@@ -79,6 +79,7 @@ def sum_experts(
     shared: Tensor | None,
     shared_gate: Tensor | None,
     *,
+    released: Release = Release.BY_KERNEL,
     tile: Tile | None = None,
 ) -> Tensor:
     """``y[t] = sum_j weights[t, j] * partial[t, j]  (+ sigmoid(shared_gate[t]) * shared[t])``, ``[T, H]``.
@@ -88,10 +89,11 @@ def sum_experts(
         weights, ids: ``[T, top_k]``; id -1 is no expert.
         shared: ``[T, H]``, or None.
         shared_gate: ``[T, 1]``, or None: no factor.
+        released: when the next kernel may start.
         tile: overrides the choice by ``TILES`` (tests and measurements).
     """
     out = torch.empty((len(ids), partial.shape[1]), dtype=partial.dtype, device=partial.device)
-    _launch(partial, weights, ids, shared, shared_gate, out, tile, None)
+    _launch(partial, weights, ids, shared, shared_gate, out, tile, None, released=released)
     return out
 
 
@@ -120,6 +122,7 @@ def _launch(
     peers: PeerBuffers | None,
     *,
     passes_on: bool = False,
+    released: Release = Release.BY_KERNEL,
 ) -> None:
     (num_tokens, top_k), hidden_size = ids.shape, partial.shape[1]
     assert ids.is_contiguous() and weights.is_contiguous()
@@ -133,5 +136,5 @@ def _launch(
         partial, weights, ids, extra, gate, out, addresses, counters, extra.stride(0), gate.stride(0), out.stride(0),
         HIDDEN=hidden_size, TOP_K=top_k, SHARED=shared is not None, GATED=shared_gate is not None, BLOCK=block,
         ROUTE=route, PASSES_ON=passes_on, num_warps=tile.warps, maxnreg=tile.max_registers,
-        **early_launch(partial.device),
+        **early_launch(partial.device, released),
     )  # fmt: skip
