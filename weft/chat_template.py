@@ -15,23 +15,9 @@ from typing import Any
 from weft.errors import ConfigError, RequestError
 
 _ARGUMENTS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
+    "add_generation_prompt chat_template continue_final_message conversation max_length messages padding "
+    "return_assistant_tokens_mask return_dict return_tensors sanitize_control_tokens tokenize tokenizer_kwargs tools "
+    "truncation".split()
 )
 
 _UNPREPARED = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})

@@ -80,9 +80,7 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
 def _refuse_unsupported(config: JsonObject, family: Family) -> None:
     supported = ("silu", "swish") if family.activation == "silu" else (family.activation,)
     if config.text("hidden_act", supported[0]) not in supported:
-        raise UnsupportedModelError(
-            f"{config.where}: hidden_act={config.raw('hidden_act')!r} is not supported; supported is {supported[0]!r}"
-        )
+        raise config.unsupported("hidden_act", f"; supported is {supported[0]!r}")
 
 
 def _model_config(architecture: str, family: Family, top: JsonObject, text: JsonObject) -> ModelConfig:
@@ -179,7 +177,5 @@ def _state_dtype(text: JsonObject) -> str | None:
         return None
     name = text.text("mamba_ssm_dtype")
     if name not in _STATE_DTYPES:
-        raise UnsupportedModelError(
-            f"{text.where}: mamba_ssm_dtype={name!r} is not supported; supported are {', '.join(_STATE_DTYPES)}"
-        )
+        raise text.unsupported("mamba_ssm_dtype", f"; supported are {', '.join(_STATE_DTYPES)}")
     return name

@@ -29,7 +29,6 @@ from weft.config.sliding_window import (
     sliding_from_layer,
 )
 from weft.config.vision import VisionTokens, read_vision
-from weft.errors import UnsupportedModelError
 
 
 def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -86,9 +85,7 @@ def read_gemma3_attention(text: JsonObject, layer_type: str) -> AttentionConfig:
     """Rotation is slow, and may be scaled, in layers that see everything; it is fast in those with a window."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if text.raw(key):
-            raise UnsupportedModelError(
-                f"{text.where}: {key}={text.raw(key)!r} is not supported for this architecture; leave it out"
-            )
+            raise text.unsupported(key, " for this architecture; leave it out")
     attention = read_attention(_with_rope_of(text, layer_type), qk_norm=True)
     return replace(attention, scale=text.number("query_pre_attn_scalar") ** -0.5)
 

@@ -26,26 +26,11 @@ from weft.errors import ConfigError
 FORMAT = 2
 """Number of the file's format; files of another are not read."""
 
-SETTINGS = (
-    "dtype",
-    "backend",
-    "mamba_ssm_dtype",
-    "kv_cache_dtype",
-    "tensor_parallel_size",
-    "enable_expert_parallel",
-    "disable_custom_all_reduce",
-    "page_size",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "cuda_graph_bs",
-    "cuda_graph_max_bs",
-    "piecewise_cuda_graph_tokens",
-    "piecewise_cuda_graph_max_tokens",
-    "piecewise_cuda_graph_compiler",
-    "splitting_ops",
-    "enable_torch_compile",
-    "torch_compile_max_bs",
+SETTINGS = tuple(
+    "dtype backend mamba_ssm_dtype kv_cache_dtype tensor_parallel_size enable_expert_parallel "
+    "disable_custom_all_reduce page_size max_model_len max_num_seqs max_num_batched_tokens cuda_graph_bs "
+    "cuda_graph_max_bs piecewise_cuda_graph_tokens piecewise_cuda_graph_max_tokens piecewise_cuda_graph_compiler "
+    "splitting_ops enable_torch_compile torch_compile_max_bs".split()
 )
 """Settings that change what a step costs in some mode."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, UnsupportedModelError
 
 
 def json_setting(name: str, value: Any, example: str) -> Mapping[str, Any]:
@@ -124,6 +124,10 @@ class JsonObject:
     def wrong(self, key: str, expected: str) -> ConfigError:
         """The error for a value that is not what the key needs."""
         return ConfigError(f"{self.where}: {key}={self.values.get(key)!r} is not valid; expected {expected}")
+
+    def unsupported(self, key: str, remedy: str) -> UnsupportedModelError:
+        """The error for a value that Weft does not compute with; ``remedy`` follows "is not supported"."""
+        return UnsupportedModelError(f"{self.where}: {key}={self.values.get(key)!r} is not supported{remedy}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

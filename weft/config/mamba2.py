@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
-from weft.errors import ConfigError, UnsupportedModelError
+from weft.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,7 @@ def read_mamba2(text: JsonObject) -> Mamba2Config:
     if num_heads % num_groups:
         raise ConfigError(f"{text.where}: mamba_n_heads={num_heads} is not divisible by mamba_n_groups={num_groups}")
     if text.text("mamba_hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedModelError(
-            f"{text.where}: mamba_hidden_act={text.raw('mamba_hidden_act')!r} is not supported; supported is 'silu'"
-        )
+        raise text.unsupported("mamba_hidden_act", "; supported is 'silu'")
     bias = text.boolean("mamba_proj_bias", False)
     return Mamba2Config(
         num_heads=num_heads,

@@ -36,9 +36,7 @@ def read_granite_attention(text: JsonObject) -> AttentionConfig:
     """Rotated only where ``position_embedding_type`` says so; scores are scaled by ``attention_multiplier``."""
     kind = text.text("position_embedding_type", "nope")
     if kind not in ("rope", "nope"):
-        raise UnsupportedModelError(
-            f"{text.where}: position_embedding_type={kind!r} is not supported; supported are 'rope' and 'nope' (null)"
-        )
+        raise text.unsupported("position_embedding_type", "; supported are 'rope' and 'nope' (null)")
     attention = read_attention(text, rotary=kind == "rope")
     return replace(attention, scale=text.number("attention_multiplier", 1.0))
 
@@ -174,10 +172,7 @@ def minimax_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
 def read_minimax_attention(text: JsonObject) -> AttentionConfig:
     """``rotary_dim`` says how much of a head is rotated."""
     if text.given("sliding_window"):
-        raise UnsupportedModelError(
-            f"{text.where}: sliding_window={text.raw('sliding_window')!r} is not supported for this architecture; set "
-            "it to null"
-        )
+        raise text.unsupported("sliding_window", " for this architecture; set it to null")
     if not text.given("rotary_dim"):
         return read_attention(text, qkv_bias=False)
     share = text.integer("rotary_dim") / read_head_dim(text, text.integer("num_attention_heads"))

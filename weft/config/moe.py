@@ -155,9 +155,7 @@ def read_kimi_moe(text: JsonObject, num_layers: int) -> MoeConfig:
 def _refuse_other_routing(text: JsonObject) -> None:
     for key, value in (("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1)):
         if text.given(key) and text.raw(key) != value:
-            raise UnsupportedModelError(
-                f"{text.where}: {key}={text.raw(key)!r} is not supported for this architecture; supported is {value!r}"
-            )
+            raise text.unsupported(key, f" for this architecture; supported is {value!r}")
 
 
 def _kimi_sparse_layers(text: JsonObject, num_layers: int) -> frozenset[int]:

@@ -161,11 +161,8 @@ def _one_size(given: JsonObject, key: str, value: Any) -> Any:
 
 
 def _check_supported(vision: JsonObject) -> None:
-    activation = vision.text("hidden_act")
-    if activation not in _ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"{vision.where}: hidden_act={activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
-        )
+    if vision.text("hidden_act") not in _ACTIVATIONS:
+        raise vision.unsupported("hidden_act", f"; supported are {', '.join(_ACTIVATIONS)}")
     size, heads = vision.integer("hidden_size"), vision.integer("num_heads")
     if size % heads or size // heads % 4:
         raise vision.wrong("hidden_size", f"{heads} heads (num_heads) of a multiple of 4 dimensions")

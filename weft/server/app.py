@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.server import page, replicas, utility
+from weft.server import page, utility
 from weft.server.anthropic_messages import CountTokensRequest, MessagesRequest, count_tokens, messages
 from weft.server.api_call import Context
 from weft.server.authentication import AuthenticationMiddleware
@@ -68,7 +68,7 @@ GETS: dict[str, Callable[[Context], Any]] = {
     "/ready": utility.ready,
     "/load": utility.load,
     "/version": utility.version,
-    "/replicas": replicas.show,
+    "/replicas": utility.replicas,
 }
 """Path -> what it gives: a JSON value, or a status and one."""
 
@@ -106,7 +106,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
 
     async def change_replica(request: Request) -> Response:
         try:
-            return _json(replicas.change(context, request), 202)
+            return _json(utility.change_replica(context, request), 202)
         except Exception as error:
             return _failure(error)
 
@@ -126,7 +126,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/inspect", inspect, methods=["GET"]),
-        Route(replicas.CHANGE_PATH, change_replica, methods=["POST"]),
+        Route(utility.CHANGE_PATH, change_replica, methods=["POST"]),
         *page.routes(),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})

@@ -24,22 +24,8 @@ from weft.sampling_params import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 NO_EFFECT = frozenset(
-    {
-        "client_metadata",
-        "context_management",
-        "length_penalty",
-        "max_tool_calls",
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "spaces_between_special_tokens",
-        "store",
-        "user",
-        "verbosity",
-    }
+    "client_metadata context_management length_penalty max_tool_calls metadata prediction prompt_cache_key "
+    "prompt_cache_retention safety_identifier service_tier spaces_between_special_tokens store user verbosity".split()
 )
 
 

@@ -1,14 +1,20 @@
-"""Endpoints around generation: models, tokenization, and the state of the server."""
+"""Endpoints around generation: models, tokenization, the state of the server and of the replicas behind it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+from starlette.requests import Request
+
 from weft import __version__
+from weft.engine import wire
+from weft.engine.replicas import why_not_drain, why_not_start
 from weft.errors import RequestError
 from weft.server.api_call import Context, check_model, served_names
 from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer
 from weft.server.client import Client
+from weft.server.errors import ApiError
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.service import State
 
@@ -137,3 +143,34 @@ def load(context: Context) -> dict[str, Any]:
 def version(context: Context) -> dict[str, Any]:
     """``/version``."""
     return {"version": __version__}
+
+
+CHANGE_PATH = "/replicas/{replica:int}/{change:str}"
+
+_WHY_NOT = {"drain": why_not_drain, "start": why_not_start}
+
+
+def replicas(context: Context) -> dict[str, Any]:
+    """``/replicas``; none if there is one engine."""
+    return {"replicas": msgspec.to_builtins(context.service.engine_client.replicas or [])}
+
+
+def change_replica(context: Context, request: Request) -> dict[str, Any]:
+    """``POST /replicas/N/drain``, ``POST /replicas/N/start``: begun when this returns, by ``engine/replicas.py``.
+
+    Raises:
+        ApiError: 403, the admin key was not presented; 404, there is no such thing; 409, not in the replica's state.
+    """
+    if not request.scope["weft.client"].is_admin:
+        raise ApiError(403, "this needs the admin key: start the server with --admin-key, and present that key")
+    client, index, name = context.service.engine_client, request.path_params["replica"], request.path_params["change"]
+    members = client.replicas
+    if members is None:
+        raise ApiError(404, "there is one engine; replicas come with --data-parallel-size")
+    if name not in _WHY_NOT or index >= len(members):
+        raise ApiError(404, f"{request.url.path} does not exist; there are {len(members)} replicas, from 0 on")
+    refusal = _WHY_NOT[name](members, index)
+    if refusal is not None:
+        raise ApiError(409, refusal)
+    client.send(wire.DrainReplica(index) if name == "drain" else wire.StartReplica(index))
+    return {"replica": index, "begun": name}
