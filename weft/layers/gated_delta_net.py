@@ -125,11 +125,14 @@ class GatedDeltaNet(WeightModule):
         batch, cache = context.batch, context.caches[self.name]
         if batch.verification is not None:
             return self._verify(projected, cache, batch.state_slots, batch.verification.slots)
+        weights, states = self._weights(), (cache["conv"], cache["recurrent"])
         return mix_rows(
             [projected],
             batch,
             [self.local.value_dim],
-            lambda x, *, slots, out: self._decode(x, cache, slots, out),
+            lambda x, *, slots, out: gdn_decode(
+                x, *weights, *states, slots, self.local, backend=self._backend, out=out
+            ),
             lambda x: self._prefill(x, batch, cache),
         )
 
@@ -142,23 +145,11 @@ class GatedDeltaNet(WeightModule):
         states = (cache["conv"], cache["recurrent"], state_slots, slots)
         return gdn_verify(projected, *self._weights(), *states, self.local, backend=self._backend)
 
-    def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None) -> Tensor:
-        """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
-        left as they are in a given ``out``."""
-        states = (cache["conv"], cache["recurrent"], slots)
-        return gdn_decode(projected, *self._weights(), *states, self.local, backend=self._backend, out=out)
-
     def _prefill(self, projected: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""
         qkv, z, b, a = projected.split(self._split_sizes, dim=-1)
-        g, beta = gdn_gates(
-            a,
-            b,
-            self.A_log,
-            self.dt_bias,
-            negative_eigenvalues=self.local.negative_eigenvalues,
-            backend=self._backend,
-        )
+        doubled = self.local.negative_eigenvalues
+        g, beta = gdn_gates(a, b, self.A_log, self.dt_bias, negative_eigenvalues=doubled, backend=self._backend)
         weight = self.conv1d.weight
         qkv = causal_conv1d(qkv, weight, None, cache["conv"], batch, backend=self._backend)
         q, k, v = self._heads(qkv)

@@ -87,28 +87,18 @@ class KimiDelta(WeightModule):
     def mix(self, projected: Tensor, forget: Tensor, gate: Tensor) -> Tensor:
         """Everything between the projections: ``[T, q | k | v | b | ...]`` and two ``[T, width] -> [T, width]``."""
         context = get_forward_context()
-        batch, cache = context.batch, context.caches[self.name]
+        batch, cache, local = context.batch, context.caches[self.name], self.local
+        weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps)
+        states = cache["conv"], cache["recurrent"]
         return mix_rows(
             [projected, forget, gate],
             batch,
-            [self.local.width],
-            lambda x, forget, gate, *, slots, out: self._decode(x, forget, gate, cache, slots, out),
+            [local.width],
+            lambda x, forget, gate, *, slots, out: kda_decode(
+                x, forget, gate, *weights, *states, slots, local, backend=self._backend, out=out
+            ),
             lambda x, forget, gate: self._prefill(x, forget, gate, batch, cache),
         )
-
-    def _decode(
-        self,
-        projected: Tensor,
-        forget: Tensor,
-        gate: Tensor,
-        cache: LayerCache,
-        slots: Tensor,
-        out: Tensor | None,
-    ) -> Tensor:
-        """Rows that bring one token to an existing state, up to the output projection; see ``kda_decode``."""
-        weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps)
-        states = (cache["conv"], cache["recurrent"], slots)
-        return kda_decode(projected, forget, gate, *weights, *states, self.local, backend=self._backend, out=out)
 
     def _prefill(self, projected: Tensor, forget: Tensor, gate: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""

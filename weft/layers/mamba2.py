@@ -101,11 +101,14 @@ class Mamba2(WeightModule):
         """Everything between the projections: ``[T, z | x | B | C | dt] -> [T, inner_size]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
+        weights, states = self._weights(), (cache["conv"], cache["recurrent"])
         return mix_rows(
             [projected],
             batch,
             [self.local.inner_size],
-            lambda x, *, slots, out: self._decode(x, cache, slots, out),
+            lambda x, *, slots, out: mamba2_decode(
+                x, weights, *states, slots, self.local, backend=self._backend, out=out
+            ),
             lambda x: self._prefill(x, batch, cache),
         )
 
@@ -113,12 +116,6 @@ class Mamba2(WeightModule):
         norm = None if self.gated_norm is None else self.gated_norm.weight
         a_log, dt_bias, skip = (self.get_parameter(name) for name in ("A_log", "dt_bias", "D"))
         return Mamba2Weights(self.conv1d.weight, self.conv1d.bias, a_log, dt_bias, skip, norm, self._eps)
-
-    def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None) -> Tensor:
-        """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
-        left as they are in a given ``out``."""
-        states = cache["conv"], cache["recurrent"]
-        return mamba2_decode(projected, self._weights(), *states, slots, self.local, backend=self._backend, out=out)
 
     def _prefill(self, projected: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""

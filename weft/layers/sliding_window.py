@@ -7,6 +7,8 @@ forward context.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,46 +37,20 @@ class SlidingWindowAttention(Attention):
     def attend(self, qkv: Tensor) -> Tensor:
         """Everything between the projections: ``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
         context = get_forward_context()
-        batch, cache, backend = context.batch, context.caches[self.name], self._backend
-        rows = qkv.shape[0]
+        batch, cache, rows = context.batch, context.caches[self.name], qkv.shape[0]
         # This step's keys and values, in the form of a cache with a page per token.
         k, v = (qkv.new_empty(rows, 1, *cache[name].shape[2:]) for name in ("k", "v"))
         own_pages = torch.arange(rows, device=qkv.device)
         q, gate = self._rotate(qkv, batch.positions, k, v, own_pages, scaled=False)
-        k, v = k.squeeze(1), v.squeeze(1)
+        windows = cache["k"], cache["v"]
+        options: dict[str, Any] = {"scale": self._scale, "sinks": self.sinks, "backend": self._backend}
         attended = mix_rows(
-            [q, k, v],
+            [q, k.squeeze(1), v.squeeze(1)],
             batch,
             q.shape[1:],
-            lambda q, k, v, *, slots, out: self._decode(q, k, v, slots, out),
-            lambda q, k, v: window_attention(
-                q,
-                k,
-                v,
-                cache["k"],
-                cache["v"],
-                batch,
-                scale=self._scale,
-                sinks=self.sinks,
-                backend=backend,
+            lambda q, k, v, *, slots, out: window_attention_decode(
+                q, k, v, *windows, slots, batch.positions[: slots.shape[0]], out=out, **options
             ),
+            lambda q, k, v: window_attention(q, k, v, *windows, batch, **options),
         ).flatten(1)
-        return attended if gate is None else sigmoid_mul(attended, gate, backend=backend)
-
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, out: Tensor | None) -> Tensor:
-        """The first rows of the batch, one token each; see ``window_attention_decode``."""
-        context = get_forward_context()
-        cache, positions = context.caches[self.name], context.batch.positions[: q.shape[0]]
-        return window_attention_decode(
-            q,
-            k,
-            v,
-            cache["k"],
-            cache["v"],
-            slots,
-            positions,
-            scale=self._scale,
-            sinks=self.sinks,
-            out=out,
-            backend=self._backend,
-        )
+        return attended if gate is None else sigmoid_mul(attended, gate, backend=self._backend)
