@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from tests.engine.conftest import assert_idle
+from tests.media import item
 from tests.small_tokenizers import byte_level
 from tests.tiny_tokenizer import drop_bos_from_template, save_sentencepiece_tokenizer
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.engine import chat_prompts
-from weft.engine.chat_prompts import ChatPrompts
+from weft.engine.chat_prompts import ChatPrompt, ChatPrompts
 from weft.errors import RequestError
+from weft.multimodal.placeholders import ExpandedPrompt
 from weft.tokenizer import Tokenizer
 
 # Opens a reasoning block for the answer to come, and drops the reasoning of earlier turns, as Qwen's templates do.
@@ -214,6 +217,29 @@ def test_a_bos_comes_from_the_template_alone(tmp_path: Path, writes_bos: bool) -
     assert tokenizer.encode("hello")[0] == tokenizer.bos_token_id, "the tokenizer adds one to other texts"
     token_ids = ChatPrompts(tokenizer).make([{"role": "user", "content": "hello"}]).token_ids
     assert token_ids.count(tokenizer.bos_token_id) == writes_bos
+
+
+def test_a_chat_keeps_its_salt_and_images_and_has_positions_of_its_own(llm: LLM) -> None:
+    image = item("image", (1, 2, 2), 0, [(1, 1)])
+    chat = ChatPrompt("text", [5, 6, 7, 8], [2], [image])
+    prepared = llm._inputs.encoded_chat(chat, [3], "s", SamplingParams())
+    assert (prepared.text, prepared.token_ids, prepared.cache_salt) == ("text", [5, 6, 7, 8], "s")
+    assert prepared.checkpoint_positions == [2, 3] and prepared.media == [image]
+
+
+def test_a_prompt_with_images_keeps_its_salt_and_positions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These move behind the placeholders."""
+    image = item("image", (1, 2, 2), 0, [(0, 2)])
+
+    def expanded(ids: list[int], positions: list[int], processed: Any, param: str) -> ExpandedPrompt:
+        return ExpandedPrompt([9, *ids], [position + 1 for position in positions], [image])
+
+    monkeypatch.setattr(llm._inputs, "media", SimpleNamespace(process=lambda *given: []))
+    monkeypatch.setattr(llm._inputs, "with_media", expanded)
+    prompt = {"prompt_token_ids": [9, 5, 6], "checkpoint_positions": [2], "cache_salt": "s"}
+    prepared = llm._inputs.prepare_prompt(prompt | {"multi_modal_data": {"image": ["a.png"]}})
+    assert (prepared.token_ids, prepared.checkpoint_positions) == ([9, 9, 5, 6], [3])
+    assert prepared.cache_salt == "s" and prepared.media == [image]
 
 
 def test_salted_prompts_share_nothing(folder: Path) -> None:
