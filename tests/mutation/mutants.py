@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.mutant import mutant as _mutant
 from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
+from tests.mutation.settings_and_ends import SETTINGS_AND_ENDS
 from tests.mutation.steps_and_images import STEPS_AND_IMAGES
 
 MUTANTS = (
@@ -486,4 +487,5 @@ MUTANTS = (
     *BETWEEN_ROOMS,
     *STEPS_AND_IMAGES,
     *ROWS_AND_RESPONSES,
+    *SETTINGS_AND_ENDS,
 )  # fmt: skip
