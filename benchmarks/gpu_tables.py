@@ -195,11 +195,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def one(job: Job) -> bool:
         gpu = free.get()
         left = args.seconds - (time.monotonic() - started)
-        if left < job.seconds:
-            went, how = False, f"not begun: {left:.0f} s are left of {job.seconds} needed"
-        else:
-            went, how = run(job, args.output, left, gpu)
-        free.put(gpu)
+        try:
+            if left < job.seconds:
+                went, how = False, f"not begun: {left:.0f} s are left of {job.seconds} needed"
+            else:
+                went, how = run(job, args.output, left, gpu)
+        finally:
+            free.put(gpu)
         print(f"{time.monotonic() - started:6.1f} s  {job.name}: {how}", flush=True)
         return went
 

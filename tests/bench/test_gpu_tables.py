@@ -45,6 +45,14 @@ def test_jobs_run_until_the_time_is_up(
     assert gpu_tables.main(["--output", str(tmp_path), "--only", "one"]) == 0
 
 
+def test_a_job_that_cannot_be_run_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives its GPU back: the next job would wait for it."""
+    jobs = [gpu_tables.Job(name, ("-c", ""), 1) for name in ("no-folder/one", "two")]
+    monkeypatch.setattr(gpu_tables, "GROUPS", {"tables": lambda: jobs})
+    with pytest.raises(FileNotFoundError):
+        gpu_tables.main(["--output", str(tmp_path)])
+
+
 def test_every_gpu_has_one_job_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = """
 import os, pathlib, sys, time

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft import LLM
+from weft import LLM, SamplingParams
+from weft.bench import latency
 from weft.bench.latency import LatencyWorkload, measure
 from weft.errors import ConfigError
 
@@ -25,3 +26,17 @@ def test_a_batch_for_which_there_are_too_few_pages_is_refused() -> None:
         assert measure(llm, LatencyWorkload((2,), prompt_len=20, output_len=12, repeats=1))
         with pytest.raises(ConfigError, match="--batch-sizes 3: this engine runs at most 2 sequences of 32 tokens"):
             measure(llm, LatencyWorkload((1, 3), prompt_len=20, output_len=12, repeats=1))
+
+
+@pytest.mark.parametrize(("prompt_len", "output_len"), [(20, 8), (10, 12), (31, 2)])
+def test_room_is_what_runs_together(prompt_len: int, output_len: int) -> None:
+    settings = {"load_format": "dummy", "max_num_seqs": 8, "num_kv_pages": 9, "skip_tokenizer_init": True}
+    params = SamplingParams(max_tokens=output_len, ignore_eos=True, detokenize=False)
+    with LLM(**settings, max_model_len=64, enable_prefix_caching=False) as llm:
+        for token in range(6):
+            llm.add_request([token] * prompt_len, params)
+        llm.step()
+        room = llm.stats().num_running
+        latency._check_room(llm, LatencyWorkload((room,), prompt_len, output_len))
+        with pytest.raises(ConfigError, match=f"runs at most {room} sequences"):
+            latency._check_room(llm, LatencyWorkload((room + 1,), prompt_len, output_len))

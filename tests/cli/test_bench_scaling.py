@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from tests.cli.conftest import RunWeft
 from tests.server.fake_engine import CAPACITY
 from weft.bench import scaling
+from weft.cli import bench_scaling
 from weft.errors import EngineDeadError
 
 
@@ -36,11 +38,19 @@ def test_scaling(run_weft: RunWeft, tmp_path: Path) -> None:
         (["--sizes", "2"], "--sizes 2: give GPUs of a replica x replicas, like 2x1"),
         (["--batch-sizes", 0], "--batch-sizes 0: give 1 or more"),
         (["--batch-sizes", 1, 9, "--max-num-seqs", 8], "--batch-sizes 9: max_num_seqs=8 run at a time in a replica"),
+        (["--sizes", "1x2", "--batch-sizes", 9, "--max-num-seqs", 4], "in a replica, and one of --sizes has 2; give"),
     ],
 )
 def test_refusals(flags: list[object], message: str, run_weft: RunWeft) -> None:
     result = run_weft("bench", "scaling", *flags)
     assert result.status == 2 and message in result.err
+
+
+def test_replicas_share_a_batch() -> None:
+    parser = argparse.ArgumentParser()
+    bench_scaling.add_parser(parser.add_subparsers())
+    flags = ["scaling", "--sizes", "1x2", "1x3", "--batch-sizes", "8", "--max-num-seqs", "4"]
+    bench_scaling._check(parser.parse_args(flags))
 
 
 def test_an_engine_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,10 @@ def measure(llm: LLM, workload: LatencyWorkload) -> list[dict[str, Any]]:
 
 def _check_room(llm: LLM, workload: LatencyWorkload) -> None:
     plan, largest, length = llm._core.plan, max(workload.batch_sizes), workload.prompt_len + workload.output_len
-    room = min(plan.max_num_seqs, (plan.num_pages - 1) // -(-length // llm.config.page_size))
+    pages, page_size = plan.num_pages - 1, llm.config.page_size
+    first, each = -(-workload.prompt_len // page_size), -(-(length - 1) // page_size)  # the last token is not stored
+    # One is admitted if a page is left over for each that runs.
+    room = min(plan.max_num_seqs, pages // each, (pages + 1) // (first + 1))
     if largest > room:
         raise ConfigError(
             f"--batch-sizes {largest}: this engine runs at most {room} sequences of {length} tokens at a time; give "

@@ -69,9 +69,12 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if name in given:
             raise ConfigError(f"--{name.replace('_', '-')} is what this benchmark varies; use --sizes")
-    largest, room = max(args.batch_sizes), given.get("max_num_seqs")
-    if room is not None and largest > room:
-        raise ConfigError(f"--batch-sizes {largest}: max_num_seqs={room} run at a time in a replica; give less")
+    largest, room, fewest = max(args.batch_sizes), given.get("max_num_seqs"), min(n for _, n in map(_size, args.sizes))
+    if room is not None and largest > fewest * room:
+        raise ConfigError(
+            f"--batch-sizes {largest}: max_num_seqs={room} run at a time in a replica, and one of --sizes has "
+            f"{fewest}; give less"
+        )
 
 
 def _size(text: str) -> tuple[int, int]:
