@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,20 @@ def test_one_prompt_streams_its_text(run_weft: RunWeft, engine: LLM) -> None:
     assert result.status == 0
     assert result.out == text_of(engine, "12 + 30:", 8) + "\n"
     assert "8 tokens" in result.err and "from the cache" in result.err
+
+
+def test_priorities_of_lines_reach_the_engine(run_weft: RunWeft, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    add = LLM.add_request
+
+    def noted(self: LLM, *args: Any, priority: int = 0, **more: Any) -> str:
+        seen.append(priority)
+        return add(self, *args, priority=priority, **more)
+
+    monkeypatch.setattr(LLM, "add_request", noted)
+    lines = '{"prompt": "1", "priority": 3}\n{"prompt": "2"}\n'
+    assert run_weft("generate", "--input", "-", "--max-tokens", 1, stdin=lines).status == 0
+    assert seen == [3, 0]
 
 
 def test_prompt_from_stdin(run_weft: RunWeft, engine: LLM) -> None:

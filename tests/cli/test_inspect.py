@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import RunWeft
+from weft import LLM, RequestOutput, SamplingParams
 from weft.cli import main
 
 
@@ -40,6 +42,20 @@ def test_prompts_of_ones_own(run_weft: RunWeft, tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps({"prompt_token_ids": ids}) for ids in ([5] * 20, [5] * 15 + [6] * 5)))
     result = run_weft("inspect", "--input", file, "--dump")
     assert "20 token ids" in result.out and "the prompt leaves everything stored at 15" in reports(result.out)[1]
+
+
+def test_lines_have_parameters_of_their_own(run_weft: RunWeft, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+    generate = LLM.generate
+
+    def noted(self: LLM, prompts: Any, params: SamplingParams, **more: Any) -> list[RequestOutput]:
+        seen.append(params.max_tokens)
+        return generate(self, prompts, params, **more)
+
+    monkeypatch.setattr(LLM, "generate", noted)
+    lines = '{"prompt": "1", "max_tokens": 2}\n{"prompt": "2"}\n'
+    assert run_weft("inspect", "--input", "-", "--max-tokens", 3, stdin=lines).status == 0
+    assert seen == [2, 3]
 
 
 def test_bad_input_is_named(run_weft: RunWeft, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from weft.cli import main
 from weft.config import resolve
 from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing, read_profile, write_profile
-from weft.runner.step_timing import fastest_split
+from weft.runner.step_timing import Effort, fastest_split
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -52,6 +52,19 @@ def cache(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def profile_in(folder: Path) -> tuple[Path, GraphProfile]:
     (path,) = (folder / "graph-profiles").iterdir()
     return path, read_profile(path)
+
+
+def test_flags_of_the_measurement_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Effort] = []
+
+    def measured(runner: object, profile: GraphProfile, effort: Effort) -> GraphProfile:
+        seen.append(effort)
+        return profile
+
+    monkeypatch.setattr("weft.runner.step_timing.measure_modes", measured)
+    flags = ["--splitting-ops", "attention", "--output", str(tmp_path / "profile.json")]
+    assert main(["tune", *FLAGS, *flags, "--repeats", "3", "--seconds", "0.25", "--context", "9"]) == 0
+    assert seen == [Effort(3, 0.25, 9)]
 
 
 def test_every_mode_is_measured_at_the_ends_of_every_size(tuned: Path) -> None:

@@ -28,6 +28,12 @@ def test_graphs_that_disagree_fail(run_weft: RunWeft, monkeypatch: pytest.Monkey
     assert result.status == 1 and "2 graphs do not agree with eager steps: decode 1, decode 3" in result.out
 
 
+def test_batches_follow_from_the_seed(run_weft: RunWeft, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("weft.runner.verify.verify_graphs", lambda runner, seed: [seen.append(seed)][1:])
+    assert run_weft("verify", *FLAGS, *SMALL, "--seed", 7).status == 0 and seen == [7]
+
+
 def test_without_graphs_there_is_nothing_to_verify(run_weft: RunWeft) -> None:
     result = run_weft("verify", "--device", "cpu")
     assert result.status == 2 and "--cuda-graph-mode FULL" in result.err

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import make_checkpoint
+from weft.bench.draft_depth import Effort
 from weft.cli import main
 from weft.config import resolve
 from weft.config.draft_profile import DraftProfile, DraftTiming, draft_profile_path
@@ -48,8 +50,10 @@ def test_a_start_uses_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert fixed.num_drafts == fixed.num_drafts_at(64) == 3
     other = resolve(speculative_config=AUTO, dtype="bfloat16")
     assert other.num_drafts == 4 and "dtype was 'float32'" in other.reasons["speculative_config"]
-    otherwise = resolve(speculative_config=AUTO, disable_custom_all_reduce=True)
-    assert "disable_custom_all_reduce was False" in otherwise.reasons["speculative_config"]
+    others = {"disable_custom_all_reduce": True, "kv_cache_dtype": "fp8", "mamba_ssm_dtype": "bfloat16"}
+    for name, value in others.items():
+        otherwise = resolve(speculative_config=AUTO, **{name: value})
+        assert otherwise.num_drafts == 4 and f"{name} was " in otherwise.reasons["speculative_config"]
 
 
 def test_drafts_that_lose_everywhere_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +63,20 @@ def test_drafts_that_lose_everywhere_are_off(monkeypatch: pytest.MonkeyPatch) ->
     assert "drafts" not in config.reasons["enable_overlap"]
     tune(monkeypatch, DEEP)
     assert resolve(speculative_config=AUTO).num_drafts == 2
+
+
+def test_flags_of_the_measurement_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Effort] = []
+    monkeypatch.setattr("weft.bench.draft_depth.measure_depths", lambda *args: [seen.append(args[3]), *DEEP][1:])
+    assert main(["tune", *FLAGS, "--repeats", "3", "--seconds", "0.25"]) == 0 and seen == [Effort(3, 0.25)]
+
+
+def test_a_model_without_its_drafts_still_reads_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(make_checkpoint("Qwen3VLForConditionalGeneration", tmp_path / "model"))
+    monkeypatch.setattr("weft.bench.draft_depth.measure_depths", lambda *args: DEEP[-1:])
+    assert main(["tune", "--model", folder, *FLAGS]) == 0
+    config = resolve(model=folder, speculative_config=AUTO)
+    assert config.speculative_config is None and config.model_config.runs_vision
 
 
 def test_a_broken_profile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,11 @@ def test_state_dtype_of_the_checkpoint(checkpoint: Path) -> None:
     assert resolve(model=str(checkpoint), mamba_ssm_dtype="float32").mamba_ssm_dtype == "float32"
 
 
+def test_ends_that_the_model_cannot_sample_do_not_count(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [5, 1000000]}')
+    assert resolve(model=str(checkpoint)).eos_token_ids == (5,)
+
+
 def test_tokenizer_from_elsewhere(checkpoint: Path) -> None:
     config = resolve(model=checkpoint, tokenizer=str(MODEL_DIR))
     assert (config.model_path, config.tokenizer_path) == (checkpoint, MODEL_DIR)

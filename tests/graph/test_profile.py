@@ -167,10 +167,29 @@ def test_a_profile_for_other_settings_is_not_used_and_says_why(stored: Path) -> 
     assert "max_num_seqs was 128 and is 7" in config.reasons["graph_profile"]
 
 
-@pytest.mark.parametrize("name", ["enable_expert_parallel", "disable_custom_all_reduce"])
-def test_a_profile_of_ranks_that_share_their_work_otherwise_does_not_fit(name: str) -> None:
-    misfits = differences(wanted(tensor_parallel_size=2), wanted(tensor_parallel_size=2, **{name: True}))
-    assert misfits == [f"{name} was False and is True"]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "bfloat16"),
+        ("mamba_ssm_dtype", "bfloat16"),
+        ("kv_cache_dtype", "fp8"),
+        ("enable_expert_parallel", True),
+        ("disable_custom_all_reduce", True),
+        ("page_size", 8),
+        ("max_model_len", 64),
+        ("max_num_batched_tokens", 999),
+        ("cuda_graph_bs", [3]),
+        ("cuda_graph_max_bs", 3),
+        ("piecewise_cuda_graph_tokens", [9]),
+        ("piecewise_cuda_graph_max_tokens", 9),
+        ("piecewise_cuda_graph_compiler", "eager"),
+        ("splitting_ops", ["gated_delta_net"]),
+        ("enable_torch_compile", True),
+    ],
+)
+def test_a_profile_for_one_other_setting_does_not_fit(name: str, value: Any) -> None:
+    misfits = differences(wanted(tensor_parallel_size=2), wanted(tensor_parallel_size=2, **{name: value}))
+    assert any(text.startswith(f"{name} was ") for text in misfits)
 
 
 def test_a_named_profile(stored: Path, tmp_path: Path) -> None:
