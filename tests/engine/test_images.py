@@ -161,6 +161,18 @@ def test_salts_part_images_too(made: Callable[[str], Made]) -> None:
     assert engine.core.stats().num_encoder_hits == 1  # an image's embeddings say nothing about who sent it
 
 
+def test_memory_is_measured_with_as_much_as_a_step_encodes(
+    made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that is no multiple of the parts in which it is encoded."""
+    engine = engine_of(made(VL), encoder_cache_size=1500, max_num_encoder_input_tokens=1500)
+    media, seen = engine.core._executor._runner.media, list[tuple[int, int]]()  # type: ignore[attr-defined]
+    run = lambda patches, grids: seen.append((len(patches), sum(t * h * w for t, h, w in grids)))  # noqa: E731
+    monkeypatch.setattr(media, "run_eager", run)
+    media.run_largest()
+    assert seen == [(1500 * media.merge**2,) * 2]
+
+
 def test_in_a_context_shorter_than_the_models(made: Callable[[str], Made]) -> None:
     """Where the angles of images stand follows from the model's context, not from what is left of it in the cache."""
     engine = engine_of(made(VL), num_kv_pages=5)

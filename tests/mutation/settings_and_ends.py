@@ -330,6 +330,16 @@ SETTINGS_AND_ENDS = (
         "tests/engine/test_chat_prompts.py::test_a_chat_keeps_its_salt_and_images_and_has_positions_of_its_own",
     ),
     mutant(
+        "one-part-of-the-largest", "memory is measured with as much as a step encodes", "weft/runner/media_inputs.py",
+        "[_PART] * whole + [rest] * (rest > 0)", "[_PART] * whole",
+        "tests/engine/test_images.py::test_memory_is_measured_with_as_much_as_a_step_encodes",
+    ),
+    mutant(
+        "moved-drops-a-moment", "every moment of an update moves with its clock", "weft/engine/wire.py",
+        "for name in (\"first_scheduled\", \"first_token\", \"finished\")}",
+        "for name in (\"first_scheduled\", \"first_token\")}", "tests/server/test_channel.py::test_another_clock",
+    ),
+    mutant(
         "words-remember-rejected", "rejected drafts are no beginning of a bad word", "weft/runner/sampling_inputs.py",
         "words.recent = recent if counted is None else torch.where(counted[i], recent, words.recent)",
         "words.recent = recent", "tests/runner/test_sampling_inputs.py",

@@ -82,3 +82,5 @@ def test_another_clock() -> None:
     assert clock.seconds == pytest.approx(-500.0, abs=0.06)
     update = wire.Update("r", [1], first_scheduled=501.0, first_token=502.0)
     assert wire.moved(update, -500.0) == replace(update, first_scheduled=1.0, first_token=2.0)
+    ended = replace(update, finished=503.0)
+    assert wire.moved(ended, -500.0) == replace(ended, first_scheduled=1.0, first_token=2.0, finished=3.0)
