@@ -11,7 +11,7 @@ from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
 from weft.layers.sampler import LogitsProcessor
 from weft.messages import ModelOutput, SchedulerOutput
-from weft.runner.memory import release_workspaces
+from weft.runner.memory import release_workspaces, wait_for_steps
 from weft.runner.model_runner import ModelRunner
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep
@@ -46,5 +46,6 @@ class InProcessExecutor:
         self._pending.clear()
         if self._profiler is not None:
             self._profiler.close()
+        wait_for_steps()
         del self._runner
         release_workspaces()

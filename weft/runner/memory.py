@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import numpy as np
@@ -120,6 +120,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     block = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(block).view(dtype).view(shape)
+
+
+def wait_for_steps() -> None:
+    """Until the device has done what is queued. A step's inputs are read from pinned memory by a kernel, of which torch
+    does not know: as soon as nobody holds that memory, torch gives it to others."""
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):  # the device has failed, and reads nothing any more
+            torch.cuda.synchronize()
 
 
 def release_workspaces() -> None:
