@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,6 +354,29 @@ def test_places_in_the_fair_order(inputs: InputProcessor) -> None:
         assert place("later", 10, []) == 110
 
     run(inputs, body)
+
+
+def test_a_step_beyond_the_last_end_does_not_keep_the_cache_from_being_reset() -> None:
+    """It holds pages until it is taken in."""
+
+    class Ahead(FakeCore):
+        num_in_flight = 1
+
+        @property
+        def has_work(self) -> bool:
+            return self.num_in_flight > 0
+
+        def step(self) -> list[Any]:
+            self.num_in_flight -= 1
+            return []
+
+        def reset_prefix_cache(self) -> bool:
+            return self.num_in_flight == 0
+
+    told: list[Any] = []
+    loop = EngineLoop(Ahead(), SimpleNamespace(send=told.append))  # type: ignore[arg-type]
+    loop._handle(wire.ResetPrefixCache())
+    assert told == [wire.PrefixCacheReset(True)]
 
 
 def test_a_dead_engine_ends_its_process_whatever_it_was_doing() -> None:
