@@ -10,6 +10,7 @@ from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.mutant import mutant as _mutant
 from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
 from tests.mutation.settings_and_ends import SETTINGS_AND_ENDS
+from tests.mutation.settings_and_reuse import SETTINGS_AND_REUSE
 from tests.mutation.steps_and_images import STEPS_AND_IMAGES
 
 MUTANTS = (
@@ -488,4 +489,5 @@ MUTANTS = (
     *STEPS_AND_IMAGES,
     *ROWS_AND_RESPONSES,
     *SETTINGS_AND_ENDS,
+    *SETTINGS_AND_REUSE,
 )  # fmt: skip

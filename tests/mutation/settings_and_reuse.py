@@ -1,0 +1,71 @@
+"""Bugs to plant in settings and their verbs, in captured sizes, and in what the cache learns from reuse."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import mutant
+
+POLICY, PROFILE, SIZES = "tests/cache/test_policy.py", "tests/graph/test_profile.py", "tests/runner/test_step_graphs.py"
+
+SETTINGS_AND_REUSE = (
+    mutant(
+        "states-above-unnoticed", "a state that comes above lowers the value of those below",
+        "weft/cache/radix_tree.py", "                self.watcher.offer_state(below)", "                pass", POLICY,
+    ),
+    mutant(
+        "reuse-is-not-learned", "what became of states like it weighs a state", "weft/cache/manager.py",
+        "            self.evictor.odds.use(source.kind, source.lineage, source.num_uses)\n", "            pass\n",
+        POLICY,
+    ),
+    mutant(
+        "used-since-is-evicted", "a heap's outdated entry is weighed again", "weft/cache/eviction.py",
+        "            if utility > entered:\n", "            if False:\n", POLICY,
+    ),
+    mutant(
+        "tries-share-salts", "a weight of eviction is tried under the request's salt", "weft/cache/tuning.py",
+        "salt=salt, boundaries=boundaries, counts=counts)", "boundaries=boundaries, counts=counts)", POLICY,
+    ),
+    mutant(
+        "aligned-loses-preempted", "a preempted request resumes where it was, under every policy",
+        "weft/cache/manager.py", "self._return(lease, as_tokens(token_ids), keep=True, moves_state=True)",
+        'self._return(lease, as_tokens(token_ids), keep=True, moves_state=self.checkpoint_policy != "aligned")',
+        "tests/cache/test_manager.py",
+    ),
+    mutant(
+        "state-dtype-unused", "mamba_ssm_dtype is the dtype of the states", "weft/cache/spec.py",
+        "state=config.mamba_ssm_dtype)", 'state="float32")', "tests/runner/test_memory.py",
+    ),
+    mutant(
+        "experts-without-biases", "every rank has the biases of its whole experts", "weft/layers/moe.py",
+        "            if rank == 0:\n", "            if context.tp.rank == 0:\n", "tests/layers/test_tensor_parallel.py",
+    ),
+    mutant(
+        "decodes-give-their-trace-to-pieces", "pieces are split at names beside compiled decodes",
+        "weft/runner/model_compiler.py", "        self._prepared.pop(self._pieces_source, None)", "        pass",
+        "tests/runner/test_model_compiler.py::test_pieces_are_split_at_names_beside_compiled_decodes",
+    ),
+    mutant(
+        "compile-key-without-keywords", "pieces of other keywords are other pieces", "weft/graph/inductor.py",
+        "(node.args, node.kwargs),", "(node.args, {}),", "tests/graph/test_piece_sources.py",
+    ),
+    mutant(
+        "verifications-past-the-budget", "verifications are captured as far as a step has room",
+        "weft/graph/capture_sizes.py", "size * (1 + count) <= room", "size * count <= room", SIZES,
+    ),
+    mutant(
+        "prefills-past-the-room", "a graph takes as many prefills as it has room for", "weft/graph/dispatcher.py",
+        "return size if fits and batch.num_prefills <= MAX_PREFILLS else None", "return size if fits else None",
+        "tests/graph/test_dispatcher.py",
+    ),
+    mutant(
+        "profile-of-other-pages", "measured modes hold for one page size", "weft/config/graph_profile.py",
+        "page_size max_model_len", "max_model_len", PROFILE,
+    ),
+    mutant(
+        "images-lost-with-drafts", "a model whose drafts are off reads images", "weft/config/resolution.py",
+        "    plain = plain.with_vision() if model.runs_vision else plain\n", "", "tests/config/test_draft_profile.py",
+    ),
+    mutant(
+        "priorities-stay-in-the-file", "a line's priority reaches the engine", "weft/cli/generate.py",
+        "job.params, priority=job.priority)", "job.params)", "tests/cli/test_generate.py",
+    ),
+)  # fmt: skip
