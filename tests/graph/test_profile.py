@@ -152,6 +152,7 @@ def test_a_start_uses_the_stored_profile(stored: Path) -> None:
         ({"cuda_graph_mode": "NONE"}, "NONE"),
         ({"enforce_eager": True}, "NONE"),
         ({"enable_piecewise_cuda_graph": True}, "PIECEWISE"),
+        ({"enable_piecewise_cuda_graph": False}, "NONE"),
         ({"graph_profile": "none"}, "NONE"),
     ],
 )
@@ -203,6 +204,8 @@ def test_a_named_profile(stored: Path, tmp_path: Path) -> None:
         resolve(device="cpu", graph_profile=str(elsewhere), max_num_seqs=7)
     with pytest.raises(ConfigError, match=r"graph_profile=.*contradicts cuda_graph_mode='FULL'"):
         resolve(device="cpu", graph_profile=str(elsewhere), cuda_graph_mode="FULL")
+    with pytest.raises(ConfigError, match=r"graph_profile=.*contradicts enable_piecewise_cuda_graph=False"):
+        resolve(device="cpu", graph_profile=str(elsewhere), enable_piecewise_cuda_graph=False)
     with pytest.raises(ConfigError, match="cannot be read"):
         resolve(device="cpu", graph_profile=str(tmp_path / "absent.json"))
     for name in ("~no-such-user/x", "x\0y"):

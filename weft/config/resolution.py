@@ -172,7 +172,7 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: Model
             "PIECEWISE or FULL_AND_PIECEWISE"
         )
     _choose_compiled_batch(values, reasons)
-    _choose_graph_profile(values, reasons, model)
+    _choose_graph_profile(values, reasons, model, names_pieces="enable_piecewise_cuda_graph" in given)
     if mode is None:
         mode, reasons["cuda_graph_mode"] = _default_graph_mode(values)
         values["cuda_graph_mode"] = mode
@@ -189,11 +189,14 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: Model
     _refuse_without_effect(values, _PIECES_SETTINGS, mode not in _MODES_WITH_PIECES)
 
 
-def _choose_graph_profile(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
+def _choose_graph_profile(
+    values: dict[str, Any], reasons: dict[str, str], model: ModelConfig, *, names_pieces: bool
+) -> None:
     """The measured modes, where no setting names one; None means that the rules of the mode hold."""
     name, given = "graph_profile", values["graph_profile"]
-    modes = ("cuda_graph_mode", "enforce_eager", "enable_piecewise_cuda_graph")
-    named = next((mode for mode in modes if values[mode]), None)
+    named = next((mode for mode in ("cuda_graph_mode", "enforce_eager") if values[mode]), None)
+    if named is None and names_pieces:  # whether there are any or none
+        named = "enable_piecewise_cuda_graph"
     if given == NO_PROFILE or (given is None and named is not None):
         values[name] = None
         reasons[name] = "asked for" if given else f"{named} says how batches run"
