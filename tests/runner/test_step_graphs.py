@@ -214,6 +214,17 @@ def test_verifications_are_captured_as_far_as_a_step_has_room() -> None:
     assert (sizes.decode, sizes.verify) == ([1, 2, 4], [1, 2])
 
 
+@pytest.mark.parametrize("short", [{"max_model_len": 4}, {"num_kv_pages": 3}])
+def test_a_context_that_is_shorter_than_a_verification(short: dict[str, int]) -> None:
+    """Its pages hold four tokens: fewer than the last one and four drafts."""
+    settings: dict[str, Any] = {"cuda_graph_mode": "FULL_DECODE_ONLY", "max_num_seqs": 2, "page_size": 2} | short
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    with LLM(device="cpu", load_format="dummy", cpu_cache_gib=0.05, speculative_config=drafts, **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": [5, 5]}, params, use_tqdm=False)
+    assert llm.max_model_len == 4 and len(output.outputs[0].token_ids) == 2
+
+
 @pytest.mark.parametrize(
     ("mode", "samples"),
     [("FULL", [1, 2]), ("PIECEWISE", [1, 2]), ("FULL_AND_PIECEWISE", [1, 2]), ("FULL_DECODE_ONLY", [])],

@@ -115,13 +115,18 @@ class CaptureSizes:
 
     @staticmethod
     def of(
-        config: EngineConfig, max_num_seqs: int, table: ModeTable | None = None, *, verifies: bool = False
+        config: EngineConfig,
+        max_num_seqs: int,
+        table: ModeTable | None = None,
+        *,
+        verifies: bool = False,
+        max_model_len: int | None = None,
     ) -> CaptureSizes:
         """What the configured mode uses.
 
         Args:
             verifies: the model can run verifications (``CacheSpec.verifies``).
-            max_num_seqs: the largest batch, after clamping to the caches.
+            max_num_seqs, max_model_len: the largest batch and the longest sequence, after clamping to the caches.
             table: measured modes; sizes that no batch will run in are left out.
         """
         mode = CudaGraphMode(config.cuda_graph_mode)
@@ -142,7 +147,7 @@ class CaptureSizes:
         samples = sequences if forward or pieces else ()
         verify: list[int] = []
         if verifies and GraphMode.FULL in mode.decode:
-            room = config.max_num_batched_tokens
+            room, longest = config.max_num_batched_tokens, max_model_len or config.max_model_len
             drafts = {size: config.num_drafts_at(size) for size in sequences}
-            verify = [size for size, count in drafts.items() if count and size * (1 + count) <= room]
+            verify = [size for size, count in drafts.items() if 0 < count < longest and size * (1 + count) <= room]
         return CaptureSizes(decode, forward, pieces, samples, verify)

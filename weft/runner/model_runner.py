@@ -187,7 +187,7 @@ class ModelRunner:
     def _walk_captured_steps(self) -> None:
         """Every size that is captured: a capture must meet no kernel that is not compiled. The largest first, whose
         kernels take longest to compile."""
-        sizes, functions = self._capture_sizes(self.config.max_num_seqs), self.steps.functions
+        sizes, functions = self._capture_sizes(self.plan), self.steps.functions
         kinds: tuple[tuple[Iterable[int], Callable[[int], StepShape], Callable[[int], object]], ...] = (
             ({*sizes.forward, *sizes.pieces}, functions.mixture_shape, functions.forward),
             (sizes.decode, functions.decode_shape, functions.decode),
@@ -310,13 +310,13 @@ class ModelRunner:
 
     def _attach(self, plan: CachePlan) -> None:
         """Make caches, rows and buffers of the planned sizes."""
-        max_tokens = self._capture_sizes(plan.max_num_seqs).max_tokens
+        max_tokens = self._capture_sizes(plan).max_tokens
         self.steps = StepRunner(
             self.model, self._layers, self.config, self.spec, plan, self._backend, max_tokens, self.media
         )
 
     def _capture_graphs(self) -> None:
-        config, sizes = self.config, self._capture_sizes(self.plan.max_num_seqs)
+        config, sizes = self.config, self._capture_sizes(self.plan)
         if CudaGraphMode(config.cuda_graph_mode) is CudaGraphMode.NONE:
             return
         watched = self.steps.read_by_graphs if config.enable_torch_compile_debug_mode else None
@@ -332,8 +332,9 @@ class ModelRunner:
         encoder = self.media.graphs if self.media is not None else None
         self.steps.graphs = capture_graphs(sizes, functions, self.compiler, pool, options, config, self._table, encoder)
 
-    def _capture_sizes(self, max_num_seqs: int) -> CaptureSizes:
-        return CaptureSizes.of(self.config, max_num_seqs, self._table, verifies=self.spec.verifies)
+    def _capture_sizes(self, plan: CachePlan) -> CaptureSizes:
+        verifies, longest = self.spec.verifies, plan.max_model_len
+        return CaptureSizes.of(self.config, plan.max_num_seqs, self._table, verifies=verifies, max_model_len=longest)
 
     @property
     def caches(self) -> dict[str, LayerCache]:
