@@ -244,6 +244,7 @@ def test_names_are_wrapped_during_the_capture_alone(tmp_path: Path) -> None:
         (["weft.ops.norm.no_such"], "'weft.ops.norm.no_such', which is no split op"),
         (["DecoderLayer"], "DecoderLayer.*layers.0.forward returns a tuple; a split op returns one tensor"),
         (["weft.ops.sampling.exponential_noise"], "exponential_noise', which no forward pass of the model calls"),
+        (["weft.ops.activation.silu_and_mul"], "silu_and_mul', which no forward pass"),  # only its reference is called
     ],
 )
 def test_split_ops_that_cannot_be_are_refused(tmp_path: Path, splitting_ops: list[str], message: str) -> None:

@@ -16,6 +16,7 @@ tensor ``[T, width]`` of the first input's dtype.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib
 import inspect
 import re
@@ -159,6 +160,7 @@ class NamedSplits:
                 )
 
     def _wrapper(self, target: Target) -> Callable[..., Any]:
+        @functools.wraps(target.original)  # which may have attributes: an operation's reference
         def call(*args: Any, **kwargs: Any) -> Any:
             breaks = active_breaks()
             if isinstance(breaks, _Finding):
