@@ -51,13 +51,13 @@ def test_full_graphs_for_any_batch_where_they_exist() -> None:
 
 
 def test_a_graph_takes_as_many_prefills_and_chunks_as_it_has_room_for() -> None:
-    dispatcher, room = Dispatcher(CudaGraphMode.FULL, (), (), (210,)), chunk_capacity(210, 64)
+    dispatcher, room = Dispatcher(CudaGraphMode.FULL, (), (), (210,)), chunk_capacity(210)
     for num_prefills, num_chunks, mode in (
         (MAX_PREFILLS, room, FULL),
         (MAX_PREFILLS + 1, room, NONE),
         (1, room + 1, NONE),
     ):
-        batch = BatchDescriptor(200, 20, num_prefills=num_prefills, num_chunks=((64, num_chunks),))
+        batch = BatchDescriptor(200, 20, num_prefills=num_prefills, num_chunks=num_chunks)
         assert dispatcher.choose(batch).mode is mode
 
 
