@@ -153,22 +153,20 @@ def test_a_launch_says_when_the_next_kernel_may_start(
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "table_tokens", "decode", "merge"),
+    ("num_seqs", "table_tokens", "release"),
     [  # of Qwen3-0.6B
-        (2, 2304, Release.BY_KERNEL, Release.BY_KERNEL),
-        (4, 2304, Release.AT_WAIT, Release.BY_KERNEL),
-        (4, 16384, Release.AT_WAIT, Release.BY_KERNEL),
-        (4, 16400, Release.BY_KERNEL, Release.BY_KERNEL),  # no keys are held
-        (8, 2304, Release.BY_KERNEL, Release.AT_WAIT),
-        (9, 2304, Release.AT_END, Release.BY_KERNEL),
-        (32, 2304, Release.AT_END, Release.BY_KERNEL),
+        (2, 2304, Release.BY_KERNEL),
+        (4, 2304, Release.AT_WAIT),
+        (4, 16384, Release.AT_WAIT),
+        (4, 16400, Release.BY_KERNEL),  # no keys are held
+        (8, 2304, Release.BY_KERNEL),
+        (9, 2304, Release.AT_END),
+        (32, 2304, Release.AT_END),
     ],
 )
-def test_what_follows_attention_starts_as_measured(
-    num_seqs: int, table_tokens: int, decode: Release, merge: Release
-) -> None:
+def test_what_follows_attention_starts_as_measured(num_seqs: int, table_tokens: int, release: Release) -> None:
     tile = attention_decode.decode_tile(num_seqs, 8, 128, 2, 2, 2, table_tokens)
-    assert attention_decode.releases(num_seqs, 8, 16, tile) == (decode, merge)
+    assert attention_decode.decode_release(num_seqs, 8, tile) == release
 
 
 def test_launches_of_decode_steps_say_when_the_next_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +183,7 @@ def test_launches_of_decode_steps_say_when_the_next_may_start(monkeypatch: pytes
         tile = attention_decode.decode_tile(num_seqs, 8, 128, 2, 2, 2, batch.page_table.shape[1] * 16)
         q = torch.zeros(num_seqs, 16, 128, dtype=torch.bfloat16)
         attention_decode.launch_decode(q, cache, cache, batch, 0.1, torch.empty_like(q), tile)
-    wanted = [(Release.AT_WAIT, Release.BY_KERNEL), (Release.BY_KERNEL, Release.AT_WAIT)]
-    wanted.append((Release.AT_END, Release.BY_KERNEL))
+    wanted = [(release, Release.BY_KERNEL) for release in (Release.AT_WAIT, Release.BY_KERNEL, Release.AT_END)]
     assert [options["EARLY"] for _, options in said] == [each for both in wanted for each in both]
     for num_tokens, release in ((1, Release.AT_END), (2, Release.BY_KERNEL)):
         said.clear()

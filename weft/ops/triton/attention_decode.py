@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention_merge import MERGES_AT_ONCE, decode_programs, merge_kernel, most_splits, split_of
+from weft.ops.triton.attention_merge import decode_programs, merge_kernel, most_splits, split_of
 from weft.ops.triton.attention_tiles import (
     METADATA,
     Tile,
@@ -309,19 +309,16 @@ def decode_tile(
     return Tile(rows, keys, warps=4, stages=3, ahead=True)
 
 
-def releases(num_seqs: int, num_kv_heads: int, num_heads: int, tile: Tile) -> tuple[Release, Release]:
-    """When the decode kernel and the merge let the next one start, where every sequence has one query token: what was
-    fastest in whole steps.
+def decode_release(num_seqs: int, num_kv_heads: int, tile: Tile) -> Release:
+    """When the decode kernel lets the merge start, where every sequence has one query token: what was fastest in whole
+    steps.
 
     Programs of the merge that wait beside attention take places from it: not before all of it runs, where two of its
-    programs share a multiprocessor, nor beside many sequences. What follows the merge takes them, too; up to some
-    programs it pays to let that start when attention has ended.
+    programs share a multiprocessor, nor beside many sequences.
     """
-    holds_half = 0 < tile.held_keys < _SPLIT
-    many = num_seqs * num_kv_heads > _RELEASED_SEQUENCES
-    decode = Release.AT_WAIT if holds_half else Release.AT_END if many else Release.BY_KERNEL
-    merges_some = MERGES_AT_ONCE.value < num_seqs * num_heads <= 2 * MERGES_AT_ONCE.value
-    return decode, Release.AT_WAIT if merges_some else Release.BY_KERNEL
+    if 0 < tile.held_keys < _SPLIT:
+        return Release.AT_WAIT
+    return Release.AT_END if num_seqs * num_kv_heads > _RELEASED_SEQUENCES else Release.BY_KERNEL
 
 
 def launch_decode(
@@ -344,9 +341,8 @@ def launch_decode(
         aim = _HELD_PROGRAMS if tile.held_splits else _FEW_PROGRAMS if splits_last else _MANY_PROGRAMS
     programs = min(max_splits, next_power_of_2(cdiv(aim, num_seqs * num_kv_heads)))
     mixture = batch.mixture
-    decode_release = merge_release = Release.BY_KERNEL
-    if mixture is None and query_len == 1 and not on_hopper:
-        decode_release, merge_release = releases(num_seqs, num_kv_heads, num_heads, tile)
+    is_decode = mixture is None and query_len == 1 and not on_hopper
+    released = decode_release(num_seqs, num_kv_heads, tile) if is_decode else Release.BY_KERNEL
     counts = batch.seq_lens if mixture is None else mixture.counts
     merges = max_splits > 1
     shape = (num_seqs, max_splits, query_len * num_heads) if merges else (1, 1, 1)
@@ -373,12 +369,12 @@ def launch_decode(
         scale * LOG2_E.value, num_rows, num_seqs, max_splits, double_from,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, maxnreg=hopper.MAX_REGISTERS if on_hopper else None,
-        **early_launch(q.device, decode_release),
+        **early_launch(q.device, released),
     )  # fmt: skip
     if merges:
         merge_kernel[(num_heads * query_len, decodes)](
             out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, double_from,
             out.stride(0),
             HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_d,
-            QUERY_LEN=query_len, MIXTURE=mixture is not None, num_warps=2, **early_launch(q.device, merge_release),
+            QUERY_LEN=query_len, MIXTURE=mixture is not None, num_warps=2, **early_launch(q.device),
         )  # fmt: skip

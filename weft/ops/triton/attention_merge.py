@@ -13,10 +13,6 @@ from weft.ops.triton.early_launch import release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv
 
-MERGES_AT_ONCE = tl.constexpr(64)
-"""Programs of a merge that lets the next kernel start at once. More stand behind an attention that fills the GPU: what
-followed would start unevenly."""
-
 
 @triton.jit
 def split_of(kv_len, double_from, SPLIT: tl.constexpr):
@@ -116,7 +112,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERY_LEN: tl.constexpr, MIXTURE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    release(EARLY, MERGES_AT_ONCE)
+    release(EARLY, 64)  # more programs stand behind an attention that fills the GPU: what followed would start unevenly
     head = tl.program_id(0)
     seq = tl.program_id(1)
     if MIXTURE:
