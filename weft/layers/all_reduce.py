@@ -1,4 +1,4 @@
-"""The sum over ranks, as a layer of its own.
+"""The sum over ranks: one object that the layers of a model share.
 
 Job: sum over the ranks in the way that is fastest for the number of rows. Owns: the memory through which ranks exchange
 few rows. Does not know: how a sum is formed.

@@ -1,1 +1,1 @@
-"""Triton kernels, one file per operation, each with the signature of its torch reference in ``weft/ops``."""
+"""Triton kernels: ``x_triton`` for each operation ``x`` of ``weft/ops``, with the parameters of its torch reference."""
