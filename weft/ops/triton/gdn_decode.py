@@ -1,7 +1,8 @@
 """The decode steps of Gated DeltaNet and of Kimi Delta Attention as one kernel.
 
-Job: ``gdn_decode`` and ``kda_decode`` on the GPU, one launch; few rows, and on Hopper states in bfloat16 but for row
-counts whose programs fill the device once (9 to 16), are verifications of one token (``gdn_verify.py``), two launches.
+Job: ``gdn_decode`` and ``kda_decode`` on the GPU, in one launch. On Hopper the states get a second one where that is
+faster (``launch_of_states`` in ``gdn_verify.py``): with few rows, and in bfloat16 with any number of rows but those
+whose programs fill the device just once (9 to 16 of 32 heads). ``gdn_decode`` is then a verification of one token.
 Owns: who reads and writes which convolution channels. Does not know: layers.
 
 A program serves one row and one *key* head with all value heads of its group, in Kimi Delta Attention one. It alone
@@ -320,8 +321,7 @@ def kda_decode_triton(
     out: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """``kda_decode`` of ``weft/ops/kda.py``, in one launch; or in two where that takes less time: then the states have
-    one of their own, that of ``gdn_verify.py``.
+    """``kda_decode`` of ``weft/ops/kda.py``, in one launch, or in two where ``launch_of_states`` has one for states.
 
     ``shape`` overrides the choice of ``choose_kda_shape`` (tests and measurements).
     """

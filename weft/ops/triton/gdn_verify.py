@@ -1,8 +1,8 @@
 """A few tokens of Gated DeltaNet per sequence, with the state after each, as one kernel.
 
-Job: ``gdn_verify`` on the GPU, one launch; two for few sequences and for one token of each, of which the second one is
-in ``gdn_verify_gluon.py`` or ``gdn_decode_gluon.py``. Owns: in which order a program walks tokens and tiles of the
-state. Does not know: layers.
+Job: ``gdn_verify`` on the GPU, in one launch. Where that is faster (``launch_of_states``: few sequences, or one token
+of each), the states get a second one, that of ``gdn_verify_gluon.py`` or ``gdn_decode_gluon.py``. Owns: in which order
+a program walks tokens and tiles of the state. Does not know: layers.
 
 As in the decode kernel, a program serves one sequence and one key head with all value heads of its group. It computes
 queries, keys, values, gates and decays of all tokens first, all their loads before the first store, and leaves them in
