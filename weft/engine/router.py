@@ -7,9 +7,9 @@ A replica's cost for a request is the tokens of the prompt that it would compute
 completion that it has open; once it has as many as it can run, the prompt would also wait, which counts as all of it
 and ``FULL_TOKENS`` more. So a conversation stays where its cache is until that replica is much busier than another.
 
-A replica reports what it has cached from time to time (``refresh``). Until it does, what was sent to it counts as
-cached there, up to the first chunk of tokens that was new: the turns of a conversation, and prompts with one system
-prompt that come together, find each other.
+A replica reports what it has cached from time to time (``refresh``). What was sent to it lately (``RECENT_S``) counts
+as cached there too, up to the first chunk of tokens that was new: the turns of a conversation, and prompts with one
+system prompt that come together, find each other.
 """
 
 from __future__ import annotations
