@@ -159,10 +159,10 @@ def _choices() -> list[Job]:
 GROUPS = {"tables": _tables, "modes": _modes, "fp8": _fp8, "hybrids": _hybrids, "more": _more, "choices": _choices}
 
 
-def run(job: Job, output: Path, limit: float, gpu: int | None = None) -> tuple[bool, str]:
+def run(job: Job, output: Path, limit: float, gpu: str | None = None) -> tuple[bool, str]:
     """Run one job, on that GPU alone. Returns whether it went well, and how it ended."""
     command = [sys.executable, *job.command, "--json", str(output / f"{job.name}.json")]
-    seen = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    seen = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     try:
         done = subprocess.run(command, cwd=ROOT, env=seen, timeout=limit, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
@@ -188,8 +188,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     args.output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    for gpu in range(args.gpus):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(args.gpus)]
+    if len(gpus) < args.gpus:
+        parser.error(f"--gpus {args.gpus}: CUDA_VISIBLE_DEVICES={visible} has {len(gpus)}")
+    free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for gpu in gpus[: args.gpus]:
         free.put(gpu if args.gpus > 1 else None)
 
     def one(job: Job) -> bool:

@@ -65,5 +65,9 @@ name.write_text(gpu)
 """
     jobs = [gpu_tables.Job(f"job-{n}", ("-c", script), 1) for n in range(6)]
     monkeypatch.setattr(gpu_tables, "GROUPS", {"tables": lambda: jobs})
-    assert gpu_tables.main(["--output", str(tmp_path), "--gpus", "2"]) == 0
-    assert {path.read_text() for path in tmp_path.glob("*.json")} == {"0", "1"}
+    for visible, used in (("", {"0", "1"}), ("5,2,7", {"5", "2"})):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpu_tables.main(["--output", str(tmp_path), "--gpus", "2"]) == 0
+        assert {path.read_text() for path in tmp_path.glob("*.json")} == used
+    with pytest.raises(SystemExit):
+        gpu_tables.main(["--output", str(tmp_path), "--gpus", "4"])
