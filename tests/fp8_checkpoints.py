@@ -46,7 +46,7 @@ GEOMETRY: dict[str, Any] = {
 """Widths that blocks of 128 divide, projection by projection."""
 
 _PLAIN = re.compile(
-    r".*(norm|embed_tokens|lm_head|conv1d|mlp\.gate\.weight|shared_expert_gate|in_proj_(ba|a|b)\.|visual).*"
+    r".*(norm|embed|lm_head|conv1d|\.gate\.weight|router|shared_expert_gate|in_proj_(ba|a|b)\.|visual).*"
 )
 
 
@@ -139,13 +139,18 @@ def make_fp8_checkpoint(arch: str, scheme: str, folder: Path, **overrides: Any) 
     return quantize_checkpoint(make_checkpoint(arch, folder / "plain", **(GEOMETRY | overrides)), scheme)
 
 
-def quantize_checkpoint(plain: Path, scheme: str) -> Path:
-    """``fp8`` beside ``plain``, as published; ``plain`` then has the same weights dequantised. Returns ``fp8``."""
+def quantize_checkpoint(plain: Path, scheme: str, left_out: str = "no tensor") -> Path:
+    """``fp8`` beside ``plain``, as published; ``plain`` then has the same weights dequantised. Returns ``fp8``.
+
+    Args:
+        left_out: pattern of further tensors that are not quantised; the config has the names of their modules.
+    """
     folder = plain.parent
     tensors = load_file(plain / "model.safetensors")
     stored: dict[str, Tensor] = {}
+    ignored = [name.removesuffix(".weight") for name in tensors if re.search(left_out, name)]
     for name, tensor in tensors.items():
-        if not is_quantized(name, tensor):
+        if not is_quantized(name, tensor) or name.removesuffix(".weight") in ignored:
             stored[name] = tensor
             continue
         values, scale = quantize_weight(tensor, scheme)
@@ -160,7 +165,8 @@ def quantize_checkpoint(plain: Path, scheme: str) -> Path:
     for path in plain.glob("*.json"):
         (folder / "fp8" / path.name).write_text(path.read_text())
     config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = quantization_config(scheme)
+    config["quantization_config"] = quantization = quantization_config(scheme)
+    quantization["modules_to_not_convert" if scheme == "block" else "ignore"] += ignored
     (folder / "fp8" / "config.json").write_text(json.dumps(config))
     return folder / "fp8"
 

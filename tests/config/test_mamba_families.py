@@ -53,6 +53,8 @@ def test_nemotron_pattern(tmp_path: Path) -> None:
     mamba, attention = (next(iter(old.mixers[kind].values())) for kind in ("linear_attention", "full_attention"))
     assert isinstance(mamba, Mamba2Config) and mamba.dt_limit == (0.001, math.inf)
     assert isinstance(attention, AttentionConfig) and attention.rope is None
+    mamba = read(tmp_path, stored | {"layers_block_type": ["mamba"], "mamba_dt_min": 0.4}).mixers["linear_attention"]
+    assert mamba["mamba"].dt_limit == (0.4, math.inf)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="5 letters of"):
         read(tmp_path, stored | {"hybrid_override_pattern": "M-*X-", "num_hidden_layers": 5})
 

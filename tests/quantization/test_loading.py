@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fp8_checkpoints import GEOMETRY, SCHEMES, edit_tensors, make_fp8_checkpoint, quantize_weight
+from tests.fp8_checkpoints import (
+    GEOMETRY,
+    SCHEMES,
+    edit_tensors,
+    make_fp8_checkpoint,
+    quantize_checkpoint,
+    quantize_weight,
+)
 from tests.harness import Harness, model_context, poison
 from tests.layers.test_tensor_parallel import Group, run_layer, run_sharded
 from tests.tiny import make_checkpoint
@@ -136,6 +143,33 @@ def test_merged_parts_are_quantised_together(changed: list[str], message: str, t
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match=message):
         load(folder)
+
+
+DENSE_GRANITE = {"num_local_experts": 0}
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides", "left_out", "module"),
+    [
+        ("Lfm2MoeForCausalLM", {}, "feed_forward.experts", "model.layers.1.mlp.experts"),
+        ("JambaForCausalLM", {}, "feed_forward.experts", "model.layers.1.mlp.experts"),
+        ("MiniMaxForCausalLM", {}, "block_sparse_moe.experts", "model.layers.1.mlp.experts"),
+        ("NemotronHForCausalLM", {}, "mixer.experts", "model.layers.3.mlp.experts"),
+        ("KimiLinearForCausalLM", {}, "kv_b_proj|block_sparse_moe.experts", "model.layers.1.mlp.experts"),
+        ("KimiLinearForCausalLM", {}, "kv_b_proj|shared_experts", "model.layers.1.mlp.shared_expert.gate_up_proj"),
+        ("GraniteMoeHybridForCausalLM", DENSE_GRANITE, "input_linear", "model.layers.1.mlp.gate_up_proj"),
+        ("GraniteMoeHybridForCausalLM", DENSE_GRANITE, "output_linear", "model.layers.1.mlp.down_proj"),
+    ],
+)
+def test_modules_are_left_out_by_their_published_names(
+    arch: str, overrides: dict[str, Any], left_out: str, module: str, tmp_path: Path
+) -> None:
+    folder = quantize_checkpoint(make_checkpoint(arch, tmp_path / "plain", **overrides), "tensor-static", left_out)
+    model = load(folder)
+    assert all(parameter.float().isfinite().all() for parameter in model.parameters())
+    kinds = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    assert all(dtype == torch.float32 for name, dtype in kinds.items() if name.startswith(f"{module}."))
+    assert torch.float8_e4m3fn in kinds.values()
 
 
 # --- broken checkpoints -----------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def read_mamba(text: JsonObject, *, norm_weights: bool) -> MambaConfig:
     hidden_size = text.integer("hidden_size")
     automatic = text.raw("mamba_dt_rank") in (None, "auto")
     return MambaConfig(
-        num_channels=int(text.number("mamba_expand", 2) * hidden_size),
+        num_channels=text.integer("mamba_d_inner", int(text.number("mamba_expand", 2) * hidden_size)),
         state_size=text.integer("mamba_d_state", 16),
         dt_rank=-(-hidden_size // 16) if automatic else text.integer("mamba_dt_rank"),
         conv_kernel=text.integer("mamba_d_conv", 4, low=2),

@@ -237,10 +237,11 @@ _NEMOTRON_KEYS = {"layers_block_type": "layer_types", "attention_head_dim": "hea
                   "ssm_state_size": "mamba_d_state", "n_groups": "mamba_n_groups",
                   "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
                   "layer_norm_epsilon": "rms_norm_eps", "mlp_hidden_act": "hidden_act",
-                  "n_routed_experts": "num_experts"}  # fmt: skip
+                  "mamba_dt_min": "time_step_min", "n_routed_experts": "num_experts"}  # fmt: skip
 _FALCON_MAMBA_KEYS = {"state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv", "expand": "mamba_expand",
                       "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
-                      "time_step_rank": "mamba_dt_rank", "layer_norm_epsilon": "rms_norm_eps"}  # fmt: skip
+                      "time_step_rank": "mamba_dt_rank", "intermediate_size": "mamba_d_inner",
+                      "layer_norm_epsilon": "rms_norm_eps"}  # fmt: skip
 
 MAMBA_FAMILIES: dict[str, Family] = {
     # Bamba: Mamba-2 with a few layers of full attention, dense MLPs.

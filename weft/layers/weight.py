@@ -182,7 +182,9 @@ class MatrixShard:
 
 
 def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
-    """The piece of a tensor that holds the rows of several, one after the other."""
+    """The piece of a tensor that holds the rows of several, one after the other, or the one number of them all."""
+    if not any(source for piece in pieces for source, _ in piece.copies):
+        return WeightPiece((1,), tuple(copy for piece in pieces for copy in piece.copies))
     copies: list[tuple[Slices, CopyTarget]] = []
     rows = 0
     for piece in pieces:
@@ -287,10 +289,22 @@ class WeightTable:
         name = self.checkpoint_name(f"{parent}.{self.fused[leaf]}", "")
         return {f"{name}{parameter}": concatenated(pieces) for parameter, pieces in together.items()}
 
+    def part_name(self, module_name: str, parameter: str) -> str:
+        """What a checkpoint calls the module that holds a parameter: ``...self_attn.k_proj`` for ``1.weight``."""
+        parent, _, leaf = module_name.rpartition(".")
+        if leaf in self.fused and parameter[0].isdigit():
+            module_name, parameter = f"{parent}.{self.fused[leaf]}", parameter.partition(".")[2]
+        return self.checkpoint_name(module_name, parameter).rpartition(".")[0]
+
     def published_names(self, name: str) -> tuple[str, ...]:
-        """``name``, and what a checkpoint may call it before ``renames``."""
-        stored = (old + name.removeprefix(new) for old, new in self.renames.items() if name.startswith(new))
-        return (name, *stored)
+        """``name``, and what a checkpoint may call it before ``aliases`` and ``renames``."""
+        names = [name]
+        for stored, component in self.aliases.items():
+            parts = [other.split(".") for other in names]
+            names += [".".join(stored if p == component else p for p in path) for path in parts if component in path]
+        for old, new in self.renames.items():
+            names += [old + other.removeprefix(new) for other in names if other.startswith(new)]
+        return tuple(names)
 
 
 class LoadableModel(nn.Module):

@@ -42,7 +42,7 @@ def create_weights(model: LoadableModel, quantization: QuantizationConfig | None
             module.quant_method = chooser.linear(name, module)
             module.quant_method.create(module)
         elif isinstance(module, Experts):
-            module.quant_method = chooser.experts(name)
+            module.quant_method = chooser.experts(name, module)
             module.shared_joins = chooser.shared_joins(module)
             module.quant_method.create(module)
 
@@ -57,8 +57,7 @@ class _Chooser:
             self._storage = STORAGES[key]()
 
     def linear(self, name: str, layer: LinearBase) -> UnquantizedLinear | Fp8Linear:
-        tensors = {part: self._table.checkpoint_name(name, part or "weight") for part in layer.shard.parts}
-        names = {part: tensor.rpartition(".")[0] for part, tensor in tensors.items()}
+        names = {part: self._table.part_name(name, f"{part}weight") for part in layer.shard.parts}
         plain = self._plain(names)
         if self._storage is None or not layer.quantizable or len(plain) == len(names):
             return UnquantizedLinear(self._context)
@@ -67,8 +66,9 @@ class _Chooser:
             self._refuse(name, names.values())
         return Fp8Linear(self._storage, self._context, names, plain)
 
-    def experts(self, name: str) -> UnquantizedExperts | Fp8Experts:
-        parts = {part: f"{name}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")}
+    def experts(self, name: str, layer: Experts) -> UnquantizedExperts | Fp8Experts:
+        matrices = (*layer.gate_up_shard.parts, *layer.down_shard.parts)
+        parts = {matrix: self._table.part_name(name, f"0.{matrix}weight") for matrix in matrices}
         plain = self._plain(parts)
         if self._storage is None or len(plain) == len(parts):
             return UnquantizedExperts(self._context)
@@ -86,7 +86,7 @@ class _Chooser:
         return kinds == {alike} and not static
 
     def _plain(self, parts: dict[str, str]) -> frozenset[str]:
-        """The parts that are not quantised, of some given by their names in the model."""
+        """The parts that are not quantised, of some given by their names in the checkpoint."""
         if self._config is None:
             return frozenset(parts)
         quantizes, names = self._config.quantizes, self._table.published_names
