@@ -141,6 +141,7 @@ def test_names_of_other_engines_for_choices() -> None:
         ({"page_size": True}, "page_size=True is not an integer"),
         ({"page_size": "16"}, "page_size='16' is not an integer"),
         ({"num_kv_pages": 1}, "num_kv_pages=1 is out of range; allowed: 2 or more"),
+        ({"max_num_batched_tokens": 65_536}, "=65536 is out of range; allowed: 1 or more and at most 65,535"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5"),
         ({"gpu_memory_utilization": 0}, "above 0 and at most 1"),

@@ -134,7 +134,7 @@ class EngineConfig:
     )
     max_num_batched_tokens: int = _option(
         "int", None, "token budget of one step; longer prompts run in chunks; default: 8192 on a GPU, 2048 on the CPU",
-        low=1,
+        low=1, high=65_535,  # some kernels have a program for each token along the second dimension of a CUDA grid
     )  # fmt: skip
     schedule_policy: Literal["fcfs", "priority", "lpm"] = _option(
         "text", "fcfs", "which waiting request is admitted first: fcfs, priority, or lpm (longest cached prefix)",
