@@ -17,9 +17,11 @@ from tests.patience import stretched
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
+from weft.config import resolve
 from weft.engine.core import EngineCore
 from weft.errors import ConfigError, EngineDeadError, WeightsError
 from weft.executor.multi_process import MultiProcessExecutor
+from weft.runner.warmup import step
 
 MODELS = (
     "LlamaForCausalLM",
@@ -274,6 +276,23 @@ def test_a_rank_that_dies_or_hangs(number: int, message: str, idle: bool, folder
         llm.add_request([1], params)
     llm.shutdown()
     assert not living_ranks()
+
+
+def test_steps_in_flight_end_before_the_ranks(folders: dict[str, Path]) -> None:
+    """They write results into memory that rank 0 gives up."""
+
+    class Event:
+        asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked == 3
+
+    executor = MultiProcessExecutor(resolve(model=str(folders[HYBRID]), tensor_parallel_size=2, device="cpu"))
+    executor.launch(step([(0, 1)], 1))
+    executor._pending[-1].block.done = event = Event()  # type: ignore[assignment]
+    executor.stop()
+    assert event.asked == 3 and not living_ranks()
 
 
 @pytest.mark.usefixtures("eight_threads")

@@ -62,6 +62,30 @@ STEPS_AND_IMAGES = (
         '        host["seq_lens"][count:size] = query_len\n', "", "tests/runner/test_padding.py",
     ),
     mutant(
+        "results-leave-their-memory", "memory for results is used again", "weft/runner/results.py",
+        "self._free.append((self.host, self.done))", "pass", "tests/runner/test_results.py",
+    ),
+    mutant(
+        "results-free-when-asked-for", "results of a step stay until they are read", "weft/runner/results.py",
+        "self._free.pop() if self._free else self._allocate(), self._free)",
+        "(self._free or self._free.append(self._allocate()) or self._free)[0], self._free)",
+        "tests/runner/test_results.py",
+    ),
+    mutant(
+        "results-without-drafts", "there is room for the results of all drafts", "weft/runner/step_runner.py",
+        "ResultMemory(plan.max_num_seqs * (1 + config.num_drafts), device, backend)",
+        "ResultMemory(plan.max_num_seqs, device, backend)", "tests/runner/test_results.py",
+    ),
+    mutant(
+        "rejected-drafts-are-results", "only tokens that count are a sequence's", "weft/runner/results.py",
+        "        counts_all=acceptance is None,\n", "        counts_all=True,\n", "tests/speculation",
+    ),
+    mutant(
+        "ranks-end-in-flight", "what is in flight ends before the memory that it writes",
+        "weft/executor/multi_process.py", "not self._pending[-1].is_done and ", "False and ",
+        "tests/executor/test_tensor_parallel.py::test_steps_in_flight_end_before_the_ranks",
+    ),
+    mutant(
         "one-doubling", "every doubling between two sizes is measured", "weft/graph/profile.py",
         "        while between < size:\n", "        if between < size:\n", "tests/graph/test_profile.py",
     ),

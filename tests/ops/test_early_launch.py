@@ -34,7 +34,7 @@ PASSES_ON = {
     "decode_hopper_kernel": ("decode_programs", "attention_merge.py"),
 }
 """Kernels in which a part waits, on which all others wait: its name and its file."""
-ORDINARY = {"_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel", "_load_kernel"}
+ORDINARY = {"_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel", "_load_kernel", "_store_kernel"}
 """Kernels that write a step's metadata, as copies and torch's kernels do: never early, each waits for all before it."""
 
 

@@ -131,6 +131,9 @@ class MultiProcessExecutor:
         return pending.result()
 
     def stop(self) -> None:
+        # What is in flight writes results into host memory that rank 0 gives up.
+        while self._pending and not self._pending[-1].is_done and self._workers.failure() is None:
+            time.sleep(_POLL_S)
         self._pending.clear()
         if self._profiler is not None:
             self._profiler.close()

@@ -123,8 +123,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def wait_for_steps() -> None:
-    """Until the device has done what is queued. A step's inputs are read from pinned memory by a kernel, of which torch
-    does not know: as soon as nobody holds that memory, torch gives it to others."""
+    """Until the device has done what is queued. Kernels read a step's inputs from pinned memory and write its results
+    there, of which torch does not know: as soon as nobody holds that memory, torch gives it to others."""
     if torch.cuda.is_initialized():
         with suppress(RuntimeError):  # the device has failed, and reads nothing any more
             torch.cuda.synchronize()

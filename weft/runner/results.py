@@ -1,21 +1,25 @@
-"""Copying a step's results to the host.
+"""Bringing a step's results to the host.
 
-Job: start copies without waiting, and turn them into a ``ModelOutput`` when asked. Owns: the host copies and the event
-that says when they are complete. Does not know: how tokens were chosen.
+Job: have them written without waiting, and turn them into a ``ModelOutput`` when asked. Owns: the host's memory for
+results, and the event that says when they are complete. Does not know: how tokens were chosen.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weft.layers.sampler import Logprobs, logprobs_of
 from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from weft.ops.backend import Backend
 from weft.ops.draft_types import NO_DRAFT
+from weft.ops.step_results import NUM_RESULTS, store_step_results
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable
@@ -44,6 +48,73 @@ def _entries(logprobs: Logprobs) -> list[TokenLogprobs]:
     return [TokenLogprobs(ids, values, rank) for ids, values, rank in zip(*columns, strict=True)]
 
 
+_Block = tuple[Tensor, torch.cuda.Event | None]
+
+
+class ResultMemory:
+    """The host's memory for results of steps: a block for each step in flight, used again and again.
+
+    torch does not know of a kernel that writes pinned memory, and would give it to others as soon as nobody holds it.
+    So blocks stay here, and the device is waited for before the end of this object (``memory.wait_for_steps``).
+
+    Args:
+        max_results: most tokens that a step samples.
+        device, backend: where results come from, and how.
+    """
+
+    def __init__(self, max_results: int, device: torch.device, backend: Backend) -> None:
+        self._shape, self._on_gpu, self._backend = (NUM_RESULTS, max_results), device.type == "cuda", backend
+        self._no_ints = torch.empty(0, dtype=torch.int64, device=device)
+        self._no_flags = torch.empty(0, dtype=torch.bool, device=device)
+        self._free: list[_Block] = []
+
+    def store(
+        self,
+        token_ids: Tensor | None,
+        failed: Tensor | None,
+        counted: Tensor | None,
+        prefill_failed: Tensor | None,
+        drafts: Tensor | None,
+    ) -> ResultBlock:
+        """Start writing what there is, as ``store_step_results`` takes it, to the host."""
+        block = ResultBlock(self._free.pop() if self._free else self._allocate(), self._free)
+        ints, flags = self._no_ints, self._no_flags
+        store_step_results(
+            block.host,
+            ints if token_ids is None else token_ids,
+            flags if failed is None else failed,
+            flags if counted is None else counted,
+            flags if prefill_failed is None else prefill_failed,
+            ints if drafts is None else drafts,
+            backend=self._backend,
+        )
+        return block
+
+    def _allocate(self) -> _Block:
+        host = torch.zeros(self._shape, dtype=torch.int64, pin_memory=self._on_gpu)
+        return host, torch.cuda.Event() if self._on_gpu else None
+
+
+class ResultBlock:
+    """One step's results in a block of ``ResultMemory``, which is free with the end of this object.
+
+    The device may not have written them by then: those of the step that takes the block next come behind them, on the
+    same stream.
+
+    Attributes:
+        host: ``[NUM_RESULTS, max_results]`` int64, in the order of ``store_step_results``.
+        done: to be recorded behind all of the step's results; None on the CPU.
+    """
+
+    __slots__ = ("_free", "done", "host")
+
+    def __init__(self, block: _Block, free: list[_Block]) -> None:
+        (self.host, self.done), self._free = block, free
+
+    def __del__(self) -> None:
+        self._free.append((self.host, self.done))
+
+
 @dataclass(slots=True)
 class PendingStep:
     """A launched step.
@@ -51,16 +122,16 @@ class PendingStep:
     Attributes:
         step: its number.
         rows: rows that sampled, in batch order; a row with drafts once for each of its positions.
-        token_ids, failed: ``[len(rows)]`` on the host; None if nothing was sampled.
-        counted: ``[len(rows)]`` on the host, whether the token is the sequence's; None if all are.
+        prefill_rows: rows that did not sample.
+        draft_rows: rows for which drafts were looked for, each up to ``num_drafts``; none if nothing is drafted on the
+            device.
+        block: what the device writes: ``[len(rows)]`` token ids, whether each row has failed, and whether the token is
+            the sequence's; ``[len(prefill_rows)]`` whether what they computed is NaN or infinite;
+            ``[len(draft_rows), num_drafts]`` drafts for the next step, ``NO_DRAFT`` where none was found.
+        counts_all: all tokens are the sequences'; nothing is written about it.
         num_logprobs: of the rows that want log probabilities: place in ``rows`` -> how many alternatives.
         logprobs: of their sampled tokens, in that order, on the host.
         prompt_logprobs: row -> those of its prompt tokens, on the host.
-        prefill_rows: rows that did not sample.
-        prefill_failed: ``[len(prefill_rows)]`` on the host: what they computed is NaN or infinite; None without rows.
-        drafts: ``[len(draft_rows), K]`` on the host, for the next step, ``NO_DRAFT`` where none was found; None if
-            nothing is drafted on the device.
-        draft_rows: whose they are.
         mode: how the step runs (NONE, PIECEWISE, FULL).
         num_padding_tokens: rows that it computes for nobody.
         encoder_time: of its images; None if it encodes none.
@@ -68,74 +139,69 @@ class PendingStep:
 
     step: int
     rows: list[int]
-    token_ids: Tensor | None = None
-    failed: Tensor | None = None
-    counted: Tensor | None = None
-    num_logprobs: dict[int, int] = field(default_factory=dict)
-    logprobs: Logprobs | None = None
-    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    prefill_rows: list[int] = field(default_factory=list)
-    prefill_failed: Tensor | None = None
-    drafts: Tensor | None = None
-    draft_rows: list[int] = field(default_factory=list)
+    prefill_rows: list[int]
+    draft_rows: list[int]
+    num_drafts: int
+    block: ResultBlock
+    counts_all: bool
+    num_logprobs: dict[int, int]
+    logprobs: Logprobs | None
+    prompt_logprobs: dict[int, Logprobs]
     mode: str = "NONE"
     num_padding_tokens: int = 0
     encoder_time: EncoderTime | None = None
-    _done: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        copies = [self.token_ids, self.prefill_failed, *(values.ranks for values in self.prompt_logprobs.values())]
-        if any(copy is not None and copy.is_pinned() for copy in copies):
-            self._done = torch.cuda.Event()
-            self._done.record()
+        if self.block.done is not None:
+            self.block.done.record()
 
     @property
     def is_done(self) -> bool:
         """True if ``result`` does not have to wait."""
-        return self._done is None or self._done.query()
+        return self.block.done is None or self.block.done.query()
 
     def result(self) -> ModelOutput:
         """Wait until the results are on the host."""
-        if self._done is not None:
-            self._done.synchronize()
-        prompt_logprobs = {row: _entries(values) for row, values in self.prompt_logprobs.items()}
-        rows, token_ids, failed = self.rows, self.token_ids, self.failed
-        if self.counted is not None and token_ids is not None and failed is not None:
-            rows, token_ids, failed = _where(self.counted, rows), token_ids[self.counted], failed[self.counted]
+        if self.block.done is not None:
+            self.block.done.synchronize()
+        rows, shape = self.rows, (len(self.draft_rows), self.num_drafts)
+        token_ids, failed, counted, prefill_failed, drafts = self.block.host.numpy()
+        token_ids, failed, counted = token_ids[: len(rows)], failed[: len(rows)], counted[: len(rows)]
+        logprobs = self._logprobs(counted)
+        if not self.counts_all:
+            is_counted = counted != 0
+            rows, token_ids, failed = _where(counted, rows), token_ids[is_counted], failed[is_counted]
         return ModelOutput(
             self.step,
             rows,
-            token_ids.tolist() if token_ids is not None else [],
-            self._logprobs(),
-            prompt_logprobs,
-            _where(failed, rows) + _where(self.prefill_failed, self.prefill_rows),
+            token_ids.tolist(),
+            logprobs,
+            {row: _entries(values) for row, values in self.prompt_logprobs.items()},
+            _where(failed, rows) + _where(prefill_failed[: len(self.prefill_rows)], self.prefill_rows),
             self.mode,
             self.num_padding_tokens,
-            self._drafts(),
+            self._drafts(drafts[: math.prod(shape)].reshape(shape)),
             self.encoder_time.seconds() if self.encoder_time is not None else 0.0,
         )
 
-    def _drafts(self) -> dict[int, list[int]]:
+    def _drafts(self, drafts: np.ndarray) -> dict[int, list[int]]:
         """By row; nothing for a row for which none was found."""
-        if self.drafts is None:
-            return {}
-        by_row = zip(self.draft_rows, self.drafts.tolist(), strict=True)
-        return {row: drafts for row, drafts in by_row if drafts and drafts[0] != NO_DRAFT}
+        by_row = zip(self.draft_rows, drafts.tolist(), strict=True)
+        return {row: ids for row, ids in by_row if ids and ids[0] != NO_DRAFT}
 
-    def _logprobs(self) -> dict[int, list[TokenLogprobs]]:
+    def _logprobs(self, counted: np.ndarray) -> dict[int, list[TokenLogprobs]]:
         if self.logprobs is None:
             return {}
-        counted = self.counted.tolist() if self.counted is not None else None
         by_row: dict[int, list[TokenLogprobs]] = {}
         for (place, count), entry in zip(self.num_logprobs.items(), _entries(self.logprobs), strict=True):
-            if counted is None or counted[place]:
+            if self.counts_all or counted[place]:
                 by_row.setdefault(self.rows[place], []).append(_first(entry, count))
         return by_row
 
 
-def _where(flags: Tensor | None, rows: list[int]) -> list[int]:
-    """The rows whose flag is set; none if there are no flags."""
-    return [row for row, flag in zip(rows, flags.tolist(), strict=True) if flag] if flags is not None else []
+def _where(flags: np.ndarray, rows: list[int]) -> list[int]:
+    """The rows whose flag is set."""
+    return [row for row, flag in zip(rows, flags.tolist(), strict=True) if flag]
 
 
 def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
@@ -144,35 +210,42 @@ def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
 
 
 def pending_step(
+    memory: ResultMemory,
     scheduler_output: SchedulerOutput,
     sampled: SampledTokens | None,
-    prompt_logprobs: Mapping[int, Logprobs] | None = None,
+    prompt_logprobs: dict[int, Logprobs] | None = None,
     prefill_failed: Tensor | None = None,
     drafts: Tensor | None = None,
 ) -> PendingStep:
-    """Start the copies of a step's results to the host.
+    """Start bringing a step's results to the host.
 
     Args:
+        memory: where they go.
         sampled: None if no row samples.
         prompt_logprobs: see ``prompt_logprobs_of``.
         prefill_failed: see ``failed_prefills``.
         drafts: from ``Drafter``.
     """
+    requests = scheduler_output.requests
     logprobs = sampled.logprobs if sampled is not None else None
     acceptance = sampled.acceptance if sampled is not None else None
     return PendingStep(
         scheduler_output.step,
         sampled.rows if sampled is not None else [],
-        token_ids=to_host(sampled.token_ids) if sampled is not None else None,
-        failed=to_host(sampled.nan_rows) if sampled is not None else None,
-        counted=to_host(acceptance.counted) if acceptance is not None else None,
+        prefill_rows=[r.row for r in requests if not r.samples],
+        draft_rows=[r.row for r in requests if r.samples] if drafts is not None else [],
+        num_drafts=drafts.shape[1] if drafts is not None else 0,
+        block=memory.store(
+            sampled.token_ids if sampled is not None else None,
+            sampled.nan_rows if sampled is not None else None,
+            acceptance.counted if acceptance is not None else None,
+            prefill_failed,
+            drafts,
+        ),
+        counts_all=acceptance is None,
         num_logprobs=sampled.num_logprobs if sampled is not None else {},
         logprobs=logprobs_to_host(logprobs) if logprobs is not None else None,
-        prompt_logprobs=dict(prompt_logprobs or {}),
-        prefill_rows=[r.row for r in scheduler_output.requests if not r.samples],
-        prefill_failed=to_host(prefill_failed) if prefill_failed is not None else None,
-        drafts=to_host(drafts) if drafts is not None else None,
-        draft_rows=[r.row for r in scheduler_output.requests if r.samples] if drafts is not None else [],
+        prompt_logprobs=prompt_logprobs or {},
     )
 
 

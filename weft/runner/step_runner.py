@@ -1,8 +1,8 @@
 """The step runner: a scheduler output in, launched device work out.
 
 Job: fill rows, copy inside the caches, build the batch, run the forward pass (as a graph where one fits), sample.
-Owns: rows, step buffers, caches and graphs. Does not know: requests, why something is scheduled, whose a page is; how
-the model was loaded or the caches were sized.
+Owns: rows, step buffers, memory for results, caches and graphs. Does not know: requests, why something is scheduled,
+whose a page is; how the model was loaded or the caches were sized.
 
 One step, in the order that ``messages.py`` promises::
 
@@ -37,6 +37,7 @@ from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches, cache_tensors
 from weft.runner.results import (
     PendingStep,
+    ResultMemory,
     failed_prefills,
     pending_step,
     prompt_logprobs_of,
@@ -94,6 +95,7 @@ class StepRunner:
         self.builder = _batch_builder(config, spec, plan, self.rows, backend, reads_images=media is not None)
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
         self._draft = self._make_drafter(config, plan, backend)
+        self._results = ResultMemory(plan.max_num_seqs * (1 + config.num_drafts), device, backend)
         sampler, rejection_sampler = Sampler(backend), _rejection_sampler(config, device, backend)
         self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, rejection_sampler)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
@@ -193,7 +195,7 @@ class StepRunner:
         drafts = result.drafts
         if drafts is None and replayed.hidden_states is not None:  # other tokens were sampled than in the graph
             drafts = self._drafts(scheduler_output, shape, replayed.hidden_states[: shape.num_tokens], result)
-        pending = pending_step(scheduler_output, result, drafts=drafts)
+        pending = pending_step(self._results, scheduler_output, result, drafts=drafts)
         pending.mode = str(choice.mode)
         pending.num_padding_tokens = (size - shape.num_seqs) * (shape.query_len or 1)
         return pending
@@ -231,7 +233,7 @@ class StepRunner:
             indices = self.builder.sample_rows(shape.num_samples).indices
             result = self._sample(self._model.compute_logits(hidden_states.index_select(0, indices)), sampled)
         drafts = self._drafts(scheduler_output, shape, hidden_states, result)
-        pending = pending_step(scheduler_output, result, prompt_logprobs, failed, drafts)
+        pending = pending_step(self._results, scheduler_output, result, prompt_logprobs, failed, drafts)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending
 

@@ -1,0 +1,91 @@
+"""A step's results are read from memory that no other step writes before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from weft.config import resolve
+from weft.messages import ModelOutput, SchedulerOutput
+from weft.ops.backend import Backend
+from weft.runner.model_runner import ModelRunner
+from weft.runner.results import ResultBlock, ResultMemory
+from weft.runner.warmup import step
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "load_format": "dummy", "max_num_seqs": 3, "max_model_len": 32, "cuda_graph_mode": "NONE"
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    yield ModelRunner(resolve(**SETTINGS))
+
+
+def steps(runner: ModelRunner) -> list[SchedulerOutput]:
+    slot = int(runner.spec.has_states)
+    return [step([(0, count)] * seqs, slot) for count, seqs in ((5, 1), (1, 3), (4, 2), (2, 3))]
+
+
+def told(output: ModelOutput) -> tuple[Any, ...]:
+    return output.rows, output.token_ids, output.failed_rows
+
+
+def test_steps_in_flight_share_no_memory(runner: ModelRunner) -> None:
+    expected = [told(runner.run(s)) for s in steps(runner)]
+    assert len({str(e) for e in expected}) == len(expected), "steps with the same results show nothing"
+    pending = [runner.launch(s) for s in steps(runner)]
+    assert [told(p.result()) for p in pending] == expected
+
+
+def test_results_may_stay_unread(runner: ModelRunner) -> None:
+    """Ranks other than 0 read none."""
+    memory = runner.steps._results
+    for scheduler_output in steps(runner) * 2:
+        runner.launch(scheduler_output)
+    before = len(memory._free)
+    for scheduler_output in steps(runner) * 2:
+        runner.launch(scheduler_output)
+    assert len(memory._free) == before >= 1
+
+
+def store(memory: ResultMemory, token: int) -> ResultBlock:
+    return memory.store(torch.tensor([token, token]), None, None, None, None)
+
+
+def test_memory_is_used_again_once_nobody_holds_it() -> None:
+    memory = ResultMemory(4, torch.device("cpu"), Backend.TORCH)
+    first, second = store(memory, 1), store(memory, 2)
+    places = {block.host.data_ptr() for block in (first, second)}
+    assert len(places) == 2 and first.host[0, :2].tolist() == [1, 1]
+    del first
+    third = store(memory, 3)
+    assert third.host.data_ptr() in places and third.host.data_ptr() != second.host.data_ptr()
+    assert second.host[0, :2].tolist() == [2, 2] and not memory._free
+
+
+def test_memory_comes_back_from_a_step_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel may be queued: nobody else may get the memory."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    memory = ResultMemory(4, torch.device("cpu"), Backend.TORCH)
+    held = store(memory, 1)
+    place = held.host.data_ptr()
+    del held
+    monkeypatch.setattr("weft.runner.results.store_step_results", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store(memory, 2)
+    assert [host.data_ptr() for host, _ in memory._free] == [place]
+
+
+def test_all_rows_may_verify_all_drafts() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    runner = ModelRunner(resolve(**SETTINGS, speculative_config=drafts))
+    slot = int(runner.spec.has_states)
+    output = runner.run(step([(4, 1)] * 3, slot, num_drafts=3))
+    assert set(output.rows) == {0, 1, 2} and len(output.token_ids) == len(output.rows) >= 3
