@@ -231,6 +231,12 @@ def _gated_hopper_kernel(x_desc, w_desc, out, num_rows, HIDDEN: gl.constexpr, WI
     )  # fmt: skip
 
 
+def filled(num_rows: int, width: int) -> float:
+    """The part of its waves' tiles that a product of so many rows and outputs fills."""
+    tiles = cdiv(num_rows, 256) * cdiv(width, 96)
+    return num_rows * width / (256 * 96 * MULTIPROCESSORS * cdiv(tiles, MULTIPROCESSORS))
+
+
 LEAST_TILES = 120
 """With fewer the device is not full, and the matrix library, which has smaller tiles, is faster."""
 
