@@ -46,7 +46,7 @@ def parts(names: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module, constant, with_it, without in (
             ("branch", attention, "_BRANCH_ROWS", 1, NEVER),
-            ("gated", gated_linear_hopper, "LEAST_TILES", 1, NEVER),
+            ("gated", gated_linear_hopper, "LEAST_FILLED", 0, NEVER),
             ("shared", attention_prefill_hopper, "_SHARED_HEADS", NEVER, 0),
         ):
             value = with_it if name in names.split() else without

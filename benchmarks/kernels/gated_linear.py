@@ -47,7 +47,7 @@ def measure(inner: int, width: int, rows: int, weights: list[Tensor]) -> dict[st
     assert worst < 4e-3, (inner, width, rows, worst)
     us = {
         name: time_us([partial(_behind_norm, x, scale, weight, product) for weight in weights])
-        for name, product in (("library", _library), ("kernel", gated_linear_hopper))
+        for name, product in (("library_us", _library), ("kernel_us", gated_linear_hopper))
     }
     floor = 4 * rows * width * inner / MATRIX_FLOP_PER_S * 1e6
     return {
@@ -78,7 +78,7 @@ def main() -> None:
             inner,
             width,
             *(
-                f"{r['rows']}: {r['library']:.1f} {r['kernel']:.1f} ({r['filled']})"
+                f"{r['rows']}: {r['library_us']:.1f} {r['kernel_us']:.1f} ({r['filled']})"
                 for r in rows
                 if (r["inner"], r["width"]) == (inner, width)
             ),

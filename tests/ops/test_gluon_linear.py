@@ -38,9 +38,10 @@ def run(call: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
         return call()
 
 
-def pretend_hopper(monkeypatch: pytest.MonkeyPatch, least_tiles: int) -> None:
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch, least_filled: float, multiprocessors: int = 132) -> None:
     monkeypatch.setattr(gated_linear_hopper, "runs_gluon", lambda device: True)
-    monkeypatch.setattr(gated_linear_hopper, "LEAST_TILES", least_tiles)
+    monkeypatch.setattr(gated_linear_hopper, "LEAST_FILLED", least_filled)
+    monkeypatch.setattr(gated_linear_hopper, "MULTIPROCESSORS", multiprocessors)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -61,22 +62,24 @@ def test_equals_float64(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(ON_HOPPER, reason="which kernels are chosen is asked without launching any")
 def test_only_what_pays_goes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_hopper(monkeypatch, 6)
+    pretend_hopper(monkeypatch, 0.75, multiprocessors=6)
     bf16 = torch.bfloat16
 
     def gated(rows: int, width: int = 160, dtype: torch.dtype = bf16) -> bool:
         return takes_gated(torch.zeros(rows, 256, dtype=dtype), torch.zeros(2 * width, 256, dtype=dtype))
 
-    assert gated(513) and not gated(512), "tiles of 256 rows by 96 outputs: six of them"
-    assert not gated(513, dtype=torch.float32) and not gated(513, width=168)
-    odd, weight = torch.zeros(513 * 256 + 4, dtype=bf16)[4:].view(513, 256), torch.zeros(320, 256, dtype=bf16)
+    assert gated(692) and not gated(691), "six tiles of 256 rows by 96 outputs in a wave: 692 rows of 160 fill 75%"
+    assert not gated(769), "a second wave begins"
+    assert gated(1384), "and is filled"
+    assert not gated(692, dtype=torch.float32) and not gated(692, width=168)
+    odd, weight = torch.zeros(692 * 256 + 4, dtype=bf16)[4:].view(692, 256), torch.zeros(320, 256, dtype=bf16)
     assert not takes_gated(odd, weight), "not aligned to 16 bytes"
-    assert not takes_gated(torch.zeros(513, 192, dtype=bf16), weight[:, :192].contiguous()), "a ring is not filled"
+    assert not takes_gated(torch.zeros(692, 192, dtype=bf16), weight[:, :192].contiguous()), "a ring is not filled"
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="which kernels are chosen is asked without launching any")
 def test_a_bias_is_no_business_of_its(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_hopper(monkeypatch, 1)
+    pretend_hopper(monkeypatch, 0)
     x, weight, names = torch.zeros(5, 256).bfloat16(), torch.zeros(64, 256).bfloat16(), []
     with launches_handled(lambda kernel, *launch: names.append(kernel.fn.__name__)):
         linear_silu_mul(x, weight, None, backend=Backend.TRITON)
