@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.test_weights import build, load, rewrite
 from tests.tiny import make_checkpoint
 from weft.config.checkpoint import read_checkpoint_config
-from weft.errors import WeightsError
+from weft.errors import WeftError, WeightsError
 from weft.weights import load_weights
 
 
@@ -32,6 +32,23 @@ def test_pickle_files_are_refused(next_moe: Path, pickle: str) -> None:
 def test_pickle_files_beside_safetensors_do_not_matter(next_moe: Path) -> None:
     (next_moe / "pytorch_model.bin").write_bytes(b"never opened")
     load(next_moe)
+
+
+def test_an_index_beside_the_one_file_does_not_matter(next_moe: Path) -> None:
+    (next_moe / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+    load(next_moe)
+
+
+def test_a_file_that_the_machine_cannot_read_is_not_called_broken(
+    next_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("weft.weights.safetensors_folder.safe_open", fail)
+    with pytest.raises(WeftError, match=r"model.safetensors cannot be read: .*Input/output error") as error:
+        load(next_moe)
+    assert not isinstance(error.value, WeightsError)
 
 
 def test_folder_without_weights(next_moe: Path) -> None:

@@ -124,6 +124,47 @@ def test_yarn_numbers_are_filled_in(tmp_path: Path) -> None:
     }
 
 
+def test_which_of_two_values_counts(tmp_path: Path) -> None:
+    """Rotary settings go before the keys of older files, but for the original context; a text config before the file's
+    own keys, which count where it is silent."""
+    rope = {"rope_type": "linear", "type": "yarn", "factor": 2.0, "rope_theta": 5e3, "partial_rotary_factor": 0.5}
+    values = tiny("Qwen3NextForCausalLM", rope_parameters=rope, rope_theta=1e6, partial_rotary_factor=0.25)
+    assert attention(read(tmp_path, values)).rope == RopeConfig(5e3, 8, "linear", {"factor": 2.0})
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 128, "mscale_all_dim": 0.0}
+    values = tiny("Qwen3ForCausalLM", rope_parameters=yarn, original_max_position_embeddings=64)
+    found = attention(read(tmp_path, values)).rope.parameters
+    assert (found["factor"], found["original_max_position_embeddings"], found["mscale_all_dim"]) == (8.0, 64, 0.0)
+    values = tiny("Qwen3_5ForConditionalGeneration", dtype="bfloat16", eos_token_id=5, bos_token_id=6)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    values["text_config"] |= {"dtype": "torch.float16", "eos_token_id": [7, 8], "quantization_config": fp8}
+    config = read(tmp_path, values)
+    assert (config.dtype, config.eos_token_ids, config.bos_token_id) == ("float16", (7, 8), 6)
+    assert config.quantization is not None and config.quantization.weights == "block"
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "expected"),
+    [
+        ("Qwen3NextForCausalLM", {}, {"mtp_layers": 1}),
+        ("Qwen3NextForCausalLM", {"num_nextn_predict_layers": 2}, {"mtp_layers": 2}),
+        ("Qwen3NextForCausalLM", {"mtp_use_dedicated_embeddings": True}, {"mtp_layers": 0}),
+        (
+            "Lfm2ForCausalLM",
+            {"intermediate_size": 64, "block_ffn_dim_multiplier": 1.5, "block_multiple_of": 1},
+            {"intermediate_size": 63},
+        ),
+        (
+            "OlmoHybridForCausalLM",
+            {"layer_types": None, "num_hidden_layers": 2},
+            {"layer_types": ("linear_attention", "full_attention")},
+        ),
+    ],
+)
+def test_numbers_that_follow(arch: str, changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    config = read(tmp_path, tiny(arch, **changes))
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
 def test_new_name_of_the_expert_count(tmp_path: Path) -> None:
     config = read(tmp_path, tiny("Qwen3MoeForCausalLM", num_experts=None, num_local_experts=9))
     assert config.moe is not None and config.moe.num_experts == 9

@@ -73,6 +73,16 @@ def test_kimi_linear_as_published_and_as_transformers_writes_it(tmp_path: Path) 
     assert dataclasses.replace(again, model_type="") == config
 
 
+def test_numbers_of_kimi_linear_that_are_not_the_defaults(tmp_path: Path) -> None:
+    delta = KIMI_LINEAR["linear_attn_config"] | {"num_heads": 16, "head_dim": 64, "short_conv_kernel_size": 3}
+    other = {"first_k_dense_replace": 2, "num_shared_experts": 0, "linear_attn_config": delta}
+    config = read(tmp_path, KIMI_LINEAR | other)
+    assert config.mixers["linear_attention"]["self_attn"] == KimiDeltaConfig(16, 64, 3)
+    moe = config.moe
+    assert moe is not None and moe.sparse_layers == frozenset(range(2, 27))
+    assert moe.shared_expert_intermediate_size is None
+
+
 def test_an_empty_config_of_gemma_3(tmp_path: Path) -> None:
     import transformers
 
@@ -131,8 +141,13 @@ def test_an_empty_config_of_kimi_linear(tmp_path: Path) -> None:
         ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax' is not supported"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         ({"num_expert_group": 3}, "num_expert_group=3 groups"),
+        ({"num_expert_group": 32, "num_experts_per_token": 9}, "with num_experts_per_token=9"),
         ({"mlp_layer_types": ["dense"]}, "expected 'dense' or 'sparse' for each of 27 layers"),
         ({"linear_attn_config": KIMI_LINEAR["linear_attn_config"] | {"kda_layers": [1]}}, "each of the layers 1 to 27"),
+        (
+            {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [*range(1, 28)]}},
+            "each of the layers 1 to 27",
+        ),
     ],
 )
 def test_what_kimi_linear_does_not_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

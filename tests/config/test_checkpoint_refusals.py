@@ -15,6 +15,8 @@ from weft.config.checkpoint import read_checkpoint_config
 from weft.config.families import FAMILIES
 from weft.errors import ConfigError, UnsupportedModelError
 
+EQUAL_FACTORS = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
+
 
 @pytest.mark.parametrize(
     ("arch", "changes", "message"),
@@ -42,6 +44,9 @@ from weft.errors import ConfigError, UnsupportedModelError
         ),
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         ("LlamaForCausalLM", {"rope_parameters": {"full_attention": {}}}, "separate rotary settings per layer type"),
+        ("LlamaForCausalLM", {"rope_parameters": {"linear_attention": {}}}, "separate rotary settings per layer type"),
+        ("LlamaForCausalLM", {"rope_parameters": EQUAL_FACTORS}, "high_freq_factor=4 must be greater than"),
+        ("Qwen3NextForCausalLM", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "gives a rotary dimension of 24"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this"),
         ("Qwen3NextForCausalLM", {"head_dim": 12}, "gives a rotary dimension of 3; it must be even"),
         ("Qwen3NextForCausalLM", {"head_dim": 4}, "gives a rotary dimension of 1"),

@@ -34,6 +34,7 @@ def test_what_is_not_used_is_listed(tmp_path: Path) -> None:
         "no_repeat_ngram_size": 0,
         "use_cache": True,
         "_from_model_config": True,
+        "_commit_hash": "0a1b2c",
         "pad_token_id": 7,
     }
     config = generation(tmp_path, used | neutral | {"no_repeat_ngram_size": 3, "forced_eos_token_id": 2})
@@ -44,6 +45,7 @@ def test_what_is_not_used_is_listed(tmp_path: Path) -> None:
 def test_do_sample_false_is_greedy(tmp_path: Path) -> None:
     assert generation(tmp_path, {"do_sample": False, "temperature": 0.6}).temperature == 0.0
     assert generation(tmp_path, {"temperature": 0.6}).temperature == 0.6
+    assert generation(tmp_path, {"temperature": 0, "top_k": -1}) == GenerationDefaults(0.0, -1)
 
 
 @pytest.mark.parametrize(

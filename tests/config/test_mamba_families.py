@@ -115,6 +115,7 @@ def test_jamba_periods_and_automatic_rank(tmp_path: Path) -> None:
         ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, UnsupportedModelError, "supported is 'relu2'"),
         ("NemotronHForCausalLM", {"moe_latent_size": 8}, UnsupportedModelError, "moe_latent_size=8"),
         ("NemotronHForCausalLM", {"n_group": 4}, ConfigError, "n_group=4 is not valid"),
+        ("NemotronHForCausalLM", {"num_experts_per_tok": 5}, ConfigError, "that leaves 5 in topk_group groups"),
         ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, UnsupportedModelError, "'rope' and"),
         ("JambaForCausalLM", {"attn_layer_offset": 3}, ConfigError, "below attn_layer_period=3"),
         ("MiniMaxForCausalLM", {"sliding_window": 8}, UnsupportedModelError, "sliding_window=8"),

@@ -18,6 +18,7 @@ from weft.layers import moe
 from weft.layers.all_reduce import AllReduce
 from weft.layers.linear import RowParallelLinear
 from weft.layers.table import LayerTable
+from weft.ops.e4m3 import E4M3
 
 
 @pytest.fixture
@@ -167,6 +168,9 @@ def test_a_shared_expert_of_few_rows_is_one_of_their_experts(harness: Harness, m
     place = layer.experts.joined["gate_up"][-1]
     assert layer.shared_expert.gate_up_proj.weight.data_ptr() == place.data_ptr()
     assert moe.most_routed_rows(layer.experts) == 2048
+    with monkeypatch.context() as in_fp8:
+        in_fp8.setitem(layer.experts.joined, "gate_up", layer.experts.joined["gate_up"].to(E4M3))
+        assert moe.most_routed_rows(layer.experts) == moe.MOST_ROUTED_ROWS
     monkeypatch.setattr(moe, "_NARROW", layer.experts.down_shard.columns - 1)
     assert moe.most_routed_rows(layer.experts) == moe.MOST_ROUTED_ROWS
     x, calls = torch.randn(9, harness.config.hidden_size), []

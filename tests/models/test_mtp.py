@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fp8_checkpoints import edit_tensors
 from tests.harness import Harness, Sequence, leave_parts
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.models.test_parity import prompt
@@ -136,7 +137,11 @@ def test_without_speculation_the_head_is_left_out(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_the_head_says_so(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"no multi-token-prediction head .*'ngram'"):
-        Harness(make_checkpoint(NEXT, tmp_path), mtp=True)
+        Harness(make_checkpoint(NEXT, tmp_path / "without"), mtp=True)
+    folder, _ = make_mtp_checkpoint(NEXT, tmp_path / "incomplete")
+    edit_tensors(folder, lambda tensors: tensors.__delitem__("mtp.fc.weight"))
+    with pytest.raises(WeightsError, match=r"1 missing: mtp\.fc\.weight"):
+        Harness(folder, mtp=True)
 
 
 @pytest.mark.parametrize(

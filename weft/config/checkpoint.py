@@ -35,7 +35,6 @@ def read_checkpoint_config(folder: Path) -> ModelConfig:
     architecture = _architecture(top)
     family = FAMILIES[architecture]
     text = _text_config(top, architecture, family)
-    _refuse_unsupported(top, family)
     _refuse_unsupported(text, family)
     return _model_config(architecture, family, top, text)
 

@@ -72,7 +72,7 @@ _GEMMA3_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 
 def gemma3_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
     """Every ``sliding_window_pattern``-th layer is full attention."""
-    pattern = text.integer("sliding_window_pattern", text.integer("_sliding_window_pattern", 6))
+    pattern = text.integer("sliding_window_pattern", 6)
     return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers))
 
 

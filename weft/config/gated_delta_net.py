@@ -75,9 +75,8 @@ class GatedDeltaNetConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Heads are split; a key head stays with the value heads that it serves."""
+        """Key heads are split, and with each the value heads that it serves."""
         divide(self.num_k_heads, tp_size, "linear_num_key_heads")
-        divide(self.num_v_heads, tp_size, "linear_num_value_heads")
 
 
 def read_gated_delta_net(text: JsonObject, *, in_proj: InProjLayout) -> GatedDeltaNetConfig:

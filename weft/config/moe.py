@@ -180,7 +180,4 @@ def _sparse_layers(text: JsonObject, num_layers: int) -> frozenset[int]:
     dense, step = set(text.integers("mlp_only_layers")), text.integer("decoder_sparse_step", 1)
     if any(layer >= num_layers for layer in dense):
         raise text.wrong("mlp_only_layers", f"layer indices below num_hidden_layers={num_layers}")
-    sparse = frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-    if len(sparse) < num_layers and not text.given("intermediate_size"):
-        raise ConfigError(f"{text.where}: required key 'intermediate_size' is missing (layers without experts need it)")
-    return sparse
+    return frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
