@@ -62,6 +62,11 @@ STEPS_AND_IMAGES = (
         '        host["seq_lens"][count:size] = query_len\n', "", "tests/runner/test_padding.py",
     ),
     mutant(
+        "programs-without-work-count", "attention releases what follows where few programs have work",
+        "weft/ops/triton/attention_decode.py", "release_by_work(EARLY, tl.minimum(num_splits, step), step)",
+        "release_by_work(EARLY, step, step)", "tests/ops/test_early_launch.py",
+    ),
+    mutant(
         "results-leave-their-memory", "memory for results is used again", "weft/runner/results.py",
         "self._free.append((self.host, self.done))", "pass", "tests/runner/test_results.py",
     ),

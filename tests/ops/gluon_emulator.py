@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from weft.ops.e4m3 import E4M3
 from weft.ops.triton import decode_tiles_hopper as decode
-from weft.ops.triton.early_launch import enter, pass_on, release, wait
+from weft.ops.triton.early_launch import enter, pass_on, release, release_by_work, wait
 from weft.ops.triton.gated_linear_hopper import exchange
 from weft.ops.triton.gdn_decode_gluon import unpack, update
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier, threads_load
@@ -222,7 +222,7 @@ class Emulator:
             id(threads_load): self._copy_later, id(commit_group): self._commit, id(wait_group): self._wait_copies,
             id(hopper): SimpleNamespace(warpgroup_mma=self._multiply, fence_async_shared=lambda: None),
             id(hopper.fence_async_shared): lambda: None, id(hopper.warpgroup_mma_wait): self._wait,
-            id(release): lambda *early: None,
+            **{id(part): lambda *early: None for part in (release, release_by_work)},
             **{id(part): lambda *early: self.waited.add(self.program) for part in (enter, pass_on, wait)},
             id(mma_v2): lambda a, b, acc: acc + a.float() @ b.float(),
             id(decode._widen): widen, id(decode._widen_two): widen_two, id(decode._transpose): transpose_blocks,

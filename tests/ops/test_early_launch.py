@@ -18,6 +18,7 @@ from tests.ops.oracles import make_batch
 from weft.layers import embedding
 from weft.ops.triton import attention_decode, early_launch, moe, moe_sum
 from weft.ops.triton.early_launch import Release
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 
 FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
@@ -153,6 +154,48 @@ def test_a_launch_says_when_the_next_kernel_may_start(
 
 
 @pytest.mark.parametrize(
+    ("early", "programs", "working", "released"),
+    [
+        (Release.BY_KERNEL, 1056, 1, False),  # has released before
+        (Release.BY_KERNEL, 28 * 64, 16, True),
+        (Release.BY_KERNEL, 28 * 64, 17, False),
+        (Release.AT_END, 28 * 64, 1, False),
+        (False, 28 * 64, 1, False),
+    ],
+)
+def test_programs_without_work_do_not_count(
+    early: int, programs: int, working: int, released: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[bool] = []
+    monkeypatch.setattr(early_launch, "gdc_launch_dependents", lambda: done.append(True))
+    monkeypatch.setattr(early_launch.tl, "num_programs", lambda axis: programs if axis == 0 else 1)
+    early_launch.release_by_work.fn(int(early), working, 28)
+    assert bool(done) == released
+
+
+@pytest.mark.parametrize(("aim", "programs"), [(96, 16), (24, 4)])
+def test_attention_says_how_many_programs_have_work(aim: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of a sequence's as it has splits, or all; the Gluon kernel counts alike."""
+    said: set[tuple[int, int]] = set()
+
+    def say(early: Any, working: Any, of: Any) -> None:
+        said.add((int(working.handle.data[0]), int(of.handle.data[0])))
+
+    monkeypatch.setattr(attention_decode, "release_by_work", say)
+    batch = make_batch([1] * 3, [1500, 300, 20], num_decodes=3)
+    cache, q = torch.zeros(int(batch.page_table.max()) + 1, 16, 2, 16), torch.zeros(3, 4, 16)
+    tile = attention_decode.Tile(16, 64, warps=4, stages=2)
+    attention_decode.launch_decode(q, cache, cache, batch, 0.1, torch.empty_like(q), tile, split=128, aim=aim)
+    assert said == {(min(splits, programs), programs) for splits in (12, 3, 1)}
+    calls_of = {}
+    for file in ("attention_decode.py", "attention_decode_hopper.py"):
+        found = [n for n in ast.walk(ast.parse((FOLDER / file).read_text())) if isinstance(n, ast.Call)]
+        calls_of[file] = [ast.unparse(n) for n in found if ast.unparse(n.func) == "release_by_work"]
+    triton, gluon = calls_of.values()
+    assert len(triton) == 1 and [call.replace("gl.", "tl.") for call in gluon] == triton
+
+
+@pytest.mark.parametrize(
     ("num_seqs", "table_tokens", "release"),
     [  # of Qwen3-0.6B
         (2, 2304, Release.BY_KERNEL),
@@ -178,12 +221,17 @@ def test_launches_of_decode_steps_say_when_the_next_may_start(monkeypatch: pytes
                          (moe, "_up_kernel"), (moe, "_down_kernel"), (moe_sum, "_sum_kernel")):  # fmt: skip
         monkeypatch.setattr(module, name, Recorder(name, said))
     cache = torch.zeros(40, 16, 8, 128, dtype=torch.bfloat16)
-    for num_seqs in (4, 8, 9):
+    if GLUON_IS_KNOWN:
+        monkeypatch.setattr(attention_decode.hopper, "decode_hopper_kernel", Recorder("_decode_kernel", said))
+    on_hopper = [(8, GLUON_IS_KNOWN), (9, GLUON_IS_KNOWN)]
+    for num_seqs, hopper in [(4, False), (8, False), (9, False), *on_hopper]:
         batch = make_batch([1] * num_seqs, [300] * num_seqs, num_decodes=num_seqs)
         tile = attention_decode.decode_tile(num_seqs, 8, 128, 2, 2, 2, batch.page_table.shape[1] * 16)
         q = torch.zeros(num_seqs, 16, 128, dtype=torch.bfloat16)
-        attention_decode.launch_decode(q, cache, cache, batch, 0.1, torch.empty_like(q), tile)
-    wanted = [(release, Release.BY_KERNEL) for release in (Release.AT_WAIT, Release.BY_KERNEL, Release.AT_END)]
+        tile = attention_decode.hopper.TILE if hopper else tile
+        attention_decode.launch_decode(q, cache, cache, batch, 0.1, torch.empty_like(q), tile, on_hopper=hopper)
+    by_rows = [Release.AT_WAIT, Release.BY_KERNEL, Release.AT_END, Release.BY_KERNEL, Release.AT_END]
+    wanted = [(release, Release.BY_KERNEL) for release in by_rows]
     assert [options["EARLY"] for _, options in said] == [each for both in wanted for each in both]
     for num_tokens, release in ((1, Release.AT_END), (2, Release.BY_KERNEL)):
         said.clear()

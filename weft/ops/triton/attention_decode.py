@@ -35,7 +35,7 @@ from weft.ops.triton.attention_tiles import (
     load_keys_values,
     start_softmax,
 )
-from weft.ops.triton.early_launch import Release, early_launch, release, wait
+from weft.ops.triton.early_launch import Release, early_launch, release, release_by_work, wait
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
@@ -240,6 +240,8 @@ def _decode_sequence(
         split_tokens = split_of(kv_len, double_from, FIXED.split)
         num_splits = tl.cdiv(kv_len, split_tokens)
         if first_split < num_splits:
+            if QUERY_LEN == 1:
+                release_by_work(EARLY, tl.minimum(num_splits, step), step)
             is_held = (num_splits <= HELD_SPLITS) & (kv_len <= double_from)
             if HELD_SPLITS > 0:  # noqa: SIM102 (known to the compiler)
                 if is_held:
@@ -310,7 +312,7 @@ def decode_tile(
 
 
 def decode_release(num_seqs: int, num_kv_heads: int, tile: Tile) -> Release:
-    """When the decode kernel lets the merge start, where every sequence has one query token: what was fastest in whole
+    """When the decode kernels let the merge start, where every sequence has one query token: what was fastest in whole
     steps.
 
     Programs of the merge that wait beside attention take places from it: not before all of it runs, where two of its
@@ -341,7 +343,7 @@ def launch_decode(
         aim = _HELD_PROGRAMS if tile.held_splits else _FEW_PROGRAMS if splits_last else _MANY_PROGRAMS
     programs = min(max_splits, next_power_of_2(cdiv(aim, num_seqs * num_kv_heads)))
     mixture = batch.mixture
-    is_decode = mixture is None and query_len == 1 and not on_hopper
+    is_decode = mixture is None and query_len == 1
     released = decode_release(num_seqs, num_kv_heads, tile) if is_decode else Release.BY_KERNEL
     counts = batch.seq_lens if mixture is None else mixture.counts
     merges = max_splits > 1

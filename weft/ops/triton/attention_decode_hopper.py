@@ -35,7 +35,7 @@ from weft.ops.triton.decode_tiles_hopper import (
     softmax,
     value_layout,
 )
-from weft.ops.triton.early_launch import release, wait
+from weft.ops.triton.early_launch import release, release_by_work, wait
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
 
@@ -167,6 +167,8 @@ def _decode_sequence(
         split_tokens = split_of(kv_len, double_from, FIXED.split)
         num_splits = (kv_len + split_tokens - 1) // split_tokens
         if first_split < num_splits:
+            if QUERY_LEN == 1:
+                release_by_work(EARLY, gl.minimum(num_splits, step), step)
             stride_word = stride_slot // 4
             k_words = k_cache.to(gl.pointer_type(gl.int32), bitcast=True) + kv_head * WORDS
             v_words = v_cache.to(gl.pointer_type(gl.int32), bitcast=True) + kv_head * WORDS

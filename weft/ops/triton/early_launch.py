@@ -65,6 +65,16 @@ def release(EARLY: tl.constexpr, MOST: tl.constexpr = _MOST_PROGRAMS):
 
 
 @triton.jit
+def release_by_work(EARLY: tl.constexpr, working, of, MOST: tl.constexpr = _MOST_PROGRAMS):
+    """``release`` by a program with work, in a grid of more than ``MOST`` of which only ``working`` of every ``of``
+    programs have some. Those without leave at once, which counts as their release."""
+    if EARLY == _BY_KERNEL:
+        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        if (programs > MOST) & (working * programs <= MOST * of):
+            gdc_launch_dependents()
+
+
+@triton.jit
 def wait(EARLY: tl.constexpr):
     """Until the kernels before this one have ended; their results are visible."""
     if EARLY:
