@@ -31,7 +31,7 @@ WITH_HEAD = "with a head"
 """Stands for a Qwen3-Next whose own head drafts, and is often right."""
 PATHS = ["cold", "hit", "branch hit", "preempted"]
 PHASES = ["prefill", "mixed", "decode"]
-LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
+LENGTHS = [1, 63, 64, 65, 210, 1000]
 
 PAGE_SIZE = 4
 BUDGET = 512

@@ -128,17 +128,27 @@ WARM_FP8 = WARM | {"hidden_size": 1024, "moe_intermediate_size": 512, "shared_ex
 """Sizes that the warps of a program can share."""
 
 
-def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
+WITH_HEAD = ('{"method": "mtp", "num_speculative_tokens": 2}', "2")
+"""Drafts, and ranks."""
+
+
+@pytest.fixture(scope="module")
+def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bfloat16, ``bf16``, with a head that drafts; and what was compiled for it, ``triton``."""
+    folder = tmp_path_factory.mktemp("warm")
+    make_mtp_checkpoint("Qwen3NextForCausalLM", folder / "bf16", **WARM_HALVES)
+    return folder
+
+
+def test_the_walk_meets_every_kernel_of_later_steps(warm_folder: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled. In FP8, cache
     and all, on one rank with n-gram drafts; in bfloat16 with drafts of the model's own head, as one of two ranks."""
     from weft.ops.triton.gluon import GLUON_IS_KNOWN
 
-    fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path / "fp8", **WARM_FP8)
-    bf16, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path / "bf16", **WARM_HALVES)
+    fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", warm_folder / "fp8", **WARM_FP8)
     ngram = '{"method": "ngram", "num_speculative_tokens": 3}'
-    of_fp8 = kernels_at_start(tmp_path / "triton", str(fp8), ngram, "1", "fp8")
-    drafts = '{"method": "mtp", "num_speculative_tokens": 2}'
-    of_bf16 = kernels_at_start(tmp_path / "triton", str(bf16), drafts, "2")
+    of_fp8 = kernels_at_start(warm_folder / "triton", str(fp8), ngram, "1", "fp8")
+    of_bf16 = kernels_at_start(warm_folder / "triton", str(warm_folder / "bf16"), *WITH_HEAD)
     for names in (of_fp8, of_bf16):
         assert len(names) > 20
         for kernel in ("_gdn_verify_kernel", "_follow_kernel", "_accept_kernel"):
@@ -153,10 +163,9 @@ def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
         assert any(kernel in name for name in of_bf16) and not any(kernel in name for name in of_fp8)
 
 
-def test_a_start_needs_nothing_private_of_a_triton_that_is_not_known(tmp_path: Path) -> None:
+def test_a_start_needs_nothing_private_of_a_triton_that_is_not_known(warm_folder: Path) -> None:
     """All that compiles then is in Triton, and compiled at start like the rest."""
-    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path / "model", max_position_embeddings=1024)
-    names = kernels_at_start(tmp_path / "triton", str(folder), program="unknown_triton")
+    names = kernels_at_start(warm_folder / "triton", str(warm_folder / "bf16"), *WITH_HEAD, program="unknown_triton")
     for kernel in ("_prefill_kernel", "_decode_kernel", "_gdn_decode_kernel", "_scan_kernel"):
         assert any(kernel in name for name in names)
     assert not any("hopper" in name or "gluon" in name for name in names)

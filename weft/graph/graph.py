@@ -12,14 +12,13 @@ on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
@@ -185,9 +184,9 @@ class Tape(TorchDispatchMode):
         for func, args, kwargs, outputs in self.steps:
             result = func(*args, **kwargs)
             if outputs:
-                leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)
+                tensors = [*_tensors((result,))]
                 for place, recorded in outputs:
-                    recorded.copy_(leaves[place])
+                    recorded.copy_(tensors[place])
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:
@@ -196,7 +195,18 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 
 
 def _fresh_outputs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, Tensor]]:
-    """The tensors of ``result`` that are not arguments written in place, with their places among its leaves."""
-    given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    tensors = [(place, leaf) for place, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, Tensor)]
-    return [(place, t) for place, t in tensors if t.numel() and t.untyped_storage().data_ptr() not in given]
+    """The tensors of ``result`` that are not arguments written in place, with their places among its tensors."""
+    tensors = [(place, t) for place, t in enumerate(_tensors((result,))) if t.numel()]
+    if not tensors:
+        return []
+    given = {t.untyped_storage().data_ptr() for t in _tensors((*args, *kwargs.values()))}
+    return [(place, t) for place, t in tensors if t.untyped_storage().data_ptr() not in given]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operation's arguments or results, lists of them included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
