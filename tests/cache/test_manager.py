@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 
 import numpy as np
 import pytest
@@ -368,3 +369,17 @@ def test_long_prompts_are_cheap(depth: int) -> None:
     assert match.num_tokens >= 32767 - 32768 // depth
     # The best of many: what other work does to the processor's caches is not what is measured.
     assert min(matches) < 1e-3 and min(inserts) < 3e-3, (min(matches), min(inserts))
+
+
+def test_a_prompt_of_text_is_its_own_keys_beside_one_with_images() -> None:
+    """Keys of text are the prompt's memory, 4 bytes each; those with images have 8."""
+    prompt = array("I", PROMPT)
+    assert np.shares_memory(as_tokens(prompt), np.frombuffer(prompt, np.uint32))
+    manager, memory = make(hybrid=False)
+    run(manager, memory, prompt)  # type: ignore[arg-type]
+    image = [*PROMPT[:40], *[-5] * 20]
+    assert manager.match(image).num_tokens == 40 and manager.match(PROMPT).num_tokens == len(PROMPT) - 1
+    run(manager, memory, image)
+    assert manager.match(as_tokens(prompt)).num_tokens == len(PROMPT) - 1
+    assert manager.match([*image, 1]).num_tokens == len(image)
+    manager.check()

@@ -31,7 +31,8 @@ of its own pages: where another request brought the same tokens, the tree's page
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from weft.cache.draft_slots import DraftSlots
 from weft.cache.eviction import Evictor
@@ -367,9 +368,7 @@ class Manager:
         for slot in [*lease.checkpoints.slots(), *lease.drafts.slots(), lease.state_slot]:
             if slot:
                 self.slots.release(slot)
-        own = lease.own_pages
-        self.pages.unpin(own)
-        self.pages.release(own)
+        self.pages.give_back(lease.own_pages)
         if lease.node is not None:
             self.tree.unlock(lease.node)
         lease.pages, lease.state_slot, lease.node = [], 0, None

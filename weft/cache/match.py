@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+
+import msgspec
 
 from weft.cache.nodes import Checkpoint, Prefix, Tokens
 from weft.multimodal.items import media_name
 from weft.outputs import CacheReport
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """What of a sequence is cached. Valid until the cache changes (``version``).
 
     Attributes:

@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 CheckpointKind = Literal["divergence", "boundary", "inside", "end"]
 """Why a state stands where it stands; ``inside``: the prompt's end less one, and every 4,096 tokens."""
 
-Tokens = NDArray[np.int64]
-"""Token ids; in the place of an image's, a negative id of the image (``weft/multimodal/items.py``)."""
+Tokens = NDArray[np.uint32] | NDArray[np.int64]
+"""Token ids: a prompt's own memory, uint32; of one with images int64, in the place of an image's a negative id of the
+image (``weft/multimodal/items.py``)."""
 
 
 def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
-    """Token ids as an int64 array (the array itself if it is one)."""
-    if isinstance(token_ids, np.ndarray):
-        return token_ids
-    if isinstance(token_ids, array):
-        return np.asarray(token_ids, dtype=np.int64)
+    """Token ids as a numpy array: arrays themselves, without a copy, and other sequences as int64."""
+    if isinstance(token_ids, (np.ndarray, array)):
+        return np.asarray(token_ids)
     return np.frombuffer(array("q", token_ids), dtype=np.int64)
 
 

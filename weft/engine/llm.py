@@ -271,7 +271,9 @@ class LLM:
     def _check_id(self, request_id: str | None) -> str:
         """The id given, or one that is free."""
         if request_id is None:
-            return next(name for name in (f"request-{i}" for i in self._ids) if name not in self._streams)
+            while (name := f"request-{next(self._ids)}") in self._streams:
+                pass
+            return name
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
         return request_id

@@ -9,10 +9,11 @@ not know: how the head drafts (``models/mtp.py``), how a match is found (``ops/n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -101,7 +102,7 @@ class MtpStepDrafter:
         acceptance: Acceptance | None,
     ) -> Tensor:
         longest = min(shape.max_seq_len + self.reach, self.rows.max_pages * self.builder.page_size)
-        inputs = self.builder.materialise(replace(shape, max_seq_len=longest))
+        inputs = self.builder.materialise(msgspec.structs.replace(shape, max_seq_len=longest))
         sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
         last = self._last(requests, sampling, acceptance)
         next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))

@@ -67,7 +67,7 @@ class RowTable:
         """A request takes its row; whatever stood there is gone."""
         row, params = new.row, new.sampling
         self._num_pages[row] = 0
-        self._token_ids[row] = np.asarray(new.token_ids, dtype=np.int32)
+        self._token_ids[row] = np.asarray(new.token_ids).view(np.int32)  # no copy: no id has the 32nd bit
         self.num_known_tokens[row], self.num_prompt_tokens[row] = len(new.token_ids), new.num_prompt_tokens
         self._sampling[row] = params
         self.forget(row)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from weft.graph.capture_sizes import chunk_capacity
 from weft.messages import ScheduledRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Layout:
     """Where the requests of a step lie, ``[S]`` int64 each.
 
@@ -41,8 +42,7 @@ class Layout:
         return Layout(rows, first, counts, first + counts, bounds)
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(msgspec.Struct, frozen=True):
     """Sizes of one step, all known on the host. Padded sizes make another ``StepShape``.
 
     Attributes:

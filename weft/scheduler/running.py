@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from weft.cache.lease import Lease
-from weft.cache.nodes import Tokens, as_tokens
+from weft.cache.nodes import Tokens
 from weft.request import Request
 
 
@@ -30,7 +30,7 @@ class Running:
         numbers of an array, which takes a long prompt longer to become than all else at its end."""
         leased, request = self.lease.tokens, self.request
         generated = request.output_token_ids[len(leased) - request.num_prompt_tokens :]
-        return np.concatenate([leased, as_tokens(generated)]) if generated else leased
+        return np.concatenate([leased, np.array(generated, leased.dtype)]) if generated else leased
 
 
 EMPTY: list[Any] = []
