@@ -78,6 +78,14 @@ def test_refusals(given: Any, said: str) -> None:
         resolve(speculative_config=given)
 
 
+def test_a_step_needs_room_for_a_draft() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 1}
+    with pytest.raises(ConfigError, match=r"speculative_config: max_num_batched_tokens=1 .*=2 or more"):
+        resolve(speculative_config=given, max_num_batched_tokens=1)
+    assert resolve(speculative_config=given, max_num_batched_tokens=2).num_drafts == 1
+    assert resolve(max_num_batched_tokens=1).max_num_batched_tokens == 1
+
+
 def test_a_synthetic_rate_needs_dummy_weights() -> None:
     given = {"method": "ngram", "synthetic_acceptance_rate": 0.8}
     with pytest.raises(ConfigError, match="load_format='dummy'"):

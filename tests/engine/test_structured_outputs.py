@@ -102,10 +102,11 @@ def test_an_abort_while_the_grammar_compiles(llm: LLM, monkeypatch: pytest.Monke
     monkeypatch.setattr(llm._core._grammars._compiler, "compile", lambda grammar: never)
     name = llm.add_request("a", SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"])))
     assert llm.step() == [] and not llm.is_finished()
+    assert (llm.stats().num_waiting, llm.stats().num_running) == (1, 0) and llm._core.snapshot().totals.num_waiting == 1
     output = llm.abort(name)
     assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
     assert output.metrics.e2e_latency is not None
-    assert llm.is_finished() and not llm._core.has_work
+    assert llm.is_finished() and not llm._core.has_work and llm.stats().num_waiting == 0
 
 
 def test_of_what_a_grammar_allows_only_allowed_tokens_come(llm: LLM) -> None:

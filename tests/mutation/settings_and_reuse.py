@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutant import mutant
 
 POLICY, PROFILE, SIZES = "tests/cache/test_policy.py", "tests/graph/test_profile.py", "tests/runner/test_step_graphs.py"
+RANKS = "tests/executor/test_multi_process.py"
 
 SETTINGS_AND_REUSE = (
     mutant(
@@ -67,5 +68,25 @@ SETTINGS_AND_REUSE = (
     mutant(
         "priorities-stay-in-the-file", "a line's priority reaches the engine", "weft/cli/generate.py",
         "job.params, priority=job.priority)", "job.params)", "tests/cli/test_generate.py",
+    ),
+    mutant(
+        "no-room-for-drafts", "speculation with room for no draft is refused", "weft/config/draft_choice.py",
+        'if values["max_num_batched_tokens"] == 1:', "if False:", "tests/config/test_speculation.py",
+    ),
+    mutant(
+        "given-back-and-pinned", "pages that are given back are no longer needed", "weft/cache/pools.py",
+        "            num_unpinned += not pinned\n", "", "tests/cache/test_pools.py",
+    ),
+    mutant(
+        "compiling-not-waiting", "a request waits while its grammar is compiled", "weft/engine/core.py",
+        "replace(scheduler, num_waiting=num_waiting)", "scheduler", "tests/engine/test_structured_outputs.py",
+    ),
+    mutant(
+        "ranks-wait-for-the-dead", "a step beside a dead rank has no end", "weft/executor/multi_process.py",
+        "not last.is_done and self._workers.failure() is None", "not last.is_done", RANKS,
+    ),
+    mutant(
+        "ranks-wait-for-ever", "ranks wait so long for a step and no longer", "weft/executor/multi_process.py",
+        "if time.monotonic() > deadline:", "if last.is_done:", RANKS,
     ),
 )  # fmt: skip

@@ -87,8 +87,8 @@ STEPS_AND_IMAGES = (
     ),
     mutant(
         "ranks-end-in-flight", "what is in flight ends before the memory that it writes",
-        "weft/executor/multi_process.py", "not self._pending[-1].is_done and ", "False and ",
-        "tests/executor/test_tensor_parallel.py::test_steps_in_flight_end_before_the_ranks",
+        "weft/executor/multi_process.py", "last is not None and not last.is_done", "False",
+        "tests/executor/test_multi_process.py",
     ),
     mutant(
         "one-doubling", "every doubling between two sizes is measured", "weft/graph/profile.py",

@@ -35,6 +35,11 @@ def choose_drafts(
     name, config = "speculative_config", values["speculative_config"]
     if config is None:
         return model
+    if values["max_num_batched_tokens"] == 1:
+        raise ConfigError(
+            f"{name}: max_num_batched_tokens=1 has no room for a draft beside the token that is verified with it; give "
+            "max_num_batched_tokens=2 or more, or leave speculative_config out"
+        )
     reasons[name] = f"{config}: a step verifies up to {config.num_speculative_tokens} drafts"
     if config.is_auto:
         profile, why = find_draft_profile(draft_profile_fits(values, plain, config))

@@ -106,6 +106,8 @@ class EngineCore:
 
     def _admit_compiled(self) -> None:
         """Requests whose grammar is compiled join the waiting queue; one whose grammar does not compile ends."""
+        if not self._grammars.num_compiling:
+            return
         for request, error in self._grammars.compiled(may_wait=not self.scheduler.has_work):
             if error is None:
                 self.scheduler.add(request)
@@ -180,10 +182,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True while a request waits or runs, a step is in flight, or an ended request has not been returned."""
-        return self.scheduler.has_work or self._grammars.is_compiling or bool(self._failures)
+        return self.scheduler.has_work or self._grammars.num_compiling > 0 or bool(self._failures)
 
     def stats(self) -> EngineStats:
-        return self._inspection.steps.stats(self.scheduler.stats())
+        scheduler = self.scheduler.stats()
+        num_waiting = scheduler.num_waiting + self._grammars.num_compiling
+        return self._inspection.steps.stats(replace(scheduler, num_waiting=num_waiting))
 
     def snapshot(self, tokens_per_node: int = 0) -> Snapshot:
         """What the inspector shows: the latest steps and requests, tree and pools."""

@@ -88,9 +88,9 @@ class Grammars:
         self._compiling[request.request_id] = (request, self._compiler.compile(request.sampling.grammar))
 
     @property
-    def is_compiling(self) -> bool:
-        """True while a request waits for its grammar."""
-        return bool(self._compiling)
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._compiling)
 
     def compiled(self, *, may_wait: bool) -> list[tuple[Request, BaseException | None]]:
         """Requests whose compilation has ended, with the error of a grammar that does not compile.

@@ -40,10 +40,15 @@ from weft.messages import ModelOutput, SchedulerOutput
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep
 
+logger = logging.getLogger(__name__)
+
 SPIN_S = 2e-3
 """Seconds that a rank polls for the next step, where there are processors enough."""
 
 _POLL_S = 20e-6
+
+_FINISH_S = 10.0
+"""Seconds that the end waits for the steps in flight: longer than it takes to notice that a rank hangs."""
 
 _EXPLAIN_S = 3.0
 """Seconds in which it becomes known that an error on this rank came from another one."""
@@ -131,10 +136,7 @@ class MultiProcessExecutor:
         return pending.result()
 
     def stop(self) -> None:
-        # What is in flight writes results into host memory that rank 0 gives up.
-        while self._pending and not self._pending[-1].is_done and self._workers.failure() is None:
-            time.sleep(_POLL_S)
-        self._pending.clear()
+        self._finish_steps()
         if self._profiler is not None:
             self._profiler.close()
         failed = self._workers.failure() is not None
@@ -146,6 +148,18 @@ class MultiProcessExecutor:
         self._folder.cleanup()
         self._ring.close()
         torch.set_num_threads(self._num_threads)
+
+    def _finish_steps(self) -> None:
+        """Drop the steps in flight once they are done: what is in flight reads and writes host memory that rank 0 gives
+        up. A rank that is gone may leave a step without an end."""
+        last = self._pending.pop() if self._pending else None
+        self._pending.clear()
+        deadline = time.monotonic() + _FINISH_S
+        while last is not None and not last.is_done and self._workers.failure() is None:
+            if time.monotonic() > deadline:
+                logger.warning("a step in flight is not done after %.0f s; the ranks end without it", _FINISH_S)
+                return
+            time.sleep(_POLL_S)
 
 
 def _is_verbose() -> bool:
