@@ -319,6 +319,13 @@ def test_both_spellings_of_one_tensor(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_the_embedding_of_early_mamba2_files(tmp_path: Path) -> None:
+    make_checkpoint("Mamba2ForCausalLM", tmp_path)
+    model, _ = load(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"backbone.embedding.weight": t.pop("backbone.embeddings.weight")}))
+    assert_same(load(tmp_path)[0], model)
+
+
 def test_dense_layers_of_kimi_linear_as_published(tmp_path: Path) -> None:
     """Under ``mlp``, where transformers writes ``block_sparse_moe`` for dense layers and experts alike."""
     make_checkpoint("KimiLinearForCausalLM", tmp_path)

@@ -47,11 +47,15 @@ def test_an_unquantised_checkpoint() -> None:
 def test_the_config_of_a_part_counts() -> None:
     text = JsonObject({"quantization_config": block()}, "text")
     assert read_quantization(JsonObject({}, "config.json"), text) == read(block())
+    older = JsonObject({"compression_config": compressed()}, "config.json")
+    assert read_quantization(older) == read(compressed())
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
 def test_a_kv_cache_scheme_is_noted() -> None:
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    assert read(compressed(kv_cache_scheme=scheme)).kv_cache
+    assert read(compressed(kv_cache_scheme=KV_SCHEME)).kv_cache
     assert not read(compressed()).kv_cache
 
 
@@ -77,6 +81,7 @@ GATE, GATE_PROJ = "model.layers.11.mlp.gate", "model.layers.11.mlp.gate_proj"
 )
 def test_modules_to_not_convert(entry: str, name: str, matches: bool) -> None:
     assert read(block(modules_to_not_convert=[entry])).quantizes([name]) is not matches
+    assert read(block(modules_to_not_convert=None, ignored_layers=[entry])).quantizes([name]) is not matches
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,7 @@ def test_modules_to_not_convert(entry: str, name: str, matches: bool) -> None:
         ("re:.*mlp.gate$", GATE, True),
         ("re:.*mlp.gate$", GATE_PROJ, False),
         ("re:.*mlp.gate", GATE_PROJ, True),
+        ("re:mlp.gate", GATE, False),
     ],
 )
 def test_ignore(entry: str, name: str, matches: bool) -> None:
@@ -95,7 +101,9 @@ def test_ignore(entry: str, name: str, matches: bool) -> None:
 
 def test_targets_by_pattern() -> None:
     config = compressed(ignore=[])
-    config["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*", "model.layers.0.self_attn.q_proj"]
+    first = config["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = first | {"targets": ["model.layers.0.self_attn.q_proj"]}
+    first["targets"] = ["re:.*mlp.*"]
     found = read(config)
     assert found.quantizes([GATE_PROJ]) and found.quantizes(["model.layers.0.self_attn.q_proj"])
     assert not found.quantizes(["model.layers.0.self_attn.k_proj"])
@@ -128,6 +136,8 @@ def test_any_published_name_counts() -> None:
         (group("weights", type="int"), "'type': 'int'.* is not supported"),
         (group("input_activations", strategy="tensor"), "input_activations=.* is not supported"),
         (compressed(kv_cache_scheme={"num_bits": 4}), "kv_cache_scheme=.*is not supported"),
+        (compressed(kv_cache_scheme=KV_SCHEME | {"dynamic": True}), "kv_cache_scheme=.*is not supported"),
+        (group("weights", symmetric=False), "'symmetric': False.* is not supported"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_named(config: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from tests.tiny import ARCHITECTURES, make_checkpoint
 from weft.cli.config import on_gpu
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.quantization import ONLINE
-from weft.config.weights import weight_bytes
+from weft.config.weights import router_weights, weight_bytes
 from weft.models.registry import create_model
 
 QUANTIZED = [arch for arch in ARCHITECTURES if arch != "GptOssForCausalLM"]  # whose experts refuse FP8
@@ -28,6 +28,11 @@ def test_bytes_of_a_model(arch: str, quantized: bool, tmp_path: Path) -> None:
     model = create_model(config, model_context())
     kept = sum(p.numel() * p.element_size() for p in model.parameters())
     assert weight_bytes(config, "float32") == pytest.approx(kept, rel=0.05)
+
+
+def test_routers_of_the_sparse_layers_alone(tmp_path: Path) -> None:
+    config = read_checkpoint_config(make_checkpoint("Qwen2MoeForCausalLM", tmp_path))
+    assert config.moe is not None and config.moe.sparse_layers == {0} and router_weights(config) == 48 * 5
 
 
 def test_the_published_model_fits_in_fp8_alone() -> None:

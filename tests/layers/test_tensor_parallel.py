@@ -15,6 +15,7 @@ from tests.harness import Harness
 from tests.tiny import make_checkpoint
 from weft.errors import ConfigError
 from weft.forward_context import forward_context
+from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
 
 LENGTHS = (1, 65, 7)
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
@@ -23,11 +24,16 @@ LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
 class Group:
-    """What the ranks that have run so far brought to a gather. The last rank sees all of it."""
+    """What the ranks that have run so far brought to a gather. The last rank sees all of it.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        sums: what sums inside of a layer come to, in order; None: there are none.
+    """
+
+    def __init__(self, size: int, sums: list[Tensor] | None = None) -> None:
+        self.size, self.sums = size, sums
         self.gathered: list[Tensor] = []
+        self.summed: list[list[Tensor]] = []
 
     def rank(self, rank: int) -> Rank:
         return Rank(self, rank)
@@ -38,9 +44,13 @@ class Rank:
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self.rank, self.size = group, rank, group.size
+        group.summed.append([])
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        raise AssertionError("a layer leaves its part of the sum; the norm after it sums over the ranks")
+        sums, own = self._group.sums, self._group.summed[-1]
+        assert sums is not None, "a layer leaves its part of the sum; the norm after it sums over the ranks"
+        own.append(x)
+        return sums[len(own) - 1] if sums else x
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._group.gathered.append(x)
@@ -61,10 +71,15 @@ class Rank:
 Run = Callable[[Harness], Tensor]
 
 
-def run_sharded(folder: Path, size: int, run: Run, *, expert_parallel: bool = False) -> Tensor:
-    """The sum of the ranks' results; what they gathered, if they did."""
-    group = Group(size)
+def run_sharded(
+    folder: Path, size: int, run: Run, *, expert_parallel: bool = False, sums: list[Tensor] | None = None
+) -> Tensor:
+    """The sum of the ranks' results; what they gathered, if they did. ``sums``: as of ``Group``."""
+    group = Group(size, sums)
     parts = [run(Harness(folder, tp=group.rank(rank), expert_parallel=expert_parallel)) for rank in range(size)]
+    if sums == []:  # no sum is of another one's results: now they are known
+        assert group.summed[0], "there are sums inside of the layer"
+        return run_sharded(folder, size, run, sums=[torch.stack(s).sum(0) for s in zip(*group.summed, strict=True)])
     return parts[-1] if group.gathered else torch.stack(parts).sum(0)
 
 
@@ -94,6 +109,7 @@ def run_layer(name: str) -> Run:
         ("Qwen2ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 2}),
         ("Lfm2ForCausalLM", "model.layers.0.conv", {"conv_bias": True}),
         ("BambaForCausalLM", "model.layers.0.mamba", {"mamba_proj_bias": True, "mamba_n_groups": 4} | MAMBA),
+        ("FalconH1ForCausalLM", "model.layers.0.mamba", {"projectors_bias": True, "mamba_n_groups": 4} | MAMBA),
         ("NemotronHForCausalLM", "model.layers.3.mlp", NEMOTRON),
         ("NemotronHForCausalLM", "model.layers.1.mlp", NEMOTRON | {"mlp_bias": True}),
         ("GraniteMoeHybridForCausalLM", "model.layers.0.mlp", MAMBA | {"mamba_n_groups": 4}),
@@ -126,6 +142,46 @@ def test_layers(arch: str, name: str, overrides: dict[str, Any], size: int, tmp_
     whole = run_layer(name)(Harness(folder))
     sharded = run_sharded(folder, size, run_layer(name))
     torch.testing.assert_close(sharded[: sum(LENGTHS)], whole[: sum(LENGTHS)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("arch", "name", "overrides"),
+    [
+        ("JambaForCausalLM", "model.layers.0.mamba", {"mamba_proj_bias": True}),
+        ("FalconMambaForCausalLM", "model.layers.0.mamba", {}),
+        ("MiniMaxForCausalLM", "model.layers.1.self_attn", {}),
+        ("OlmoHybridForCausalLM", "model.layers.3.self_attn", LINEAR | {"num_key_value_heads": 2}),
+    ],
+)
+def test_layers_with_sums_inside(arch: str, name: str, overrides: dict[str, Any], size: int, tmp_path: Path) -> None:
+    folder = make_checkpoint(arch, tmp_path, **overrides)
+    whole = run_layer(name)(Harness(folder))
+    sharded = run_sharded(folder, size, run_layer(name), sums=[])
+    torch.testing.assert_close(sharded[: sum(LENGTHS)], whole[: sum(LENGTHS)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides", "count"),
+    [
+        ("LlamaForCausalLM", {}, 2 * 2 + 1),
+        ("NemotronHForCausalLM", NEMOTRON, 5 + 1),  # one norm to a layer
+        ("MiniMaxForCausalLM", {"num_local_experts": 4}, 4 * 2 + 1),
+        ("Gemma3ForCausalLM", {}, 1 + 4 * 2),  # those after the blocks, and the first one, which sums the embedding
+        ("OlmoHybridForCausalLM", LINEAR, 1 + 4 * 2),
+    ],
+)
+def test_every_sum_over_ranks_is_formed_once(arch: str, overrides: dict[str, Any], count: int, tmp_path: Path) -> None:
+    """And layers of one kind, of which one is compiled for all, form the same ones."""
+
+    def sums_of(module: torch.nn.Module) -> list[str]:
+        norms = (ResidualRMSNorm, OutputRMSNorm, ResidualSum)
+        return [n for n, m in module.named_modules() if isinstance(m, norms) and m._all_reduce is not None]
+
+    model = Harness(make_checkpoint(arch, tmp_path, **overrides), tp=Group(2).rank(0)).model
+    assert len(sums_of(model)) == count
+    kinds: dict[Any, list[str]] = {}
+    assert all(kinds.setdefault(layer.kind, sums_of(layer)) == sums_of(layer) for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -7,6 +7,7 @@ then rewritten for the code that took its place.
 from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
+from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
 from tests.mutation.mutant import mutant as _mutant
 from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
 from tests.mutation.settings_and_ends import SETTINGS_AND_ENDS
@@ -490,4 +491,5 @@ MUTANTS = (
     *ROWS_AND_RESPONSES,
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,
+    *CONFIGS_AND_WEIGHTS,
 )  # fmt: skip
