@@ -4,6 +4,8 @@ test_triton_gdn.py and test_kimi.py run them."""
 # ruff: noqa: E402 (the imports need a version of Triton)
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,21 +34,38 @@ from weft.ops.triton.sizes import MULTIPROCESSORS
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="emulated")
 
 
+@contextmanager
+def emulated(launched: list[str]) -> Iterator[None]:
+    """Kernels in Gluon are emulated; adds their names."""
+    emulator = Emulator()
+
+    def handle(kernel: Any, *launch: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        emulator.handle(kernel, *launch)
+
+    with launches_handled(handle):
+        yield
+
+
+def weights_of(num_channels: int, dt_bias: Tensor) -> list[Any]:
+    """Convolution, A_log, dt_bias, norm and its eps, of two heads."""
+    return [torch.randn(num_channels, 4), torch.tensor([-3.0, 1.0]), dt_bias, torch.randn(128), 1e-6]
+
+
 def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and the states after each token; the second sequence is padding, the last keeps nothing of its end."""
     monkeypatch.setattr(gdn_verify_gluon, "runs_gluon", lambda device: True)
     geometry = GatedDeltaNetConfig(1, 2, 128, 128, 4)
     projected = torch.randn(9, geometry.conv_dim + geometry.value_dim + 4)
     projected[3:6] = torch.nan
-    weights: list[Any] = [torch.randn(geometry.conv_dim, 4), torch.tensor([-3.0, 1.0]), torch.tensor([-1.0, 1.0])]
-    weights += [torch.randn(128), 1e-6]
+    weights = weights_of(geometry.conv_dim, torch.tensor([-1.0, 1.0]))
     slots = torch.tensor([[5, 6, 1], [0, 0, 0], [3, 0, 2]], dtype=torch.int32)
     working = torch.tensor([1, 0, 2], dtype=torch.int32)
     conv, state = torch.randn(8, geometry.conv_dim, 3), torch.randn(8, 2, 128, 128)
     state[[5, 6, 3]] = torch.nan  # what is only written may hold anything
     want: list[Tensor] = [conv.clone(), state.clone()]
     expected = gdn_verify(projected, *weights, *want, working, slots, geometry, backend=Backend.TORCH)
-    with launches_handled(Emulator().handle):
+    with emulated([]):
         out = gdn_verify(projected, *weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
     assert (out[3:6] == 0).all(), "padding rows must be zero"
     close(out / expected.std(), expected / expected.std(), torch.float32)
@@ -59,8 +78,7 @@ def test_decode_step_of_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> N
     geometry = GatedDeltaNetConfig(1, 2, 128, 128, 4)
     projected = torch.randn(4, geometry.conv_dim + geometry.value_dim + 4).bfloat16()
     projected[1] = torch.nan
-    weights: list[Any] = [torch.randn(geometry.conv_dim, 4), torch.tensor([-3.0, 1.0]), torch.tensor([-1.0, 1.0])]
-    weights += [torch.randn(128), 1e-6]
+    weights = weights_of(geometry.conv_dim, torch.tensor([-1.0, 1.0]))
     working = torch.tensor([1, 0, 2, 3], dtype=torch.int32)
     slots = torch.tensor([[5], [0], [2], [0]], dtype=torch.int32)
     conv, state = torch.randn(7, geometry.conv_dim, 3).bfloat16(), torch.randn(7, 2, 128, 128).bfloat16()
@@ -72,13 +90,7 @@ def test_decode_step_of_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> N
     assert gdn_decode_gluon.takes(state, torch.bfloat16, 4)
     assert not gdn_decode_gluon.takes(state.float(), torch.bfloat16, 4)
     launched: list[str] = []
-    emulator = Emulator()
-
-    def handle(kernel: Any, *launch: Any) -> None:
-        launched.append(kernel.fn.__name__)
-        emulator.handle(kernel, *launch)
-
-    with launches_handled(handle):
+    with emulated(launched):
         out = gdn_verify(projected, *weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
     assert launched == ["_decode_states_kernel"]
     assert (out[1] == 0).all(), "padding rows must be zero"
@@ -88,7 +100,7 @@ def test_decode_step_of_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(state[0], reserved), "nothing is kept of rows without a slot"
     want = conv.clone(), state.clone()
     expected = gdn_decode(projected, *weights, *want, working, geometry, backend=Backend.TORCH)
-    with launches_handled(handle):
+    with emulated(launched):
         out = gdn_decode(projected, *weights, conv, state, working, geometry, backend=Backend.TRITON)
     assert len(launched) == 2
     close(out / expected.std(), expected / expected.std(), torch.bfloat16)
@@ -100,21 +112,14 @@ def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = GatedDeltaNetConfig(1, 2, 128, 128, 4)
     projected = torch.randn(3, geometry.conv_dim + geometry.value_dim + 4)
     projected[1] = torch.nan
-    weights: list[Any] = [torch.randn(geometry.conv_dim, 4), torch.tensor([-3.0, 1.0]), torch.tensor([-1.0, 1.0])]
-    weights += [torch.randn(128), 1e-6]
+    weights = weights_of(geometry.conv_dim, torch.tensor([-1.0, 1.0]))
     slots = torch.tensor([4, 0, 2], dtype=torch.int32)
     conv, state = torch.randn(6, geometry.conv_dim, 3), torch.randn(6, 2, 128, 128)
     want = conv.clone(), state.clone()
     expected = gdn_decode(projected, *weights, *want, slots, geometry, backend=Backend.TORCH)
     monkeypatch.setattr(gdn_verify_gluon, "runs_gluon", lambda device: True)
     launched: list[str] = []
-    emulator = Emulator()
-
-    def handle(kernel: Any, *launch: Any) -> None:
-        launched.append(kernel.fn.__name__)
-        emulator.handle(kernel, *launch)
-
-    with launches_handled(handle):
+    with emulated(launched):
         out = gdn_decode(projected, *weights, conv, state, slots, geometry, backend=Backend.TRITON)
     assert launched == ["_verify_states_kernel"]
     assert (out[1] == 0).all(), "padding rows must be zero"
@@ -122,7 +127,7 @@ def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     close(state[1:], want[1][1:], torch.float32)
     assert torch.equal(conv[1:], want[0][1:])
     given = out.new_full(out.shape, 7.0)
-    with launches_handled(handle):
+    with emulated(launched):
         gdn_decode(projected, *weights, conv, state, slots, geometry, backend=Backend.TRITON, out=given)
     assert (given[1] == 7).all() and len(launched) == 1
 
@@ -135,8 +140,7 @@ def test_decode_step_with_a_decay_per_channel(monkeypatch: pytest.MonkeyPatch, f
     f, gate = torch.randn(2, 3, width).to(dtype)
     for x in (projected, f, gate):
         x[1] = torch.nan
-    weights: list[Any] = [torch.randn(3 * width, 4), torch.tensor([-3.0, 1.0]), torch.linspace(-6, 3, width)]
-    weights += [torch.randn(128), 1e-6]
+    weights = weights_of(3 * width, torch.linspace(-6, 3, width))
     slots = torch.tensor([4, 0, 2], dtype=torch.int32)
     conv, state = torch.randn(6, 3 * width, 3).to(dtype), torch.randn(6, 2, 128, 128).to(dtype)
     want = conv.clone(), state.clone()
@@ -144,13 +148,7 @@ def test_decode_step_with_a_decay_per_channel(monkeypatch: pytest.MonkeyPatch, f
     expected = kda_decode(*inputs, *want, slots, geometry, backend=Backend.TORCH)
     monkeypatch.setattr(gdn_verify_gluon if few else gdn_decode_gluon, "runs_gluon", lambda device: True)
     launched: list[str] = []
-    emulator = Emulator()
-
-    def handle(kernel: Any, *launch: Any) -> None:
-        launched.append(kernel.fn.__name__)
-        emulator.handle(kernel, *launch)
-
-    with launches_handled(handle):
+    with emulated(launched):
         out = kda_decode(*inputs, conv, state, slots, geometry, backend=Backend.TRITON)
     assert launched == ["_verify_states_kernel" if few else "_decode_states_kernel"]
     assert (out[1] == 0).all(), "padding rows must be zero"
@@ -158,7 +156,7 @@ def test_decode_step_with_a_decay_per_channel(monkeypatch: pytest.MonkeyPatch, f
     close(state[1:], want[1][1:], dtype)
     assert torch.equal(conv[1:], want[0][1:]) and torch.equal(state[0], reserved)
     given = out.new_full(out.shape, 7.0)
-    with launches_handled(handle):
+    with emulated(launched):
         kda_decode(*inputs, conv, state, slots, geometry, backend=Backend.TRITON, out=given)
     assert (given[1] == 7).all() and len(launched) == 1
 

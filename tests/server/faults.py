@@ -225,7 +225,7 @@ def steady_memory(server: RunningServer, count: int, *, is_model: bool = True) -
         asyncio.run(_many(server, (_small(rng, i) for i in range(count // 6))))
         sizes.append(_memory(server))
     growth = {n: round(2 * median(b[n] - a[n] for a, b in pairwise(sizes[1:])), 1) for n in sizes[0]}
-    assert growth["server"] < 2.0 and growth["engine"] < 8.0, sizes
+    assert growth["server"] < 2.0 and growth["engine"] < 3.0, sizes
     seconds = round(time.monotonic() - began, 1)
     idle = {"idle_after_s": settled(server, before)} if is_model else {}
     return {"requests": count, "seconds": seconds, "mib_by_part": sizes, "growth_mib": growth} | idle

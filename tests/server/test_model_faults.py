@@ -27,7 +27,7 @@ def test_an_engine_that_stands_still_goes_on_afterwards(mini: RunningServer) -> 
 def test_memory_is_flat(mini: RunningServer, server: RunningServer) -> None:
     """The server's over an engine that costs nothing, so that there can be many requests; then the engine's."""
     faults.steady_memory(server, 1200, is_model=False)
-    faults.steady_memory(mini, 600)
+    faults.steady_memory(mini, 300)
 
 
 def test_a_killed_engine_is_replaced(mini: RunningServer) -> None:
