@@ -11,6 +11,7 @@ run, then the batch, then sampling. ``finished_rows`` are forgotten before anyth
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 
 import msgspec
 
@@ -148,6 +149,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     page_copies: list[tuple[int, int]] = []
     token_masks: dict[int, list[bytes]] = {}
     encodings: list[Encoding] = []
+
+    @property
+    def num_decodes(self) -> int:
+        """How many of ``requests``, the first ones, decode."""
+        return bisect_left(self.requests, True, key=lambda r: not r.is_decode)
 
     @property
     def num_tokens(self) -> int:

@@ -82,6 +82,19 @@ SETTINGS_AND_REUSE = (
         "replace(scheduler, num_waiting=num_waiting)", "scheduler", "tests/engine/test_structured_outputs.py",
     ),
     mutant(
+        "history-forgotten", "processors get the logits of every step of their request",
+        "weft/scheduler/scheduler.py", "        self._num_by_history += request.samples_by_history\n", "",
+        "tests/engine/test_logits_processors.py",
+    ),
+    mutant(
+        "history-kept", "requests without a history are not looked through for some", "weft/scheduler/scheduler.py",
+        "        self._num_by_history -= request.samples_by_history\n", "", "tests/engine/test_logits_processors.py",
+    ),
+    mutant(
+        "decodes-not-logged", "a step's decodes are counted", "weft/engine/inspection.py",
+        "num_decodes=num_decodes + len(verifying)", "num_decodes=len(verifying)", "tests/engine/test_inspection.py",
+    ),
+    mutant(
         "ranks-wait-for-the-dead", "a step beside a dead rank has no end", "weft/executor/multi_process.py",
         "not last.is_done and self._workers.failure() is None", "not last.is_done", RANKS,
     ),

@@ -118,7 +118,7 @@ class EngineCore:
     def _launch(self, scheduler_output: SchedulerOutput) -> None:
         launched = time.monotonic()
         try:
-            sampling = self.scheduler.sampling_requests(scheduler_output.step)
+            sampling = self.scheduler.sampling_by_history(scheduler_output.step)
             masks = self._grammars.masks(sampling, scheduler_output.requests)
             if masks:
                 scheduler_output = replace(scheduler_output, token_masks=masks)

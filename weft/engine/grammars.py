@@ -124,7 +124,7 @@ class Grammars:
 
     def update(self, requests: Iterable[Request]) -> None:
         """Take in the new tokens of the constrained ones among ``requests``; forget those that have ended."""
-        for request in requests:
+        for request in requests if self._matchers else ():
             entry = self._matchers.get(request.request_id)
             if entry is None:
                 continue

@@ -60,15 +60,17 @@ class StepLog:
     def ended(self, scheduler_output: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
         """A step's results are on the host. ``launched``: when its launch began."""
         now = time.monotonic()
-        decoding = [count for scheduled in scheduler_output.requests if (count := scheduled.num_decode_tokens)]
-        num_prefill = scheduler_output.num_tokens - sum(decoding)
+        num_decodes = scheduler_output.num_decodes
+        others = scheduler_output.requests[num_decodes:]
+        verifying = [count for scheduled in others if (count := scheduled.num_decode_tokens)]
+        num_prefill = sum(scheduled.num_tokens for scheduled in others) - sum(verifying)
         self.steps.append(
             StepView(
                 step=scheduler_output.step,
                 ended=now,
                 seconds=now - max(launched, self._last_end),
                 num_requests=len(scheduler_output.requests),
-                num_decodes=len(decoding),
+                num_decodes=num_decodes + len(verifying),
                 num_prefill_tokens=num_prefill,
                 num_padding_tokens=num_padding_tokens,
                 mode=mode,
@@ -78,7 +80,7 @@ class StepLog:
         self.num_steps += 1
         self._by_mode[mode] = self._by_mode.get(mode, 0) + 1
         self.num_prefill_tokens += num_prefill
-        self.num_decode_tokens += sum(decoding)
+        self.num_decode_tokens += num_decodes + sum(verifying)
         self.num_padding_tokens += num_padding_tokens
 
 

@@ -10,7 +10,6 @@ static device buffers for given, possibly padded sizes, with device work only.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -89,7 +88,7 @@ class BatchBuilder:
         requests = scheduler_output.requests
         self._host = self._buffers.begin()
         self._num_updates = self._fill_page_updates(requests)
-        num_decodes = bisect_left(requests, True, key=lambda r: not r.is_decode)  # they come first
+        num_decodes = scheduler_output.num_decodes
         layout = Layout.of(requests)
         self._fill_tokens(requests, layout)
         self._fill_sequences(requests, layout)

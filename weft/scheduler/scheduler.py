@@ -72,7 +72,7 @@ class Scheduler:
         self._finished_rows: list[int] = []
         self._lookups = PrefixLookups(manager)
         self._launched: dict[int, list[Launched]] = {}
-        self._step = self._num_preemptions = 0
+        self._step = self._num_preemptions = self._num_by_history = 0
         self._stalls = StallDetector()
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -82,6 +82,7 @@ class Scheduler:
         assert request.request_id not in self._by_id, f"request id {request.request_id} is already in use"
         assert request.num_prompt_tokens + request.max_tokens - 1 <= self.manager.max_tokens, "request can never fit"
         self._by_id[request.request_id] = request
+        self._num_by_history += request.samples_by_history
         if self.drafts is not None:
             request.no_drafts_because = refusal(request)
         self._waiting.push(request)
@@ -121,9 +122,12 @@ class Scheduler:
             **asdict(self.manager.stats()),
         )
 
-    def sampling_requests(self, step: int) -> list[tuple[int, Request]]:
-        """Rows and requests that sample in a launched step."""
-        return [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
+    def sampling_by_history(self, step: int) -> list[tuple[int, Request]]:
+        """Rows and requests that sample in a launched step, of those that do so by their history."""
+        if not self._num_by_history:
+            return []
+        sampling = [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
+        return [(row, request) for row, request in sampling if request.samples_by_history]
 
     # -- a step goes out -----------------------------------------------------------------------------------------
 
@@ -372,6 +376,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.times.finished = time.monotonic()
         del self._by_id[request.request_id]
+        self._num_by_history -= request.samples_by_history
         request.drop_pixels()
 
     # -- invariants ----------------------------------------------------------------------------------------------
@@ -391,4 +396,5 @@ class Scheduler:
             assert 0 <= request.num_computed_tokens <= request.num_tokens
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
+        assert self._num_by_history == sum(r.samples_by_history for r in self._by_id.values())
         self._lookups.check(self._waiting)
