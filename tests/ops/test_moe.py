@@ -26,6 +26,16 @@ def loop_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Ten
     return out
 
 
+def test_sigmoid_weights_by_hand() -> None:
+    """The sum that weights are divided by, their factor, and experts that are elsewhere."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, -3.0]])
+    rule = {"sigmoid": True, "renormalize": True, "epsilon": 0.5, "scale": 3.0, "num_tokens": 1}
+    weights, ids = topk_router(logits, 3, first_expert=2, num_experts=1, backend=TORCH, **rule)
+    scores = torch.sigmoid(torch.tensor([2.0, 1.0, 0.0]))
+    torch.testing.assert_close(weights[0], 3.0 * scores / (scores.sum() + 0.5))
+    assert ids.tolist() == [[0, -1, -1]]
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 63, 130])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(16, 4), (5, 5), (130, 7), (3, 1)])
 def test_experts_equal_a_loop(num_tokens: int, num_experts: int, top_k: int) -> None:

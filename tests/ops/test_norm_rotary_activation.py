@@ -92,6 +92,16 @@ SCALINGS = {
         "beta_slow": 2,
         "truncate": False,
     },
+    "yarn mscale alone": {"factor": 4.0, "original_max_position_embeddings": 256, "mscale": 0.7},
+    "yarn mscale and none": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.0,
+    },
+    "yarn shorter": {"factor": 0.5, "original_max_position_embeddings": 256},
+    "yarn wide": {"factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 1, "beta_slow": 1e-9},
+    "yarn flat": {"factor": 2.0, "original_max_position_embeddings": 6, "beta_fast": 1, "beta_slow": 1},
     "yarn narrow": {"factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 1, "beta_slow": 1},
 }
 

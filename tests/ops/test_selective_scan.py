@@ -22,12 +22,12 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def scan_inputs(rows: int, dtype: torch.dtype, channels: int = CHANNELS, size: int = SIZE) -> Inputs:
-    """x, z, dt, b, c of ``rows`` tokens; dt_bias, A_log, D. x and z are halves of one projection."""
+    """x, z, dt, b, c of ``rows`` tokens; dt_bias, A_log, D. z is half of a projection, x comes from a convolution."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=DEVICE)
 
-    x, z = random(rows, 2 * channels).to(dtype).chunk(2, dim=-1)
+    x, z = random(rows, channels).to(dtype), random(rows, 2 * channels).to(dtype)[:, channels:]
     dt, b, c = (random(rows, n).to(dtype) for n in (channels, size, size))
     return x, z, dt, b, c, random(channels), random(size, channels), random(channels)
 

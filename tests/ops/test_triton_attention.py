@@ -15,6 +15,7 @@ from weft.forward_context import Batch, Mixture, Verification
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
 from weft.ops.triton.attention_decode import MOST_ROWS, launch_decode  # isort: skip
+from weft.ops.triton.attention_merge import most_splits  # isort: skip
 from weft.ops.triton.attention_tiles import Tile  # isort: skip
 from weft.ops.triton.sizes import next_power_of_2  # isort: skip
 
@@ -217,3 +218,13 @@ def test_lengths_are_read_on_the_device() -> None:
     paged_attention(q, cache, cache, frozen, scale=0.2, backend=Backend.TRITON, out=out)
     want = paged_attention(q, cache, cache, batch, scale=0.2, backend=Backend.TORCH)
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("table_tokens", "double_from"), [(4096, 512), (1000, 512), (5000, 512), (100, 512), (9000, 64)]
+)
+def test_every_sequence_has_room_for_its_splits(table_tokens: int, double_from: int) -> None:
+    """Splits of 64 tokens, of 128 beyond ``double_from`` tokens, and of 256 beyond eight times as many."""
+    lengths = range(1, table_tokens + 1)
+    splits = [-(-n // (64 << (n > double_from) + (n > 8 * double_from))) for n in lengths]
+    assert most_splits(table_tokens, double_from, 64) == max(splits)

@@ -48,7 +48,7 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], zero_centered: boo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2), (65, 100), (2, 3, 6144)])
+@pytest.mark.parametrize("shape", [(1, 2), (65, 100), (2, 3, 6144), (1, 5, 6148)])
 def test_gates(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, device=DEVICE).to(dtype)
     first, second = x.double().chunk(2, dim=-1)
