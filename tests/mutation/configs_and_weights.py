@@ -115,7 +115,7 @@ CONFIGS_AND_WEIGHTS = (
     ),
     mutant(
         "falcon-mamba-expands", "FalconMamba's intermediate_size goes before expand", "weft/config/mamba_families.py",
-        '"intermediate_size": "mamba_d_inner",', "", "tests/models/test_parity.py",
+        '"intermediate_size": "mamba_d_inner",', "", "tests/models/test_parity.py::test_awkward_geometries",
     ),
     mutant(
         "top-k-of-minus-one", "top_k may be -1", "weft/config/generation.py", 'config.integer("top_k", low=-1)',
