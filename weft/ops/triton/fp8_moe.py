@@ -152,48 +152,30 @@ def _fp8_up_kernel(
 
 
 @triton.jit
-def _store_outputs(out, down_scale, expert, pair, inside, columns, of_rows, acc, FIXED: tl.constexpr):
-    """A tile of outputs, each row where its pair's are."""
-    HIDDEN: tl.constexpr = FIXED.hidden
-    in_hidden = columns < HIDDEN
-    if not FIXED.block:
-        channel = down_scale + expert.to(tl.int64) * HIDDEN + columns
-        acc *= of_rows[:, None] * tl.load(channel, mask=in_hidden, other=0.0)[None, :]
-    offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
-    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
-
-
-@triton.jit
 def _down_tile(
-    operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    SPAN: tl.constexpr,
+    operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Down product of up to ``ROWS`` pairs of one expert: ``SPAN`` tiles of columns in one loop over the inner elements
-    of each, so that a tile's first loads are under way while the one before it is written."""
+    """Down product of up to ``ROWS`` pairs of one expert."""
     hidden, hidden_scale, down, down_scale, out, pairs = operands
     expert, first, end = block
     HIDDEN: tl.constexpr = FIXED.hidden
     WIDTH: tl.constexpr = FIXED.width
     BLOCK: tl.constexpr = FIXED.block
-    GROUPS: tl.constexpr = (WIDTH + 128 - 1) // 128
-    DEPTH: tl.constexpr = GROUPS * 128
-    FULL: tl.constexpr = HIDDEN % (COLUMNS * SPAN) == 0
     places = first + tl.arange(0, ROWS)
     inside = places < end
     pair = tl.load(pairs + places, mask=inside, other=0)
     columns = column + tl.arange(0, COLUMNS)
+    in_hidden = columns < HIDDEN
     inner = tl.arange(0, 128)
     hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
     down_rows = down + expert.to(tl.int64) * (HIDDEN * WIDTH) + columns[:, None] * WIDTH
+    GROUPS: tl.constexpr = (WIDTH + 128 - 1) // 128
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    of_rows = tl.zeros([ROWS], dtype=tl.float32)
+    of_inputs = tl.zeros([ROWS], dtype=tl.float32)
     if not BLOCK:
-        of_rows = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
-    for start in tl.range(0, SPAN * DEPTH, 128, num_stages=STAGES):
-        behind = start // DEPTH * COLUMNS if SPAN > 1 else 0
-        first_k = start % DEPTH if SPAN > 1 else start
-        k = first_k + inner
-        of_inputs = of_rows
+        of_inputs = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
+    for start in tl.range(0, WIDTH, 128, num_stages=STAGES):
+        k = start + inner
         a = load_tile(hidden_rows, k, inside, WIDTH, 128, False)
         if not FIXED.quantized:
             wide = a.to(tl.float32)
@@ -201,37 +183,34 @@ def _down_tile(
                 of_inputs = scale_of(tl.max(tl.abs(wide), 1))
             a = to_e4m3(wide, of_inputs[:, None])
         else:
-            of_inputs = tl.load(hidden_scale + places * GROUPS + first_k // 128, mask=inside, other=0.0)
-        b = load_tile(down_rows + behind * WIDTH, k, columns + behind < HIDDEN, WIDTH, 128, FULL)
-        sums = tl.dot(a, tl.trans(b))
+            of_inputs = tl.load(hidden_scale + places * GROUPS + start // 128, mask=inside, other=0.0)
+        sums = tl.dot(a, tl.trans(load_tile(down_rows, k, in_hidden, WIDTH, 128, HIDDEN % COLUMNS == 0)))
         if BLOCK:
             scale_rows = down_scale + expert.to(tl.int64) * (tl.cdiv(HIDDEN, BLOCK) * GROUPS)
-            of_weights = _block_scale(scale_rows, columns + behind, first_k // 128, GROUPS, BLOCK)
+            of_weights = _block_scale(scale_rows, columns, start // 128, GROUPS, BLOCK)
             sums *= of_inputs[:, None] * of_weights[None, :]
         acc += sums
-        if SPAN > 1:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
-            if first_k == DEPTH - 128:
-                _store_outputs(out, down_scale, expert, pair, inside, columns + behind, of_rows, acc, FIXED)
-                acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    if SPAN == 1:
-        _store_outputs(out, down_scale, expert, pair, inside, columns, of_rows, acc, FIXED)
+    if not BLOCK:
+        channel = down_scale + expert.to(tl.int64) * HIDDEN + columns
+        acc *= of_inputs[:, None] * tl.load(channel, mask=in_hidden, other=0.0)[None, :]
+    offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
 
 
 @jit
 def _fp8_down_kernel(
     hidden, hidden_scale, down, down_scale, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
-    column = tl.program_id(0) * (COLUMNS * SPAN)
+    column = tl.program_id(0) * COLUMNS
     operands = (hidden, hidden_scale, down, down_scale, out, pairs)
     if block[0] >= 0:
         if is_half_full(block, ROWS):
-            _down_tile(operands, block, column, FIXED, ROWS // 2, COLUMNS, STAGES, SPAN)
+            _down_tile(operands, block, column, FIXED, ROWS // 2, COLUMNS, STAGES)
         else:
-            _down_tile(operands, block, column, FIXED, ROWS, COLUMNS, STAGES, SPAN)
+            _down_tile(operands, block, column, FIXED, ROWS, COLUMNS, STAGES)
 
 
 @functools.cache
@@ -353,10 +332,10 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
-    _fp8_down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
+    _fp8_down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
         hidden, hidden_scale, down.weight, down.scale, out, ids, *grouping,
         FIXED=fixed._replace(static=down.input_scale is not None), ROWS=tile.rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, SPAN=tile.span, num_warps=tile.warps, **early_launch(ids.device),
+        STAGES=tile.stages, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return out
 
