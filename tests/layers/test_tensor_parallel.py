@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import Harness
+from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
 from weft.errors import ConfigError
 from weft.forward_context import forward_context
@@ -50,7 +51,7 @@ class Rank:
         sums, own = self._group.sums, self._group.summed[-1]
         assert sums is not None, "a layer leaves its part of the sum; the norm after it sums over the ranks"
         own.append(x)
-        return sums[len(own) - 1] if sums else x
+        return sums[len(own) - 1] if sums else x.clone()
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._group.gathered.append(x)
@@ -71,15 +72,16 @@ class Rank:
 Run = Callable[[Harness], Tensor]
 
 
-def run_sharded(
-    folder: Path, size: int, run: Run, *, expert_parallel: bool = False, sums: list[Tensor] | None = None
-) -> Tensor:
-    """The sum of the ranks' results; what they gathered, if they did. ``sums``: as of ``Group``."""
+def run_sharded(folder: Path, size: int, run: Run, *, sums: list[Tensor] | None = None, **options: bool) -> Tensor:
+    """The sum of the ranks' results; what they gathered, if they did. ``sums``: as of ``Group``; ``options``: of
+    ``Harness``."""
     group = Group(size, sums)
-    parts = [run(Harness(folder, tp=group.rank(rank), expert_parallel=expert_parallel)) for rank in range(size)]
-    if sums == []:  # no sum is of another one's results: now they are known
-        assert group.summed[0], "there are sums inside of the layer"
-        return run_sharded(folder, size, run, sums=[torch.stack(s).sum(0) for s in zip(*group.summed, strict=True)])
+    parts = [run(Harness(folder, tp=group.rank(rank), **options)) for rank in range(size)]
+    if sums is not None:  # of which each may follow from those before it
+        found = [torch.stack(terms).sum(0) for terms in zip(*group.summed, strict=True)]
+        assert found, "there are sums inside of the layer"
+        if len(found) != len(sums) or not all(map(torch.equal, found, sums)):
+            return run_sharded(folder, size, run, sums=found, **options)
     return parts[-1] if group.gathered else torch.stack(parts).sum(0)
 
 
@@ -159,6 +161,21 @@ def test_layers_with_sums_inside(arch: str, name: str, overrides: dict[str, Any]
     whole = run_layer(name)(Harness(folder))
     sharded = run_sharded(folder, size, run_layer(name), sums=[])
     torch.testing.assert_close(sharded[: sum(LENGTHS)], whole[: sum(LENGTHS)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
+    """Which comes out whole on every rank."""
+    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path, **LINEAR)
+    ids, hidden = torch.arange(9), torch.randn(9, 48)
+
+    def run(harness: Harness) -> Tensor:
+        head: Callable[[Tensor, Tensor], Tensor] = harness.model.get_submodule("mtp")
+        with forward_context(harness.context_for([(harness.sequence(ids.tolist()), 9)])), torch.no_grad():
+            return head(harness.model.model.embed_tokens(ids), hidden) / harness.context.tp.size
+
+    whole = run(Harness(folder, mtp=True))
+    torch.testing.assert_close(run_sharded(folder, size, run, sums=[], mtp=True), whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,10 @@ CONFIGS_AND_WEIGHTS = (
         "if numerator and denominator:", "if numerator:", "tests/ops/test_norm_rotary_activation.py",
     ),
     mutant(
+        "drafts-of-the-first-rank", "each rank multiplies its share of the head's input", "weft/models/mtp.py",
+        "both.chunk(self._num_ranks, dim=-1)[self._rank]", "both.chunk(self._num_ranks, dim=-1)[0]", SHARDS,
+    ),
+    mutant(
         "decays-of-the-first-rank", "lightning attention's rates are those of this rank's heads",
         "weft/layers/lightning_attention.py", "[tp.rank * heads : (tp.rank + 1) * heads]", "[:heads]", SHARDS,
     ),
