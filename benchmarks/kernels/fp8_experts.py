@@ -41,7 +41,7 @@ def expert_candidates(tokens: int) -> list[Tiles | HopperPairs]:
         ((1, 32, 128, 4, 4), (1, 64, 128, 4, 4)),
         ((1, 32, 128, 2, 6), (1, 64, 128, 2, 4)),
     ]
-    shapes = {
+    shapes: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
         16: [
             *single,
             ((16, 64, 128, 4, 4), (16, 128, 128, 4, 3)),
@@ -56,12 +56,14 @@ def expert_candidates(tokens: int) -> list[Tiles | HopperPairs]:
         1024: [
             ((16, 64, 128, 4, 4), (16, 128, 128, 4, 4)),
             ((16, 128, 128, 4, 4), (16, 128, 128, 4, 4)),
+            ((16, 128, 128, 4, 4), (16, 128, 128, 4, 4, 4)),
             ((32, 128, 128, 4, 3), (32, 128, 128, 4, 4)),
             ((64, 64, 128, 4, 4), (64, 128, 128, 4, 4)),
             ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4)),
         ],
         8192: [
             ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4)),
+            ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4, 8)),
             ((128, 128, 128, 8, 4), (128, 128, 128, 4, 3)),
             ((128, 64, 128, 4, 4), (128, 128, 128, 8, 4)),
             ((64, 128, 128, 4, 3), (64, 128, 128, 8, 4)),
@@ -70,8 +72,9 @@ def expert_candidates(tokens: int) -> list[Tiles | HopperPairs]:
             ((128, 64, 128, 8, 4), (128, 128, 128, 8, 3)),
             ((128, 64, 128, 8, 3), (128, 64, 128, 4, 4)),
         ],
-    }[min(limit for limit in (16, 128, 1024, 8192) if limit >= tokens)]
-    return [*found, *(Tiles(Tile(*up), Tile(*down)) for up, down in shapes)]
+    }
+    limit = min(limit for limit in shapes if limit >= tokens)
+    return [*found, *(Tiles(Tile(*up), Tile(*down)) for up, down in shapes[limit])]
 
 
 class Experts:

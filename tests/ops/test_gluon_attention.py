@@ -381,6 +381,9 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     limits += [(168, 8 if is_3_6 else 24)] + 3 * [(168, scans_spill)] + [(128, 0), (192, 0)]
     limits += [(128, 0), (128, 0)]
     limits += [(80, 0), (80, 0)]  # FP8, one row: three programs of eight warps fit on a multiprocessor
+    experts = kernels[len(limits) :]
+    limits += [(168, 0), (168, 0)]
     for kernel, (registers, stack) in zip(kernels, limits, strict=True):
         assert kernel["registers"] <= registers and kernel["stack_bytes"] <= stack, kernel
         assert kernel["shared_bytes"] <= 227 * 1024, kernel
+    assert all(kernel["async_copies"] > 16 for kernel in experts), "addresses whose alignment the compiler does not see"

@@ -157,6 +157,23 @@ def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
     check_moe((300, 3, 2, 384, 256) if ON_GPU else (40, 3, 2, 128, 128), scheme, torch.float32, 3, tiles)
 
 
+@pytest.mark.parametrize("hidden", [256, 384], ids=["whole", "ragged"])
+@pytest.mark.parametrize(("rows", "scheme"), [(16, "block"), (128, "block"), (16, "token"), (128, "static")])
+def test_down_product_through_tiles_of_columns(rows: int, scheme: str, hidden: int) -> None:
+    """The same bits as of programs with one tile each."""
+    up, down = Tile(rows, 64, 128, 4, 2), Tile(rows, 128, 128, 4, 2)
+    check_same_bits(scheme, hidden, Tiles(up, down), Tiles(up, down._replace(span=2)))
+
+
+def check_same_bits(scheme: str, hidden: int, *configs: Tiles) -> None:
+    weights, ids = routing(70, 3, 2, 3)
+    block, (x, static) = block_of(scheme), inputs(70, hidden, torch.float32, scheme)
+    given = (x, *fp8_matrix(512, hidden, block, 3), *fp8_matrix(hidden, 256, block, 3), weights, ids)
+    scales = {"gate_up_input_scale": static, "down_input_scale": static}
+    want, out = (fp8_fused_moe_triton(*given, block=block, config=config, **scales) for config in configs)
+    assert want[:67].any(1).all() and torch.equal(out, want)
+
+
 def test_experts_quantise_alike_in_both_products() -> None:
     """A wide up tile quantises its hidden values itself; the down product would have done the same."""
     weights, ids = routing(9, 4, 2, 0)

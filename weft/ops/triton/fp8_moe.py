@@ -152,30 +152,48 @@ def _fp8_up_kernel(
 
 
 @triton.jit
+def _store_outputs(out, down_scale, expert, pair, inside, columns, of_rows, acc, FIXED: tl.constexpr):
+    """A tile of outputs, each row where its pair's are."""
+    HIDDEN: tl.constexpr = FIXED.hidden
+    in_hidden = columns < HIDDEN
+    if not FIXED.block:
+        channel = down_scale + expert.to(tl.int64) * HIDDEN + columns
+        acc *= of_rows[:, None] * tl.load(channel, mask=in_hidden, other=0.0)[None, :]
+    offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
+
+
+@triton.jit
 def _down_tile(
-    operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
+    operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Down product of up to ``ROWS`` pairs of one expert."""
+    """Down product of up to ``ROWS`` pairs of one expert: ``SPAN`` tiles of columns in one loop over the inner elements
+    of each, so that a tile's first loads are under way while the one before it is written."""
     hidden, hidden_scale, down, down_scale, out, pairs = operands
     expert, first, end = block
     HIDDEN: tl.constexpr = FIXED.hidden
     WIDTH: tl.constexpr = FIXED.width
     BLOCK: tl.constexpr = FIXED.block
+    GROUPS: tl.constexpr = (WIDTH + 128 - 1) // 128
+    FULL: tl.constexpr = HIDDEN % (COLUMNS * SPAN) == 0
     places = first + tl.arange(0, ROWS)
     inside = places < end
     pair = tl.load(pairs + places, mask=inside, other=0)
     columns = column + tl.arange(0, COLUMNS)
-    in_hidden = columns < HIDDEN
     inner = tl.arange(0, 128)
     hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
     down_rows = down + expert.to(tl.int64) * (HIDDEN * WIDTH) + columns[:, None] * WIDTH
-    GROUPS: tl.constexpr = (WIDTH + 128 - 1) // 128
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    of_inputs = tl.zeros([ROWS], dtype=tl.float32)
+    of_rows = tl.zeros([ROWS], dtype=tl.float32)
     if not BLOCK:
-        of_inputs = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
-    for start in tl.range(0, WIDTH, 128, num_stages=STAGES):
-        k = start + inner
+        of_rows = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
+    for i in tl.range(0, SPAN * GROUPS, num_stages=STAGES):
+        # Offsets are products with 128, so that the compiler knows them aligned: otherwise copies are not asynchronous.
+        step = i % GROUPS if SPAN > 1 else i
+        behind = i // GROUPS * COLUMNS if SPAN > 1 else 0
+        k = step * 128 + inner
+        of_inputs = of_rows
         a = load_tile(hidden_rows, k, inside, WIDTH, 128, False)
         if not FIXED.quantized:
             wide = a.to(tl.float32)
@@ -183,34 +201,37 @@ def _down_tile(
                 of_inputs = scale_of(tl.max(tl.abs(wide), 1))
             a = to_e4m3(wide, of_inputs[:, None])
         else:
-            of_inputs = tl.load(hidden_scale + places * GROUPS + start // 128, mask=inside, other=0.0)
-        sums = tl.dot(a, tl.trans(load_tile(down_rows, k, in_hidden, WIDTH, 128, HIDDEN % COLUMNS == 0)))
+            of_inputs = tl.load(hidden_scale + places * GROUPS + step, mask=inside, other=0.0)
+        b = load_tile(down_rows + behind * WIDTH, k, columns + behind < HIDDEN, WIDTH, 128, FULL)
+        sums = tl.dot(a, tl.trans(b))
         if BLOCK:
             scale_rows = down_scale + expert.to(tl.int64) * (tl.cdiv(HIDDEN, BLOCK) * GROUPS)
-            of_weights = _block_scale(scale_rows, columns, start // 128, GROUPS, BLOCK)
+            of_weights = _block_scale(scale_rows, columns + behind, step, GROUPS, BLOCK)
             sums *= of_inputs[:, None] * of_weights[None, :]
         acc += sums
-    if not BLOCK:
-        channel = down_scale + expert.to(tl.int64) * HIDDEN + columns
-        acc *= of_inputs[:, None] * tl.load(channel, mask=in_hidden, other=0.0)[None, :]
-    offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
-    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
+        if SPAN > 1:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
+            if step == GROUPS - 1:
+                _store_outputs(out, down_scale, expert, pair, inside, columns + behind, of_rows, acc, FIXED)
+                acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    if SPAN == 1:
+        _store_outputs(out, down_scale, expert, pair, inside, columns, of_rows, acc, FIXED)
 
 
 @jit
 def _fp8_down_kernel(
     hidden, hidden_scale, down, down_scale, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
-    column = tl.program_id(0) * COLUMNS
+    column = tl.program_id(0) * (COLUMNS * SPAN)
     operands = (hidden, hidden_scale, down, down_scale, out, pairs)
     if block[0] >= 0:
         if is_half_full(block, ROWS):
-            _down_tile(operands, block, column, FIXED, ROWS // 2, COLUMNS, STAGES)
+            _down_tile(operands, block, column, FIXED, ROWS // 2, COLUMNS, STAGES, SPAN)
         else:
-            _down_tile(operands, block, column, FIXED, ROWS, COLUMNS, STAGES)
+            _down_tile(operands, block, column, FIXED, ROWS, COLUMNS, STAGES, SPAN)
 
 
 @functools.cache
@@ -332,10 +353,10 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
-    _fp8_down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
+    _fp8_down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
         hidden, hidden_scale, down.weight, down.scale, out, ids, *grouping,
         FIXED=fixed._replace(static=down.input_scale is not None), ROWS=tile.rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, num_warps=tile.warps, **early_launch(ids.device),
+        STAGES=tile.stages, SPAN=tile.span, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return out
 

@@ -23,8 +23,8 @@ otherwise compute 256 rows."""
 class Tile(NamedTuple):
     """Places, output columns and inner elements of one tile, warps and pipeline stages.
 
-    ``span``: with more than one, a program of the down product goes through so many tiles of columns, with all inner
-    elements of each at once: where they are few, the weights of the next tile come while one is written.
+    ``span``: with more than one, a program of the down product goes through so many tiles of columns: the weights of
+    the next tile come while one is written. In two bytes with all inner elements of each at once.
     """
 
     rows: int
