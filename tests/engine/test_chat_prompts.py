@@ -44,6 +44,10 @@ STRICT = REASONS.replace(
     "{%- for m in messages %}{%- if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}{%- endif %}"
     "<|im_start|>",
 )
+# The same, each message and the block in lines of their own.
+LINES = REASONS.replace("<|im_end|>{%- endfor", "<|im_end|>{{ '\\n' }}{%- endfor").replace(
+    "<think>\n{%- endif", "<think>{{ '\\n' }}{%- endif"
+)
 
 
 def with_template(template: str | None) -> Tokenizer:
@@ -53,7 +57,8 @@ def with_template(template: str | None) -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {"mini": with_template(None), "reasons": with_template(REASONS), "strict": with_template(STRICT)}
+TEMPLATES = {"mini": None, "reasons": REASONS, "strict": STRICT, "lines": LINES}
+TOKENIZERS = {name: with_template(template) for name, template in TEMPLATES.items()}
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": "Hi", "reasoning_content": "hm"}
@@ -104,7 +109,7 @@ def test_prompts_and_boundaries_are_those_of_the_definition(name: str) -> None:
     assert chats._segments._added is not None
     for _ in range(120):
         options: dict[str, Any] = {"chat_template_kwargs": rng.choice([None, {"enable_thinking": False}])}
-        options["tools"] = rng.choice([None, [CALL]])
+        options |= {"tools": rng.choice([None, [CALL]]), "add_generation_prompt": rng.random() < 0.8}
         messages = conversation(rng)
         chat = chats.make(messages, turn_boundaries=True, **options)
         assert chat.token_ids == tokenizer.encode(chat.text, add_special_tokens=False)

@@ -129,7 +129,7 @@ class ChatPrompts:
         )
         chat = RenderedChat(text)
         if turn_boundaries and not continue_final_message:
-            variables = _encoded([tools, chat_template_kwargs])
+            variables = _encoded([tools, chat_template_kwargs, add_generation_prompt])
             self._look_up_next_turn(chat, shown, plain, variables)
             self._look_up_system(chat, shown, plain, variables)
         return chat
