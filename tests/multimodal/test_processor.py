@@ -239,8 +239,9 @@ class TestRefusals:
     def test_limits(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         image = picture(64, 64)
         few = make(folder, limit_per_prompt=MediaLimits(image=1, video=0))
-        with pytest.raises(RequestError, match="2 images; at most 1 are allowed"):
-            few.process({"image": [image, image]}, ROOM, PARAM)
+        with pytest.raises(RequestError, match="2 images; at most 1 are allowed") as refused:
+            few.process({"image": [image, image]}, ROOM, "multi_modal_data")
+        assert refused.value.param == "multi_modal_data"
         with pytest.raises(RequestError, match="1 videos; at most 0 are allowed"):
             few.process(prompt_media({"video": np.zeros((4, 8, 8, 3), np.uint8)}), ROOM, PARAM)
         with pytest.raises(RequestError, match="64 x 64 pixels becomes 64 tokens, more than the 63"):
@@ -273,3 +274,10 @@ class TestRefusals:
 def test_multi_modal_data_is_checked(given: Any) -> None:
     with pytest.raises(RequestError, match="must be a dict with image, video or both"):
         prompt_media(given)
+
+
+@pytest.mark.parametrize("image", [picture(), np.zeros((4, 4, 3), np.uint8), b"", Path("a.png")], ids=type)
+def test_one_image_needs_no_list(image: Any) -> None:
+    found = prompt_media({"image": image})["image"]
+    assert len(found) == 1 and found[0] is image
+    assert prompt_media({"image": []}) == prompt_media({"image": ()}) == prompt_media({"image": None}) == {}

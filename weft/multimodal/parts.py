@@ -91,8 +91,10 @@ def prompt_media(given: Any) -> Media:
         raise RequestError(f"multi_modal_data has {what}; it must be a dict with image, video or both", param)
     images, videos = given.get("image"), given.get("video")
     result: Media = {}
-    if images is not None and images != []:
-        result["image"] = [as_path(image) for image in (images if isinstance(images, (list, tuple)) else [images])]
+    if not isinstance(images, (list, tuple)):
+        images = [] if images is None else [images]
+    if images:
+        result["image"] = [as_path(image) for image in images]
     if videos is not None:
         several = isinstance(videos, list) and bool(videos) and not _is_frame(videos[0])
         result["video"] = [_video_of(video, param) for video in (videos if several else [videos])]

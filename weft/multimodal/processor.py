@@ -120,7 +120,7 @@ class MediaProcessor:
         self._cache = _Cache(cache_bytes)
         self._turns = threading.BoundedSemaphore(MAX_CONCURRENT)
 
-    def check_counts(self, media: Mapping[Modality, Sequence[Any]]) -> None:
+    def check_counts(self, media: Mapping[Modality, Sequence[Any]], param: str) -> None:
         """Raises RequestError for more images or videos than a prompt may have."""
         for modality, sources in media.items():
             limit = getattr(self._limit_per_prompt, modality)
@@ -128,7 +128,7 @@ class MediaProcessor:
                 raise RequestError(
                     f"the prompt has {len(sources)} {modality}s; at most {limit} are allowed here "
                     "(limit_mm_per_prompt): send fewer",
-                    "messages",
+                    param,
                 )
 
     def process(self, media: Mapping[Modality, Sequence[Any]], room: int, param: str) -> list[Processed]:
@@ -143,7 +143,7 @@ class MediaProcessor:
         Raises:
             RequestError: too many, or one that cannot be read.
         """
-        self.check_counts(media)
+        self.check_counts(media, param)
         reader = SourceReader(self.limits, param)
         steps = [(self.image, source) for source in media.get("image", ())]
         steps += [(self.video, source) for source in media.get("video", ())]

@@ -28,7 +28,7 @@ class MediaPool:
         """See ``MediaProcessor.process``. Raises RequestError."""
         if not media:
             return []
-        processor.check_counts(media)
+        processor.check_counts(media, "messages")
         threads = self._remote if _is_remote(media) else self._local
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, processor.process, media, room, "messages")
