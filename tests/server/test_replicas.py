@@ -404,5 +404,24 @@ def test_a_dead_replica_has_nothing_open() -> None:
         replicas.send(structs.replace(SPEC, request_id=f"r{i}"))
     assert [view.num_open for view in replicas.views()] == [2, 2]
     replicas.members[0].is_out = True  # no other one is started in its place
+    replicas.members[0].stats = EngineStats(num_running=1, num_waiting=1, num_steps=5)
     replicas._ended(replicas.members[0], -9)
     assert [view.num_open for view in replicas.views()] == [0, 4] and len(processes[1].sent) == 4
+    assert replicas.members[0].stats == EngineStats(num_steps=5)
+
+
+def test_a_drain_does_not_end_the_process_that_is_started_after_it() -> None:
+    async def body() -> None:
+        replicas, _, _ = replicas_without_processes(2)
+        replicas._launch = lambda member, *callbacks: cast(Any, started)  # type: ignore[method-assign]
+        started = _Recorder()
+        replicas.send(SPEC)
+        replicas.send(wire.DrainReplica(0))
+        (task,) = replicas._draining
+        await asyncio.sleep(0)
+        replicas._ended(replicas.members[0], -9)
+        replicas.send(wire.StartReplica(0))
+        await task
+        assert not started.sent
+
+    asyncio.run(body())

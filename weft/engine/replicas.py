@@ -294,14 +294,15 @@ class ReplicaSet:
         logger.info("replica %d is drained; it has %d open", member.index, self._router.replicas[member.index].num_open)
         member.is_out = True
         self._router.down(member.index)
-        self._draining.add(task := asyncio.create_task(self._end_when_idle(member)))
+        assert member.process is not None, "a replica that is up has a process"
+        self._draining.add(task := asyncio.create_task(self._end_when_idle(member.index, member.process)))
         task.add_done_callback(self._draining.discard)
 
-    async def _end_when_idle(self, member: Member) -> None:
-        while any(entry.index == member.index for entry in self._open.values()):
+    async def _end_when_idle(self, index: int, process: EngineHandle) -> None:
+        """``process``: of the replica now; if it dies, another one may be started before this looks again."""
+        while any(entry.index == index for entry in self._open.values()):
             await asyncio.sleep(_DRAIN_LOOK_S)
-        if member.process is not None:
-            await member.process.stop()
+        await process.stop()
 
     def _restart(self, member: Member) -> None:
         member.is_out, member.restarts = False, Restarts(member.restarts.num)
@@ -328,6 +329,7 @@ class ReplicaSet:
     def _ended(self, member: Member, status: int) -> None:
         """A replica's process has ended."""
         member.process = member.capacity = None
+        member.stats = replace(member.stats, num_running=0, num_waiting=0)
         self._router.down(member.index)
         self._resets.died(member.index)
         if self._is_closing or self._is_over:
