@@ -122,31 +122,37 @@ def test_bad_flags(flags: list[str]) -> None:
 
 
 class _OtherServer(BaseHTTPRequestHandler):
-    """Names the role at once, thinks, sends two tokens and an empty end, and tells no usage."""
+    """Names the role at once, thinks, sends two tokens and an empty end, tells no usage, ends lines as in HTTP, and
+    closes each connection behind its answer."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         chunks = [{"role": "assistant", "content": ""}, {"reasoning_content": "a"}, {"content": "b"}, {"content": ""}]
-        events = [b"data: " + json.dumps({"choices": [{"delta": chunk}]}).encode() + b"\n\n" for chunk in chunks]
+        events = [b"data: " + json.dumps({"choices": [{"delta": chunk}]}).encode() + b"\r\n\r\n" for chunk in chunks]
+        events.append(b"data: [DONE]\r\n\r\n")
         self.send_response(200)
         self.send_header("Content-Length", str(sum(map(len, events))))
         self.end_headers()
         self.wfile.write(events[0])
         time.sleep(0.1)
         self.wfile.write(b"".join(events[1:]))
+        self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
-def test_only_what_was_generated_counts() -> None:
+@pytest.mark.parametrize(("version", "rate"), [("HTTP/1.0", None), ("HTTP/1.1", 3.0)])
+def test_only_what_was_generated_counts(version: str, rate: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no connection is used again that the server closes at once, or has closed while it was idle."""
+    monkeypatch.setattr(_OtherServer, "protocol_version", version)
     with HTTPServer(("127.0.0.1", 0), _OtherServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        workload = ServeWorkload(num_requests=1)
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
+        workload = ServeWorkload(num_requests=2, concurrency=1, request_rate=rate, input_words=(2, 2), seed=1)
         figures = measure(Target.parse(f"http://127.0.0.1:{server.server_port}/v1"), None, workload)
         server.shutdown()
     assert figures["failed"] == 0 and figures["ttft_ms"]["p50"] >= 100
-    assert figures["output_tokens_per_s"] * figures["seconds"] == pytest.approx(2, rel=0.05)
+    assert figures["output_tokens_per_s"] * figures["seconds"] == pytest.approx(2 * 2, rel=0.05)
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -67,10 +67,9 @@ class HttpClient:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
-        """An open connection; kept afterwards only if nothing went wrong."""
-        if self._idle:
-            connection = self._idle.pop()
-        else:
+        """An open connection; kept afterwards only if nothing went wrong and neither side has closed it."""
+        connection = self._reused()
+        if connection is None:
             target = self._target
             connection = await asyncio.open_connection(
                 target.host, target.port, ssl=target.secure or None, limit=_LINE_LIMIT
@@ -80,7 +79,17 @@ class HttpClient:
         except BaseException:
             connection[1].close()
             raise
-        self._idle.append(connection)
+        if not connection[1].is_closing():
+            self._idle.append(connection)
+
+    def _reused(self) -> Connection | None:
+        """An idle connection, unless the server has closed them all meanwhile."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return None
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
         """Data of the events of the answer, without ``[DONE]``.
@@ -99,8 +108,11 @@ class HttpClient:
             async for chunk in chunks:
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
-                    if line.startswith(b"data: ") and line != b"data: [DONE]":
-                        yield line[6:]
+                    data = line.removeprefix(b"data: ").rstrip(b"\r")
+                    if line.startswith(b"data: ") and data != b"[DONE]":
+                        yield data
+            if headers.get("connection", "").lower() == "close":
+                writer.close()
 
     def close(self) -> None:
         for _, writer in self._idle:
@@ -110,7 +122,9 @@ class HttpClient:
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     pairs = (line.partition(":") for line in lines[1:] if line)
-    return int(lines[0].split()[1]), {name.lower(): value.strip() for name, _, value in pairs}
+    version, status = lines[0].split()[:2]
+    kept = {} if version == "HTTP/1.1" else {"connection": "close"}
+    return int(status), kept | {name.lower(): value.strip() for name, _, value in pairs}
 
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
