@@ -105,8 +105,24 @@ def test_items_of_a_conversation_come_back(server: RunningServer) -> None:
     ]
     answer = server.client.post("/v1/responses", json={"input": items, "tools": [FUNCTION]}).json()
     assert answer["output"][0]["content"][0]["text"] == "thanks"
-    for bad in ({"input": [{"type": "item_reference"}]}, {"input": "x", "previous_response_id": "r"}, {"input": 5}):
-        assert server.client.post("/v1/responses", json=bad).status_code == 400
+    for bad in (
+        {"input": [{"type": "item_reference"}]}, {"input": "x", "previous_response_id": "r"}, {"input": 5},
+        {"input": "x", "reasoning": {"effort": 5}}, {"input": [{"type": "reasoning", "content": 5}, items[0]]},
+        {"input": [{"type": "reasoning", "content": [{"text": None}]}, items[0]]},
+    ):  # fmt: skip
+        assert server.client.post("/v1/responses", json=bad).status_code == 400, bad
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("responses", {"input": TEXT, "tool_choice": "auto"}),
+     ("messages", {"max_tokens": 9, "messages": [{"role": "user", "content": TEXT}], "tool_choice": {"type": "auto"}})],
+)  # fmt: skip
+def test_a_choice_among_tools_of_others_is_free(server: RunningServer, path: str, fields: Any) -> None:
+    """Tools that are no functions run elsewhere: without them there are none to choose from."""
+    for tools in ([], [{"type": "web_search", "name": "web_search"}]):
+        answer = server.client.post(f"/v1/{path}", json=fields | {"tools": tools})
+        assert answer.status_code == 200, answer.text
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -193,6 +209,9 @@ def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -
         create(claude, model="other")
     body = {"messages": [{"role": "user", "content": "x"}]}
     assert server.client.post("/v1/messages", json=body).json()["error"]["param"] == "max_tokens"
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": 5}]}
+    with pytest.raises(anthropic.BadRequestError, match="neither a text nor a list"):
+        create(claude, [result])
 
 
 @pytest.mark.parametrize("protocol", [MessagesBuilder, ResponsesBuilder])

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from weft.server.output_parser import OutputParser, Parts, parse_call
 
-TOOLS = {"add": {"properties": {"a": {"type": "integer"}, "note": {"type": "string"}}}}
+PROPERTIES = {
+    "a": {"type": "integer"},
+    "note": {"type": "string"},
+    "name": {"type": ["string", "null"]},
+    "size": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+}
+TOOLS = {"add": {"properties": PROPERTIES}, "odd": {"properties": None}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 XML = (
     "<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n"
@@ -112,6 +118,11 @@ def test_arguments_as_a_json_text() -> None:
         (r'{"name": "add", "arguments": {"note": "\ud83d\ude00"}}', {"note": "\U0001f600"}),
         ("<function=add><parameter=a>NaN</parameter></function>", {"a": "NaN"}),
         ('<function=add><parameter=a>"\\ude00"</parameter></function>', {"a": "\ufffd"}),
+        ("<function=add><parameter=name>7</parameter></function>", {"name": "7"}),
+        ("<function=add><parameter=name>None</parameter></function>", {"name": None}),
+        ("<function=add><parameter=size>7</parameter></function>", {"size": 7}),
+        ("<function=add><parameter=size>null</parameter></function>", {"size": None}),
+        ("<function=odd><parameter=a>7</parameter></function>", {"a": "7"}),
     ],
 )
 def test_arguments_can_be_sent(body: str, arguments: object) -> None:

@@ -9,6 +9,7 @@ import logging
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from weft.log_format import LogFormatter
 from weft.server.admission import Admission
 from weft.server.app import POSTS, build_app, media_types
 from weft.server.authentication import AuthenticationMiddleware
+from weft.server.chat import chat_prompt
 from weft.server.client import Client
 from weft.server.errors import ApiError, as_api_error
 from weft.server.openapi import openapi_document
@@ -50,6 +52,25 @@ def test_work_that_does_not_end_is_ended() -> None:
         pool.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("num_characters", "in_loop"), [(SMALL, True), (5 * SMALL, False)])
+def test_a_short_conversation_with_long_tools_is_tokenized_in_a_thread(num_characters: int, in_loop: bool) -> None:
+    def encode(chat: Any, limit: Any) -> Any:
+        return threading.current_thread()
+
+    async def main() -> Any:
+        service: Any = SimpleNamespace(render=RenderPool(timeout_s=1.0), keeps_states=False)
+        chats = SimpleNamespace(
+            render=lambda *given, **named: SimpleNamespace(text="x" * num_characters), encode=encode
+        )
+        engine: Any = SimpleNamespace(tokenizer=0, chats=chats, inputs=SimpleNamespace(text_only="", media=None))
+        try:
+            return await chat_prompt(service, engine, [{"role": "user", "content": "x"}])
+        finally:
+            service.render.close()
+
+    assert (asyncio.run(main()) is threading.main_thread()) is in_loop
 
 
 def test_small_work_that_takes_long_does_not_keep_the_event_loop() -> None:

@@ -50,8 +50,10 @@ def test_a_message_has_its_keys_even_if_they_are_null(server: RunningServer) -> 
 
 
 @pytest.mark.parametrize(
-    "content", ["An apple a day", [{"type": "text", "text": "An apple"}, {"type": "text", "text": " a day"}]]
-)
+    "content",
+    ["An apple a day", [{"type": "text", "text": "An apple"}, {"type": "refusal", "refusal": " a day", "text": 5}],
+     ["An apple", " a day"]],
+)  # fmt: skip
 @pytest.mark.parametrize("echo", [True, False])
 def test_echo_puts_the_message_that_goes_on_before_the_answer(server: RunningServer, echo: bool, content: Any) -> None:
     body = {

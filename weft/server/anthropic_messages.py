@@ -160,10 +160,12 @@ def _add_block(result: list[dict[str, Any]], role: str, block: dict[str, Any], w
         raise RequestError(f"{where}.content has a block of type {kind!r} that this model cannot read", "messages")
 
 
-def _parts_of(content: str | list[Any], where: str) -> list[dict[str, Any]]:
+def _parts_of(content: Any, where: str) -> list[dict[str, Any]]:
     """Text and image blocks as parts of the OpenAI protocol. Raises RequestError for others."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{where} holds content that is neither a text nor a list of blocks", "messages")
     return [_part_of(block if isinstance(block, dict) else {}, where) for block in content]
 
 

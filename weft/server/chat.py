@@ -69,7 +69,9 @@ async def chat_prompt(
         turn_boundaries=service.keeps_states,
     )
     size = sum(_num_characters(message["content"]) for message in plain)
-    chat = await service.render.run_limited(render, lambda chat: chats.encode(chat, limit), size=size)
+    chat = await service.render.run_limited(
+        render, lambda chat: chats.encode(chat, limit), size=size, size_of=lambda chat: len(chat.text)
+    )
     if not media or engine.inputs.media is None:
         return chat
     processed = await service.media.process(engine.inputs.media, media, service.capacity.max_model_len)

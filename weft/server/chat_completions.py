@@ -16,6 +16,7 @@ from msgspec.json import encode
 
 from weft.engine.async_engine import AsyncEngine
 from weft.engine.chat_prompts import ChatPrompt
+from weft.engine.conversation import template_message
 from weft.engine.outputs import CompletionDelta
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta
@@ -192,7 +193,7 @@ def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any] | None:
         return request.chat_template_kwargs
     if effort not in _EFFORTS:
         raise RequestError(
-            f"reasoning_effort={effort[:40]!r} is not known; allowed: {', '.join(_EFFORTS)}", "reasoning_effort"
+            f"reasoning_effort={str(effort)[:40]!r} is not known; allowed: {', '.join(_EFFORTS)}", "reasoning_effort"
         )
     implied = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
     return implied | (request.chat_template_kwargs or {})
@@ -321,9 +322,9 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
 
 def _last_answer(messages: list[dict[str, Any]]) -> str:
     """The text of the last message if it is the assistant's, which ``echo`` puts before the answer."""
-    if not messages or messages[-1].get("role") != "assistant":
+    if messages[-1]["role"] != "assistant":
         return ""
-    content = messages[-1].get("content") or ""
+    content = template_message(messages[-1], len(messages) - 1, {})["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 

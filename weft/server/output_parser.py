@@ -244,9 +244,10 @@ def _parse_xml(text: str, tools: Mapping[str, Any]) -> tuple[str, Any] | None:
         return None
     name = function.group(1).strip()
     schema = tools.get(name)
-    properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    schemas = properties if isinstance(properties, dict) else {}
     arguments = {
-        key.strip(): _typed(_unpad(value), properties.get(key.strip()))
+        key.strip(): _typed(_unpad(value), schemas.get(key.strip()))
         for key, value in _PARAMETER.findall(function.group(2))
     }
     return name, arguments
@@ -258,11 +259,25 @@ def _unpad(value: str) -> str:
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """A parameter's text as its schema wants it; texts stay texts."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind in (None, "string"):
+    """A parameter's text as its schema wants it. Where a text is allowed it stays one, but for the word for null where
+    null is allowed too."""
+    kinds, word = _kinds(schema), value.strip().lower()
+    if "null" in kinds and word in ("null", "none"):
+        return None
+    if not kinds or "string" in kinds:
         return value
     try:
         return _loads(value)
     except (ValueError, RecursionError):
-        return {"true": True, "false": False, "none": None}.get(value.strip().lower(), value)
+        return {"true": True, "false": False, "none": None}.get(word, value)
+
+
+def _kinds(schema: Any) -> list[Any]:
+    """The types that a schema allows, its alternatives' included; none if it names none."""
+    if not isinstance(schema, dict):
+        return []
+    kinds = schema.get("type")
+    if kinds is not None:
+        return kinds if isinstance(kinds, list) else [kinds]
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    return [kind for one in choices for kind in _kinds(one)] if isinstance(choices, list) else []

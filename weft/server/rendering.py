@@ -30,6 +30,9 @@ NUM_THREADS = 2
 SMALL = 1 << 12
 """Characters up to which an input is small."""
 
+_SMALL_RESULT = 4 * SMALL
+"""The same for what a template makes of a small one: tools and markup are part of it."""
+
 _INLINE_S = 0.03
 """How long the event loop may work on a small one, by the clock."""
 
@@ -68,18 +71,31 @@ class RenderPool:
             return await loop.run_in_executor(self._threads, work, *args)
 
     async def run_limited(
-        self, work: Callable[[], Middle], then: Callable[[Middle], Result], *, size: int = 0
+        self,
+        work: Callable[[], Middle],
+        then: Callable[[Middle], Result],
+        *,
+        size: int = 0,
+        size_of: Callable[[Middle], int] = lambda middle: 0,
     ) -> Result:
         """Run Python code that may not end by itself, and with its result ``then``, which does.
+
+        Args:
+            work, then: see above.
+            size: characters that ``work`` is about.
+            size_of: gives those that ``then`` is about.
 
         Raises:
             RequestError: ``work`` took longer than the limit.
         """
         if size < SMALL and self._has_timer:
             try:
-                return then(_in_time(work))
+                middle = _in_time(work)
             except TemplateTimeout:
                 pass
+            else:
+                size = size_of(middle)
+                return then(middle) if size < _SMALL_RESULT else await self.run(then, middle, size=size)
         limited = _Limited(work)
         alarm = _Alarm(limited, self._timeout_s)
         try:

@@ -125,8 +125,7 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         case "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         case "reasoning":
-            texts = [part.get("text", "") for part in item.get("content") or () if isinstance(part, dict)]
-            messages.append({"role": "assistant", "content": "", "reasoning_content": "".join(map(str, texts))})
+            messages.append({"role": "assistant", "content": "", "reasoning_content": _thoughts(item, where)})
         case "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -136,6 +135,17 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case other:
             raise RequestError(f"{where} has the type {other!r}, which this server cannot read", "input")
+
+
+def _thoughts(item: dict[str, Any], where: str) -> str:
+    """The text of a reasoning item, which may have none."""
+    parts = item.get("content") or []
+    try:
+        return "".join(part["text"] for part in parts)
+    except (TypeError, KeyError) as error:
+        raise RequestError(
+            f"{where}.content is not a list of {{'type': 'reasoning_text', 'text': …}}", "input"
+        ) from error
 
 
 def _assistant(messages: list[dict[str, Any]], *, with_calls: bool = False) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
     """Which tools are shown and which calls are read. Raises RequestError."""
     schemas = tool_schemas(request.tools)
     choice = request.tool_choice if request.tool_choice is not None else ("auto" if schemas else "none")
-    if choice == "none" or (parser == "none" and choice == "auto"):
+    if choice == "none" or (choice == "auto" and (parser == "none" or not schemas)):
         return ToolUse(None, request.tools if choice != "none" else None)
     if not schemas:
         raise RequestError("tool_choice needs tools; give some or leave it out", "tool_choice")
