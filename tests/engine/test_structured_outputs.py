@@ -43,6 +43,7 @@ def test_each_kind(llm: LLM) -> None:
         value = json.loads(generate(llm, json=schema)[0])
         assert isinstance(value["a"], int) and value["b"] in ("x", "y")
     assert re.fullmatch(r"[0-9]{3}/x", generate(llm, regex=r"[0-9]{3}/x")[0])
+    assert generate(llm, regex=r"\\/a\/") == [r"\/a/"]
     assert set(generate(llm, n=3, choice=["yes", "no"])) <= {"yes", "no"}
     assert generate(llm, grammar='start: "a" "b"')[0] == "ab"
     any_object = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(json_object=True))

@@ -6,6 +6,7 @@ For the offline interface and the server alike. Grammars are compiled in ``gramm
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ def regex(pattern: str, param: str) -> Constraint:
     """A regular expression in the syntax of Rust's regex crate, without look-around."""
     if not pattern or "\n" in pattern:
         raise RequestError(f"{param} must be a non-empty expression on one line (write \\n for a line break)", param)
-    escaped = pattern.replace("\\/", "/").replace("/", "\\/")
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern)
     return Constraint(f"answer: /{escaped}/", param)
 
 
