@@ -82,8 +82,8 @@ ROWS_AND_RESPONSES = (
     ),
     mutant(
         "echo-without-logprobs", "echo with logprobs has those of the prompt", "weft/server/sampling.py",
-        '            given["prompt_logprobs"] = request.logprobs\n', "            pass\n", "tests/server/test_api.py",
-        "tests/server/test_vllm_shapes.py",
+        '            given["prompt_logprobs"] = min(numbers) if min(numbers) < 0 else max(numbers)  # -1: all\n',
+        "            pass\n", "tests/server/test_api.py", "tests/server/test_vllm_shapes.py",
     ),
     mutant(
         "numbers-come-again", "a process that is started again has other request numbers",

@@ -12,6 +12,9 @@ from openai import APIError, BadRequestError, NotFoundError, OpenAI
 
 from tests.server.fake_engine import BREAK, CUT, NAN, SLOW
 from tests.server.running import RunningServer, chat_body, wait_until
+from weft.server.protocol import CompletionRequest
+from weft.server.sampling import completion_params
+from weft.server.settings import ServerSettings
 
 UNICODE = "Grüße aus 東京 😀👩‍👩‍👧 ok"
 
@@ -240,6 +243,21 @@ def test_echo_with_logprobs_and_no_new_tokens(server: RunningServer) -> None:
     with server.client.stream("POST", "/v1/completions", json=body | {"logprobs": None, "stream": True}) as response:
         chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     assert not any(choice.get("token_ids") for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize(("logprobs", "prompt", "computed"), [(2, None, 2), (2, 5, 5), (2, 0, 2), (0, -1, -1)])
+def test_as_many_prompt_logprobs_as_asked_for_beside_echo(logprobs: int, prompt: int | None, computed: int) -> None:
+    request = CompletionRequest(prompt="abc", echo=True, logprobs=logprobs, prompt_logprobs=prompt)
+    assert completion_params(request, ServerSettings()).prompt_logprobs == computed
+
+
+def test_prompt_logprobs_beside_more_that_echo_shows(server: RunningServer) -> None:
+    body = {"prompt": "abc def", "echo": True, "logprobs": 1, "prompt_logprobs": 0, "max_tokens": 0}
+    choice = server.client.post("/v1/completions", json=body).json()["choices"][0]
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1] * (len(choice["logprobs"]["tokens"]) - 1)
+    assert max(map(len, choice["logprobs"]["top_logprobs"][1:])) == 2
+    refused = server.client.post("/v1/completions", json=body | {"prompt_logprobs": -2})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

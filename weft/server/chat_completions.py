@@ -217,10 +217,10 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     # -- whole ---------------------------------------------------------------------------------------------------
 
     async def body(self) -> dict[str, Any]:
-        output = (await self.call.stream.results())[0]
+        output, top = (await self.call.stream.results())[0], self._request.prompt_logprobs
         return self.whole(
             [self._choice(completion) for completion in output.outputs],
-            prompt_logprobs=prompt_logprobs(output) if self._request.prompt_logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs(output, top) if top is not None else None,
             prompt_token_ids=output.prompt_token_ids if self._request.return_token_ids else None,
         )
 

@@ -125,7 +125,8 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         shows_ids = self._request.return_token_ids
         choice["token_ids"] = self._shown_ids(completion.token_ids) if shows_ids else None
         choice["prompt_token_ids"] = output.prompt_token_ids if shows_ids else None
-        choice["prompt_logprobs"] = prompt_logprobs(output) if self._request.prompt_logprobs is not None else None
+        top = self._request.prompt_logprobs
+        choice["prompt_logprobs"] = prompt_logprobs(output, top) if top is not None else None
         return choice
 
     def _shown_ids(self, token_ids: list[int]) -> list[int]:

@@ -46,14 +46,19 @@ def _likeliest(entry: LogprobsDict, top: int) -> list[int]:
     return sorted(entry, key=lambda token: entry[token].rank)[: None if top == -1 else top]
 
 
-def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """Per prompt token: token id (as text) -> log probability, rank, text; None for the first."""
+def _with_chosen(entry: LogprobsDict, top: int) -> list[int]:
+    """The chosen token, and the likeliest ones."""
+    return list(dict.fromkeys([next(iter(entry)), *_likeliest(entry, top)]))
+
+
+def prompt_logprobs(output: RequestOutput, top: int) -> list[dict[str, Any] | None]:
+    """Per prompt token: token id (as text) -> log probability, rank, text; None for the first. ``top``: as above."""
     return [
         None
         if entry is None
         else {
             str(token): {"logprob": clamped(v), "rank": v.rank, "decoded_token": v.decoded_token}
-            for token, v in entry.items()
+            for token, v in ((token, entry[token]) for token in _with_chosen(entry, top))
         }
         for entry in output.prompt_logprobs or []
     ]
@@ -75,7 +80,7 @@ def completion_logprobs(
         else:
             chosen = next(iter(entry))
             name, logprob = _name(chosen, entry[chosen], as_ids), clamped(entry[chosen])
-            shown = [chosen, *(token for token in _likeliest(entry, top) if token != chosen)]
+            shown = _with_chosen(entry, top)
             alternatives = {_name(token, entry[token], as_ids): clamped(entry[token]) for token in shown}
             offset += len(entry[chosen].decoded_token or "")
         result["tokens"].append(name)

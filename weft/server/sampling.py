@@ -33,8 +33,9 @@ def completion_params(request: CompletionRequest, settings: ServerSettings) -> S
     given["max_tokens"] = 1 if max_tokens == 0 and request.echo else max_tokens
     if request.logprobs is not None:
         given["logprobs"] = request.logprobs
-        if request.echo:
-            given["prompt_logprobs"] = request.logprobs
+        if request.echo:  # of what is computed for both, each shows what it was asked for
+            numbers = {request.logprobs, given.get("prompt_logprobs", request.logprobs)}
+            given["prompt_logprobs"] = min(numbers) if min(numbers) < 0 else max(numbers)  # -1: all
     return SamplingParams(**given)
 
 
