@@ -300,10 +300,15 @@ def test_all_prompts_or_none(inputs: InputProcessor) -> None:
 def test_prompt_logprobs_and_figures_arrive(inputs: InputProcessor) -> None:
     async def body(engine: AsyncEngine, link: Link) -> None:
         stream = submit(engine, "abcd", prompt_logprobs=1, logprobs=1, max_tokens=3)
+        link.run()
+        (request,) = link.core.requests.values()
+        request.num_draft_tokens, request.num_accepted_tokens, request.no_drafts_because = 4, 3, "why"
         link.run(10)
         output = (await stream.results())[0]
         assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
         assert output.outputs[0].cumulative_logprob == -3.0 and output.metrics.e2e_latency is not None
+        assert (output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens) == (4, 3)
+        assert output.metrics.no_drafts_because == "why"
 
     run(inputs, body)
 

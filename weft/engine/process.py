@@ -183,6 +183,9 @@ class EngineLoop:
             logprobs=request.logprobs[num_tokens:] if request.logprobs else [],
             prompt_logprobs=request.prompt_logprobs[num_prompt_logprobs:],
             cache_report=request.cache_report if num_tokens == 0 else None,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
+            no_drafts_because=request.no_drafts_because,
         )
 
 

@@ -129,6 +129,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     cache_report: CacheReport | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    no_drafts_because: str = ""
 
     def apply(self, request: Request) -> None:
         """Bring the server's copy of the request up to date."""
@@ -139,6 +142,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
             request.prompt_logprobs += self.prompt_logprobs
         request.finish_reason, request.stop_reason = self.finish_reason, self.stop_reason
         request.num_cached_tokens, request.num_preemptions = self.num_cached_tokens, self.num_preemptions
+        request.num_draft_tokens, request.num_accepted_tokens = self.num_draft_tokens, self.num_accepted_tokens
+        request.no_drafts_because = self.no_drafts_because
         if self.cache_report is not None:
             request.cache_report = self.cache_report
         times = request.times
