@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -400,6 +401,21 @@ def test_metrics(server: RunningServer) -> None:
     assert "weft:engine_up 1.0" in text
     assert 'weft:stalls_total{engine="0",model_name="weft-mini"} 0.0' in text
     assert 'weft:graph_profile_info{engine="0",mode="NONE",model_name="weft-mini",profile="none"} 1.0' in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_caller_that_leaves_is_no_fault(server: RunningServer, stream: bool) -> None:
+    """Also with a request behind the one that is answered."""
+    content = json.dumps(chat_body("x" * 400, priority=SLOW, stream=stream))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.client.base_url.port)) as caller:
+        caller.sendall(2 * (head + content).encode())
+        wait_until(lambda: server.client.get("/load").json()["num_running"] > 0, 30)
+        num_lines = len(server.log)
+    wait_until(lambda: server.client.get("/load").json()["server_load"] == 0, 30)
+    server.chat("x")
+    wait_until(lambda: any("completion_tokens=2 " in line for line in server.log[num_lines:]), 30)
+    assert not [line for line in server.log[num_lines:] if " error " in line]
 
 
 def test_nothing_is_left_open(server: RunningServer) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse
 
 from weft.server import connections, sse
 from weft.server.connections import KEPT, MAX_HEAD_BYTES, ChunkWriter, HeadWithBody, protocol_class
-from weft.server.sse import PING, StreamResponse
+from weft.server.sse import PING, StreamResponse, Watch
 
 HEAD = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
 LARGE = 16_000_000
@@ -321,3 +321,22 @@ def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bodies[0] == PING and bodies.index(b"data: 1\n\n") >= 2 and bodies[-2] == PING
     assert json.loads(bodies[-1].split(b"\n")[0][6:])["error"]["type"] == "server_error"
     assert [message["more_body"] for message in sent[1:-1]] == [True] * len(sent[1:-1]) and "more_body" not in sent[-1]
+
+
+@pytest.mark.parametrize("ends", [["gone", "gone"], ["gone", "late"], ["late", "gone"]])
+def test_a_call_that_ends_twice_at_once_ends_quietly(ends: list[str]) -> None:
+    """A caller leaves as its time is over, and a connection that is closed is lost as well."""
+
+    async def main() -> None:
+        scope: Any = {"weft.on_disconnect": lambda call: None}
+        with Watch(scope, 10.0) as watch:
+            for end in ends:
+                watch.allow(0.0)
+                watch._gone() if end == "gone" else watch._wake()
+            try:
+                await asyncio.sleep(1)
+            except asyncio.CancelledError as error:
+                watch.reason(error)
+        await asyncio.sleep(0)  # nothing is left to be raised
+
+    asyncio.run(main())

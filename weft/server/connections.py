@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import resource
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -131,6 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _unread: asyncio.TimerHandle | None = None
     _num_answers = 0
     _when_lost: Callable[[], None] | None = None
+    _answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -150,15 +152,16 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(error)
         self._lost()
 
-    def on_disconnect(self, call: Callable[[], None] | None) -> None:
+    def on_disconnect(self, cycle: RequestResponseCycle, call: Callable[[], None] | None) -> None:
         """``call`` this when the other end has gone; None: nobody waits for that any more. Requests of one connection
-        are answered one after the other, so one waits at a time. Handlers find it in the scope."""
-        self._when_lost = call
+        are answered one after the other, so one waits at a time. Handlers find it in the scope, for their ``cycle``."""
+        self._when_lost, self._answering = call, cycle
         if call is not None and self.transport.is_closing():
             self.loop.call_soon(self._lost)
 
     def _lost(self) -> None:
-        if self._when_lost is not None:
+        if self._when_lost is not None and self._answering is not None:
+            self._answering.disconnected = True  # uvicorn tells the last of several in a row only
             self._when_lost()
 
     def _arm(self) -> None:
@@ -277,8 +280,8 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._is_crowded and self.url.partition(b"?")[0].decode("latin-1") not in self.paths:
             self._refuse(503, "there are too many connections; try again later")
         else:
-            self.scope["weft.on_disconnect"] = self.on_disconnect  # type: ignore[typeddict-unknown-key]
             super().on_headers_complete()
+            self.scope["weft.on_disconnect"] = partial(self.on_disconnect, self.cycle)  # type: ignore[typeddict-unknown-key]
             self.scope["weft.chunks"] = ChunkWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
             if self.scope["method"] != "HEAD":  # the answer to it has no body that its head could go with
                 self.cycle.transport = HeadWithBody(self.transport, self._close)  # type: ignore[assignment]

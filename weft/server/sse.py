@@ -277,14 +277,19 @@ class Watch:
         return TimeoutError()
 
     def _gone(self) -> None:
+        self._cancel()
         self._is_gone = True
-        self._task.cancel()
+
+    def _cancel(self) -> None:
+        """Once for all reasons: ``__exit__`` takes back one."""
+        if not self._is_gone and not self._is_late:
+            self._task.cancel()
 
     def _wake(self) -> None:
         left = self._deadline - self._loop.time()
         if left <= 0:
+            self._cancel()
             self._is_late = True
-            self._task.cancel()
             left = _END_TIMEOUT_S  # for the error to be sent
             self._deadline = self._loop.time() + left
         wait = left if self._look is None else min(left, self._look())
