@@ -99,6 +99,8 @@ def test_too_long(llm: LLM) -> None:
         run(llm, {"prompt": PAD * 5, "multi_modal_data": {"image": [image] * 5}})
     with pytest.raises(ContextLengthError, match="maximum context length is 300 tokens"):
         run(llm, {"prompt": PAD * 4 + "x" * 90, "multi_modal_data": {"image": [image] * 4}})
+    with pytest.raises(ContextLengthError, match="maximum context length is 300 tokens"):
+        run(llm, {"prompt": "x " * 20_000 + PAD, "multi_modal_data": {"image": image}})
     params = SamplingParams(truncate_prompt_tokens=20, max_tokens=1)
     with pytest.raises(RequestError, match="off a prompt with images"):
         run(llm, {"prompt": PAD, "multi_modal_data": {"image": image}}, params)

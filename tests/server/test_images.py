@@ -259,8 +259,10 @@ def test_refused_parts(seeing: RunningServer, parts: list[Any], error: str) -> N
 
 def test_too_long_with_images(seeing: RunningServer) -> None:
     image = image_part(encoded(picture(64, 64)))
-    body = {"messages": question(image, "x " * 600)} | GREEDY
-    assert "maximum context length" in refused(seeing, "/v1/chat/completions", body)
+    broken = image_part(b"is not read at all")
+    for parts in ((image, "x " * 600), ("x " * 600, image), ("x " * 600, broken)):
+        body = {"messages": question(*parts)} | GREEDY
+        assert "maximum context length" in refused(seeing, "/v1/chat/completions", body)
     body = {"messages": question(image, "x " * 100), "truncate_prompt_tokens": 50} | GREEDY
     assert "off a prompt with images" in refused(seeing, "/v1/chat/completions", body)
 

@@ -100,6 +100,7 @@ class InputProcessor:
             return prompt
         if self.media is None:
             raise RequestError(f"{param} is given; this model reads text only: {self.text_only}; leave it out", param)
+        self.check_length(prompt.text, prompt.token_ids)
         processed = self.media.process(sources, self._max_model_len, param)
         expanded = self.with_media(prompt.token_ids, prompt.checkpoint_positions, processed, param)
         return PreparedPrompt(prompt.text, expanded.token_ids, expanded.positions, prompt.cache_salt, expanded.media)
@@ -136,7 +137,7 @@ class InputProcessor:
             check_placeholders(prepared.token_ids, self.media.vision, {}, "prompt")
         if params is not None and params.truncate_prompt_tokens is not None:
             prepared = self._truncate(prepared, params.truncate_prompt_tokens, params.max_tokens or 1)
-        self._check_length(prepared)
+        self.check_length(prepared.text, prepared.token_ids)
         return prepared
 
     def _truncate(self, prompt: PreparedPrompt, keep: int, room: int) -> PreparedPrompt:
@@ -202,14 +203,20 @@ class InputProcessor:
         wrong = next(token for token in ids if not 0 <= token < size)
         raise RequestError(f"{name} holds {wrong}; the vocabulary has {size} ids, 0 to {size - 1}", name)
 
-    def _check_length(self, prompt: PreparedPrompt) -> None:
-        """Says it in the words by which OpenAI's and Anthropic's clients know an overflow."""
-        limit, num_tokens = self._max_model_len, len(prompt.token_ids)
+    def check_length(self, text: str | None, token_ids: Sequence[int]) -> None:
+        """A prompt with images is checked before they are read, too: of one that is too long, placeholders may not have
+        been encoded.
+
+        Raises:
+            RequestError: empty.
+            ContextLengthError: too long, in the words by which OpenAI's and Anthropic's clients know an overflow.
+        """
+        limit, num_tokens = self._max_model_len, len(token_ids)
         if not num_tokens:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         if num_tokens < limit:
             return
-        at_least = "at least " if prompt.text is not None and len(prompt.text) > PIECE else ""
+        at_least = "at least " if text is not None and len(text) > PIECE else ""
         raise ContextLengthError(
             f"This model's maximum context length is {limit} tokens. However, the prompt is too long: "
             f"{at_least}{num_tokens} tokens > {limit - 1} maximum (one is left to be generated); shorten it, or raise "

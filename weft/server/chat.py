@@ -74,6 +74,8 @@ async def chat_prompt(
     )
     if not media or engine.inputs.media is None:
         return chat
+    if limit is not None:
+        engine.inputs.check_length(chat.text, chat.token_ids)
     processed = await service.media.process(engine.inputs.media, media, service.capacity.max_model_len)
     expanded = engine.inputs.with_media(chat.token_ids, chat.turn_boundaries, processed, "messages")
     return ChatPrompt(chat.text, expanded.token_ids, expanded.positions, expanded.media)
