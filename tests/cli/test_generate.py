@@ -66,7 +66,7 @@ def test_engine_flags_reach_the_engine(run_weft: RunWeft, tmp_path: Path) -> Non
 
 def test_file_in_and_out(run_weft: RunWeft, engine: LLM, tmp_path: Path) -> None:
     entries = [
-        {"id": "a", "prompt": "12 + 30:", "max_tokens": 9, "logprobs": 2},
+        {"id": "é\ud800", "prompt": "12 + 30:", "max_tokens": 9, "logprobs": 2},
         {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "n": 2, "temperature": 1.0, "seed": 1, "ignore_eos": True},
         {"messages": [{"role": "user", "content": "Hi"}], "priority": 1},
     ]
@@ -74,8 +74,8 @@ def test_file_in_and_out(run_weft: RunWeft, engine: LLM, tmp_path: Path) -> None
     source.write_text("\n".join(json.dumps(entry) for entry in entries))
     result = run_weft("generate", "--input", source, "--output", target, "--max-tokens", 3, "--temperature", 0)
     assert (result.status, result.out) == (0, "")
-    first, second, third = (json.loads(line) for line in target.read_text().splitlines())
-    assert first["id"] == "a" and first["outputs"][0]["text"] == text_of(engine, "12 + 30:", 9)
+    first, second, third = (json.loads(line) for line in target.read_text("utf-8").splitlines())
+    assert first["id"] == "é\ud800" and first["outputs"][0]["text"] == text_of(engine, "12 + 30:", 9)
     assert len(first["outputs"][0]["logprobs"]) == 9
     assert first["usage"]["completion_tokens"] == 9
     assert 0 <= first["usage"]["cached_tokens"] < first["usage"]["prompt_tokens"]  # as much as other tests left there

@@ -66,6 +66,7 @@ def test_chat_makes_messages_of_texts() -> None:
     ("entry", "message"),
     [
         ('{"prompt": ', "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[1, 2]", "a list, not an object"),
         ({}, "needs exactly one of prompt, prompt_token_ids, messages; has none"),
         ({"prompt": "a", "messages": []}, "has prompt and messages"),
@@ -78,6 +79,7 @@ def test_chat_makes_messages_of_texts() -> None:
         ({"messages": "hello"}, "messages must be a non-empty list"),
         ({"messages": [{"content": "no role"}]}, "messages must be a non-empty list"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_bad_line_is_an_error_of_its_own(entry: Any, message: str) -> None:
     before, bad, after = read({"prompt": "a"}, entry, {"prompt": "b"})

@@ -169,7 +169,9 @@ Writer = Callable[[Job, Result], None]
 def _json_writer(file: IO[str]) -> Writer:
     def write(job: Job, result: Result) -> None:
         if isinstance(result, RequestError) or result.finished:
-            file.write(json.dumps(output_line(job, result), ensure_ascii=False) + "\n")
+            line = json.dumps(output_line(job, result), ensure_ascii=False)
+            # What is no Unicode, such as half a surrogate pair of an id, is written as JSON's own escape.
+            file.write(line.encode("utf-8", "backslashreplace").decode() + "\n")
             file.flush()
 
     return write

@@ -88,7 +88,7 @@ def _text_job(job: Job, text: str, chat: bool) -> Job:
 def _parse(line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise RequestError(f'a {type(entry).__name__}, not an object like {{"prompt": "…"}}')
