@@ -288,6 +288,8 @@ def test_prompt_logprobs_beside_more_that_echo_shows(server: RunningServer) -> N
         ({"request_id": "a\nb"}, "request_id"),
         ({"priority": 2**40}, "priority"),
         ({"min_tokens": 2**70}, "min_tokens"),
+        ({"min_tokens": 5, "tools": [TOOL], "tool_choice": "required"}, "min_tokens"),
+        ({"ignore_eos": True, "tools": [TOOL], "tool_choice": "required"}, "ignore_eos"),
         ({"seed": 2**64}, "seed"),
     ],
 )

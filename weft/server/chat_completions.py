@@ -31,7 +31,7 @@ from weft.server.protocol import ChatCompletionRequest
 from weft.server.response_builder import OpenAIResponseBuilder
 from weft.server.sampling import chat_params, names_ids
 from weft.server.sse import JsonResponse, StreamResponse
-from weft.server.structured import constraint_of, forced_calls
+from weft.server.structured import check_end, constraint_of, forced_calls
 from weft.server.tool_use import ToolUse, tool_use
 
 
@@ -130,6 +130,7 @@ async def start_chat(
             raise RequestError(
                 f"tool_choice={request.tool_choice!r} and {constraint.param} exclude each other", "tools"
             )
+        check_end(request, "tool_choice")
         constraint = forced_calls(
             tools.forced,
             need_tokenizer(context.service.engine),

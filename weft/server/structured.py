@@ -39,12 +39,15 @@ def constraint_of(request: SamplingFields, max_bytes: int) -> Constraint | Whole
         return None
     if len(found) > 1:
         raise RequestError(f"{found[0].param} and {found[1].param} exclude each other; give one", found[1].param)
-    constraint = found[0]
-    _limited(constraint, max_bytes)
+    check_end(request, found[0].param)
+    return _limited(found[0], max_bytes)
+
+
+def check_end(request: SamplingFields, param: str) -> None:
+    """Raises RequestError if something else than the constraint of ``param`` is to decide where the text ends."""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request, name):
-            raise RequestError(f"{name} contradicts {constraint.param}, which decides where the text ends", name)
-    return constraint
+            raise RequestError(f"{name} contradicts {param}, which decides where the text ends", name)
 
 
 def _limited(constraint: _Constrains, max_bytes: int) -> _Constrains:
