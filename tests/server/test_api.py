@@ -176,6 +176,8 @@ def test_tool_calls(client: OpenAI) -> None:
         c for chunk in say(client, CALLS, tools=[TOOL], stream=True) for c in chunk.choices[0].delta.tool_calls or []
     ]
     assert [(c.index, c.function.name) for c in calls] == [(0, "add"), (1, "add")]
+    one = say(client, CALLS, tools=[TOOL], parallel_tool_calls=False).choices[0]
+    assert len(one.message.tool_calls) == 1 and one.message.content is None and one.finish_reason == "tool_calls"
     untold = say(client, CALLS, tools=[TOOL], tool_choice="none")
     assert untold.choices[0].finish_reason == "stop" and "<tool_call>" in untold.choices[0].message.content
 

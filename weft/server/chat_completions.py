@@ -65,7 +65,8 @@ class Chat:
         """A parser for one completion."""
         reads = self.call.context.settings.reasoning_parser != "none"
         opened = reads and opens_reasoning(self.call.prompts[0])
-        return OutputParser(reasoning=reads, in_reasoning=opened, tools=self.tools.schemas)
+        tools = self.tools
+        return OutputParser(reasoning=reads, in_reasoning=opened, tools=tools.schemas, several=tools.several)
 
     def parts(self, deltas: list[PromptDelta]) -> Iterator[Parts]:
         """What the only completion's deltas are made of."""

@@ -56,12 +56,18 @@ class OutputParser:
         reasoning: tell reasoning apart.
         in_reasoning: the prompt has already opened the reasoning.
         tools: JSON schema of the parameters by function name; None: tool calls are ordinary text.
+        several: False: calls after the first are left out.
     """
 
     def __init__(
-        self, *, reasoning: bool = False, in_reasoning: bool = False, tools: Mapping[str, Any] | None = None
+        self,
+        *,
+        reasoning: bool = False,
+        in_reasoning: bool = False,
+        tools: Mapping[str, Any] | None = None,
+        several: bool = True,
     ) -> None:
-        self._tools = tools
+        self._tools, self._several = tools, several
         self._state = "reasoning" if in_reasoning else "start" if reasoning else "content"
         self._buffer = ""
         self._skip_space = in_reasoning
@@ -155,7 +161,7 @@ class OutputParser:
         call = parse_call(body, self._tools or {})
         if call is None:
             parts.content += body.replace(CALL, "").replace(END_CALL, "").strip()
-        else:
+        elif self._several or not self.num_calls:
             parts.calls = [*(parts.calls or []), call]
             self.num_calls += 1
 

@@ -17,7 +17,7 @@ class ToolUse:
         schemas: parameters by function name; None: tool calls are not looked for.
         shown: the tools that the template sees.
         forced: one of these must be called; None: the model decides.
-        several: more than one call may be forced.
+        several: an answer may have more than one call.
     """
 
     schemas: dict[str, Any] | None
@@ -34,9 +34,9 @@ def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
         return ToolUse(None, request.tools if choice != "none" else None)
     if not schemas:
         raise RequestError("tool_choice needs tools; give some or leave it out", "tool_choice")
-    if choice == "auto":
-        return ToolUse(schemas, request.tools)
     several = request.parallel_tool_calls is not False
+    if choice == "auto":
+        return ToolUse(schemas, request.tools, several=several)
     if choice == "required":
         return ToolUse(schemas, request.tools, schemas, several)
     name = _named_function(choice)
