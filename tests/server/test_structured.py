@@ -84,6 +84,7 @@ def test_a_worker_that_is_slow_or_dies_is_replaced(monkeypatch: pytest.MonkeyPat
          'the schema cannot be compiled: these keywords are not supported: "dependentRequired"'),
         (json_schema({"type": "strange"}, "p"), "the schema cannot be compiled: Invalid type: strange"),
         (json_schema({"type": "string", "pattern": "("}, "p"), "the regular expression ( is not valid: unclosed group"),
+        (json_schema({"$ref": "#"}, "p"), "no text of finite length matches it"),
         (regex("a(?=b)", "p"), "look-around, including look-ahead and look-behind, is not supported"),
     ],
 )  # fmt: skip

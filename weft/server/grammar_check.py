@@ -141,7 +141,8 @@ def plain(problem: str) -> str:
     lines = problem.strip().splitlines()
     kept = [line for line in lines if line.strip() and not re.match(r"\s*(\d+ \||\^+\s*$)", line)]
     text = " ".join(line.strip() for line in kept)
-    text = re.sub(r"^at \d+\(\d+\): ", "", text)
+    text = re.sub(r"^at \d+\(\d+\): ", "", text).partition(" <state>")[0]
+    text = text.replace("NoExtensionBias", "no text of finite length matches it")
     text = text.replace("failed to compile JSON schema: ", "the schema cannot be compiled: ")
     text = re.sub(r"Unimplemented keys: \[(.*)\]", r"these keywords are not supported: \1", text)
     reason = re.search(r"regex parse error: (.*) error: (.*)", text)
