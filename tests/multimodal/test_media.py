@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import struct
+import time
 import zlib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from PIL import Image
 
 from tests.pictures import data_uri, encoded, picture
 from weft.errors import RequestError
+from weft.multimodal.fetch import FetchPolicy
 from weft.multimodal.items import MediaItem, cache_token_ids
 from weft.multimodal.media import MediaUrl, ReadLimits, SourceReader, decode_image
 
@@ -155,6 +157,21 @@ def test_changed_bytes_never_break_anything() -> None:
                 data[place] = rng.integers(0, 256)
             with contextlib.suppress(RequestError):
                 assert decode(bytes(data)).mode == "RGB"
+
+
+def test_what_one_prompt_fetches_has_one_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[float] = []
+
+    def fetch(url: str, policy: FetchPolicy, param: str) -> bytes:
+        left.append(policy.timeout_s)
+        time.sleep(0.02)
+        return b"x"
+
+    monkeypatch.setattr("weft.multimodal.media.fetch", fetch)
+    reader = SourceReader(ReadLimits(fetch_timeout_s=0.03), PARAM)
+    for _ in range(3):
+        reader.encoded(MediaUrl("https://a.example/x.png"))
+    assert left[0] == 0.03 and left[1] <= 0.01 + 1e-9 and left[2] == 0
 
 
 class TestUrls:

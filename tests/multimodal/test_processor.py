@@ -15,6 +15,7 @@ from tests.pictures import PATCH, VISION, data_uri, encoded, picture, save_proce
 from weft.config.media_limits import MediaLimits
 from weft.errors import ConfigError, ContextLengthError, RequestError
 from weft.multimodal import processor as processor_module
+from weft.multimodal.items import pixel_bytes
 from weft.multimodal.media import MediaUrl, ReadLimits
 from weft.multimodal.parts import prompt_media
 from weft.multimodal.placeholders import expand
@@ -98,6 +99,9 @@ def test_patches_in_the_models_dtype(dtype: str, folder: Path) -> None:
         )
         want = torch.frombuffer(bytearray(wide.pixel_values), dtype=torch.float32).to(getattr(torch, dtype))
         assert torch.equal(torch.frombuffer(bytearray(narrow.pixel_values), dtype=want.dtype), want)
+    halfway = 1 + np.array([1, 3, -1, -3], np.float32) / {"bfloat16": 256, "float16": 2048}[dtype]
+    want = torch.from_numpy(halfway).to(getattr(torch, dtype))
+    assert torch.equal(torch.frombuffer(bytearray(pixel_bytes(halfway, dtype)), dtype=want.dtype), want)
 
 
 def test_images_as_transformers(folder: Path, processor: MediaProcessor, reference: Any) -> None:
@@ -176,6 +180,13 @@ def test_the_cache_is_bounded(folder: Path) -> None:
     again = processor.process({"image": images[::-1]}, ROOM, PARAM)[::-1]
     assert [a is b for a, b in zip(first, again, strict=True)] == [False, False, False, True, True]
     assert first == again
+    kept, other, new = images[1], images[0], images[2]  # ``kept`` came first and is used last
+    for image in (other, kept, new):
+        processor.process({"image": [image]}, ROOM, PARAM)
+    assert list(processor._cache._items) == [first[1].content_hash, first[2].content_hash]
+    for i in range(60):
+        processor.process({"image": [encoded(picture(32, 32, seed=i))]}, ROOM, PARAM)
+    assert len(processor._cache._hashes) <= 4 * 2 + 16
 
 
 def test_positions_move_with_the_images(folder: Path, processor: MediaProcessor) -> None:
