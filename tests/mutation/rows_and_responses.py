@@ -140,4 +140,15 @@ ROWS_AND_RESPONSES = (
         '        self.fc.leave_sums(None)\n        place = LayerPlace(MTP_LAYER,',
         "tests/models/test_mtp.py",
     ),
+    mutant(
+        "tokens-behind-content-are-lost", "log probabilities of space that is held back come with it",
+        "weft/server/chat_completions.py", "return entries[first:behind], entries[behind:]",
+        "return entries[first:behind], []",
+        "tests/server/test_other_protocols.py::test_tokens_behind_content_wait_for_what_becomes_of_them",
+    ),
+    mutant(
+        "successor-is-answered", "who takes the place of a dead process gets no answer to what that asked",
+        "weft/server/process_reports.py", "if asked.index == index:", "if False:",
+        "tests/server/test_api_servers.py::test_reports_are_gathered_and_outlive_their_process",
+    ),
 )  # fmt: skip

@@ -304,6 +304,10 @@ def test_reports_are_gathered_and_outlive_their_process(monkeypatch: pytest.Monk
         while not answers:
             await asyncio.sleep(0.01)
         assert answers.pop() == (0, [b"new", b"1"])
+        ask({0, 1})
+        gathering.retire(0)  # who asked dies; its successor must not be answered
+        await asyncio.sleep(0.05)
+        assert not answers
 
     asyncio.run(main())
 

@@ -12,6 +12,7 @@ from openai import OpenAI
 
 from tests.server.running import RunningServer
 from weft.server.anthropic_messages import MessagesBuilder
+from weft.server.chat_completions import _of_content
 from weft.server.errors import ApiError
 from weft.server.responses import ResponsesBuilder
 
@@ -75,6 +76,25 @@ def test_a_format_is_of_the_content_that_a_forced_call_has_not(server: RunningSe
     answer = server.client.post("/v1/responses", json={"input": CALL} | asked)
     assert answer.status_code == 200, answer.text
     assert [item["type"] for item in answer.json()["output"]] == ["function_call"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "content", "its", "behind"),
+    [
+        (["ab", "c", "\n"], "abc", ["ab", "c"], ["\n"]),
+        (["hm", "</think>", "\n", "ye", "s"], "yes", ["ye", "s"], []),
+        (["x ", "y"], "x", ["x "], ["y"]),
+        (["hm", "</think>"], "", [], []),
+        (["\ufffd", "\ufffd"], "é", ["\ufffd", "\ufffd"], []),
+        ([], "", [], []),
+    ],
+)
+def test_tokens_behind_content_wait_for_what_becomes_of_them(
+    tokens: list[str], content: str, its: list[str], behind: list[str]
+) -> None:
+    """Space at the end is held back where a tool call may follow, and is content if none does."""
+    found = _of_content([{"token": token} for token in tokens], content)
+    assert [[entry["token"] for entry in entries] for entries in found] == [its, behind]
 
 
 def test_log_probabilities_of_a_response(openai: OpenAI, server: RunningServer) -> None:

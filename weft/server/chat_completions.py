@@ -6,7 +6,7 @@ Owns: the response's shape. Does not know: how the parts are found (``output_par
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -84,7 +84,7 @@ class Chat:
             if self.top_logprobs is not None:
                 self._unsent_logprobs += self.logprobs(delta.logprobs)["content"]
                 if parts:
-                    parts.logprobs, self._unsent_logprobs = _of_content(self._unsent_logprobs, parts.content), []
+                    parts.logprobs, self._unsent_logprobs = _of_content(self._unsent_logprobs, parts.content)
             yield parts
 
     def num_reasoning_tokens(self) -> int:
@@ -104,14 +104,15 @@ class Chat:
         return chat_logprobs(entries or (), self.top_logprobs or 0, bytes_of, as_ids=self.names_ids)
 
 
-def _of_content(entries: list[dict[str, Any]], content: str) -> list[dict[str, Any]]:
-    """The entries of the tokens that ``content`` is made of, without those of reasoning and markup around it."""
+def _of_content(entries: list[dict[str, Any]], content: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The entries of the tokens that ``content`` is made of, without those of reasoning and markup around it, and those
+    behind them, of which space that is held back may become content."""
     start = "".join(entry["token"] for entry in entries).rfind(content)
     if start < 0:  # a character is spread over several tokens
-        return entries
+        return entries, []
     ends = list(accumulate(len(entry["token"]) for entry in entries))
-    overlap = [entry for entry, end in zip(entries, ends, strict=True) if start < end]
-    return overlap[: 1 + bisect_left(ends, start + len(content)) - (len(entries) - len(overlap))]
+    first, behind = bisect_right(ends, start), 1 + bisect_left(ends, start + len(content))
+    return entries[first:behind], entries[behind:]
 
 
 async def start_chat(

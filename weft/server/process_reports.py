@@ -97,8 +97,11 @@ class ReportGatherer:
         for what, last in self._last.items():
             if index in last:
                 self._retired.setdefault(what, []).append(last.pop(index))
-        for number in list(self._asked):
-            self._is_there(number, index)
+        for number, asked in list(self._asked.items()):
+            if asked.index == index:  # its successor asked nothing, and counts from zero
+                self._drop(number)
+            else:
+                self._is_there(number, index)
 
     def _is_there(self, number: int, index: int) -> None:
         asked = self._asked[number]
@@ -107,10 +110,12 @@ class ReportGatherer:
             self._finish(number)
 
     def _finish(self, number: int) -> None:
-        asked = self._asked.pop(number, None)
-        if asked is None:
-            return
-        if asked.timer is not None:
-            asked.timer.cancel()
+        asked = self._drop(number)
         reports = [*self._last.get(asked.what, {}).values(), *self._retired.get(asked.what, ())]
         asked.answer(asked.index, link.Gathered(asked.number, reports))
+
+    def _drop(self, number: int) -> _Asked:
+        asked = self._asked.pop(number)
+        if asked.timer is not None:
+            asked.timer.cancel()
+        return asked
