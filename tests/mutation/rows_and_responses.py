@@ -151,4 +151,9 @@ ROWS_AND_RESPONSES = (
         "weft/server/process_reports.py", "if asked.index == index:", "if False:",
         "tests/server/test_api_servers.py::test_reports_are_gathered_and_outlive_their_process",
     ),
+    mutant(
+        "hidden-token-ends", "without a new token asked for, none ends a completion", "weft/server/completions.py",
+        "return {\"finish_reason\": \"length\", \"stop_reason\": None}",
+        "pass", "tests/server/test_api.py::test_echo_with_logprobs_and_no_new_tokens",
+    ),
 )  # fmt: skip

@@ -236,16 +236,18 @@ def test_batched_prompts_and_token_ids(server: RunningServer) -> None:
 
 
 def test_echo_with_logprobs_and_no_new_tokens(server: RunningServer) -> None:
-    body = {"prompt": "abc def", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
+    body = {"prompt": "abc def", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True, "stop": "a"}
     answer = server.client.post("/v1/completions", json=body).json()
     choice, logprobs = answer["choices"][0], answer["choices"][0]["logprobs"]
     assert choice["text"] == "abc def" and "".join(logprobs["tokens"]) == "abc def"
     assert logprobs["token_logprobs"][0] is None and set(logprobs["token_logprobs"][1:]) == {-1.0}
     assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:i])) for i in range(len(logprobs["tokens"]))]
     assert answer["usage"]["completion_tokens"] == 0 and choice["token_ids"] == []
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
     with server.client.stream("POST", "/v1/completions", json=body | {"logprobs": None, "stream": True}) as response:
         chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     assert not any(choice.get("token_ids") for chunk in chunks for choice in chunk["choices"])
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(("logprobs", "prompt", "computed"), [(2, None, 2), (2, 5, 5), (2, 0, 2), (0, -1, -1)])

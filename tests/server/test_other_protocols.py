@@ -236,5 +236,9 @@ def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -
 
 @pytest.mark.parametrize("protocol", [MessagesBuilder, ResponsesBuilder])
 def test_a_failure_within_a_stream_has_its_own_event(protocol: Any) -> None:
-    name, _, data = protocol.error_events(ApiError(500, "no", type="server_error")).decode().partition("\n")
-    assert name == "event: error" and json.loads(data.removeprefix("data: "))["type"] == "error"
+    builder = object.__new__(protocol)
+    builder._num_events = 3  # those that were sent
+    name, _, data = builder.error_events(ApiError(500, "no", type="server_error")).decode().partition("\n")
+    value = json.loads(data.removeprefix("data: "))
+    assert name == "event: error" and value["type"] == "error"
+    assert value.get("sequence_number", 3) == 3

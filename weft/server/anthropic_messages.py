@@ -248,8 +248,7 @@ class MessagesBuilder(BlockResponseBuilder):
         yield named_event("message_delta", {"type": "message_delta", "delta": self._stop(), "usage": self._usage()})
         yield named_event("message_stop", {"type": "message_stop"})
 
-    @staticmethod
-    def error_events(error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         kind = "api_error" if error.type == "server_error" else error.type
         return named_event("error", {"type": "error", "error": {"type": kind, "message": str(error)}})
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
+from weft.engine.outputs import CompletionDelta
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError
@@ -115,19 +116,23 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         text = "" if self._hides_output else completion.text
         if self._request.echo:
             text = self._prompt_text(index) + text
-        choice = {
+        choice: dict[str, Any] = {
             "index": index * self._n + completion.index,
             "text": text,
             "logprobs": self._logprobs(output, completion),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
+        } | self._end(completion)
         shows_ids = self._request.return_token_ids
         choice["token_ids"] = self._shown_ids(completion.token_ids) if shows_ids else None
         choice["prompt_token_ids"] = output.prompt_token_ids if shows_ids else None
         top = self._request.prompt_logprobs
         choice["prompt_logprobs"] = prompt_logprobs(output, top) if top is not None else None
         return choice
+
+    def _end(self, completion: CompletionOutput | CompletionDelta) -> dict[str, Any]:
+        """Where no new token was asked for, the one that was needed all the same ends nothing."""
+        if self._hides_output:
+            return {"finish_reason": "length", "stop_reason": None}
+        return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
     def _shown_ids(self, token_ids: list[int]) -> list[int]:
         return [] if self._hides_output else token_ids
@@ -178,7 +183,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         text = "" if self._hides_output else delta.text
         choice: dict[str, Any] = {"index": index, "text": text}
         if delta.finish_reason is not None:
-            choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            choice |= self._end(delta)
         if delta.logprobs is not None and self._request.logprobs is not None and delta.logprobs:
             shown, offset = completion_logprobs(
                 delta.logprobs, self._request.logprobs, self._offsets.get(index, 0), as_ids=self._names_ids

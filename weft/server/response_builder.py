@@ -35,8 +35,7 @@ class ResponseBuilder(ABC):
     def last_events(self) -> bytes:
         """The events after the last delta's."""
 
-    @staticmethod
-    def error_events(error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """How a stream ends that cannot go on."""
         return openai_error_events(error)
 

@@ -200,10 +200,8 @@ class ResponsesBuilder(BlockResponseBuilder):
         whole = self._response(finished=True)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    @staticmethod
-    def error_events(error: ApiError) -> bytes:
-        value = {"type": "error", "sequence_number": 0, "code": error.code, "message": str(error), "param": error.param}
-        return named_event("error", value)
+    def error_events(self, error: ApiError) -> bytes:
+        return self._event("error", code=error.code, message=str(error), param=error.param)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": self._num_events} | fields
