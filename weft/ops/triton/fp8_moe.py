@@ -188,11 +188,12 @@ def _down_tile(
     of_rows = tl.zeros([ROWS], dtype=tl.float32)
     if not BLOCK:
         of_rows = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
-    for i in tl.range(0, SPAN * GROUPS, num_stages=STAGES):
-        # Offsets are products with 128, so that the compiler knows them aligned: otherwise copies are not asynchronous.
-        step = i % GROUPS if SPAN > 1 else i
-        behind = i // GROUPS * COLUMNS if SPAN > 1 else 0
-        k = step * 128 + inner
+    STRIDE: tl.constexpr = 128 if SPAN == 1 else 1  # counted in elements a single tile takes fewer instructions
+    for i in tl.range(0, SPAN * GROUPS * STRIDE, STRIDE, num_stages=STAGES):
+        step, behind, k = i // STRIDE, 0, i + inner
+        if SPAN > 1:
+            step, behind = i % GROUPS, i // GROUPS * COLUMNS
+            k = step * 128 + inner  # a product, so that the compiler knows it aligned: otherwise no copy is asynchronous
         of_inputs = of_rows
         a = load_tile(hidden_rows, k, inside, WIDTH, 128, False)
         if not FIXED.quantized:
