@@ -193,7 +193,7 @@ def _down_tile(
         step, behind, k = i // STRIDE, 0, i + inner
         if SPAN > 1:
             step, behind = i % GROUPS, i // GROUPS * COLUMNS
-            k = step * 128 + inner  # a product, so that the compiler knows it aligned: otherwise no copy is asynchronous
+            k = step * 128 + inner  # a product: the compiler sees that it is aligned, else no copy is asynchronous
         of_inputs = of_rows
         a = load_tile(hidden_rows, k, inside, WIDTH, 128, False)
         if not FIXED.quantized:
