@@ -145,12 +145,11 @@ def test_a_body_that_nobody_wants_is_not_read_for_ever(head: bytes, monkeypatch:
     async def body(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST" + HEAD[3:] + b"Content-Length: 8000000\r\n" + head)
-        with pytest.raises(ConnectionError):
-            while True:
+        with contextlib.suppress(ConnectionError):
+            while not writer.transport.is_closing():
                 writer.write(b"a")
                 await writer.drain()
                 await asyncio.sleep(0.01)
-        with contextlib.suppress(ConnectionError):
             await reader.read()
         writer.close()
 
