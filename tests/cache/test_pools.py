@@ -36,27 +36,7 @@ def test_page_is_free_after_its_last_user() -> None:
     pool.check()
 
 
-def test_what_is_given_back_stays_with_its_other_users() -> None:
-    pool = PagePool(5)
-    free, kept, read = pool.allocate(3) or []
-    pool.retain([kept, read])
-    pool.pin([read])
-    pool.give_back([free, kept, read])
-    assert (pool.num_free, pool.num_evictable) == (2, 1) and pool.references(kept) == pool.pins(read) == 1
-    pool.check()
-
-
 def test_misuse_is_noticed() -> None:
-    pool = PagePool(4)
-    with pytest.raises(AssertionError, match="released more often"):
-        pool.give_back([1])
-    pages = pool.allocate(2) or []
-    pool.unpin(pages[:1])
-    with pytest.raises(AssertionError, match="unpinned more often"):
-        pool.give_back(pages[:1])
-    pool.pin(pages[1:])
-    with pytest.raises(AssertionError, match="still needed"):
-        pool.give_back(pages[1:])
     pool = PagePool(4)
     with pytest.raises(AssertionError):
         pool.release([1])
@@ -82,11 +62,8 @@ def test_random_use_keeps_the_books() -> None:
         else:
             rng.shuffle(held)
             ended = [held.pop() for _ in range(min(len(held), rng.randint(0, 4)))]
-            if rng.random() < 0.5:
-                pool.give_back(ended)
-            else:
-                pool.unpin(ended)
-                pool.release(ended)
+            pool.unpin(ended)
+            pool.release(ended)
             if taken:
                 slots.release(taken.pop(rng.randrange(len(taken))))
         assert len(held) + pool.num_free == pool.capacity

@@ -74,10 +74,6 @@ SETTINGS_AND_REUSE = (
         'if values["max_num_batched_tokens"] == 1:', "if False:", "tests/config/test_speculation.py",
     ),
     mutant(
-        "given-back-and-pinned", "pages that are given back are no longer needed", "weft/cache/pools.py",
-        "            num_unpinned += not pinned\n", "", "tests/cache/test_pools.py",
-    ),
-    mutant(
         "compiling-not-waiting", "a request waits while its grammar is compiled", "weft/engine/core.py",
         "replace(scheduler, num_waiting=num_waiting)", "scheduler", "tests/engine/test_structured_outputs.py",
     ),

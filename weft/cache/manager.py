@@ -368,7 +368,9 @@ class Manager:
         for slot in [*lease.checkpoints.slots(), *lease.drafts.slots(), lease.state_slot]:
             if slot:
                 self.slots.release(slot)
-        self.pages.give_back(lease.own_pages)
+        own = lease.own_pages
+        self.pages.unpin(own)
+        self.pages.release(own)
         if lease.node is not None:
             self.tree.unlock(lease.node)
         lease.pages, lease.state_slot, lease.node = [], 0, None

@@ -94,20 +94,6 @@ class PagePool:
             num_unpinned += not left
         self._num_pinned -= num_unpinned
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        """One reference and one running need less: what ``allocate`` gave."""
-        references, pins, free, num_unpinned = self._references, self._pins, self._free, 0
-        for page in pages:
-            left, pinned = references[page] - 1, pins[page] - 1
-            assert page > 0 and left >= 0, f"page {page} is released more often than it was taken"
-            assert pinned >= 0, f"page {page} is unpinned more often than it was pinned"
-            references[page], pins[page] = left, pinned
-            num_unpinned += not pinned
-            if not left:
-                assert not pinned, f"page {page} is still needed by a running request"
-                free.append(page)
-        self._num_pinned -= num_unpinned
-
     def check(self) -> None:
         """Assert that every page is exactly one of reserved, free, in use, and that the pin count adds up."""
         free = set(self._free)
