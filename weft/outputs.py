@@ -31,9 +31,10 @@ class CompletionOutput:
         index: 0 to ``n - 1``.
         text: generated text so far (empty under ``detokenize=False`` or without a tokenizer).
         token_ids: generated tokens so far; the stop token is included.
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` (the model produced NaN, or its step broke),
-            or None while running.
-        stop_reason: the stop string or stop token id that ended it; None for EOS and everything else.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` (its options left no token to generate, the
+            model produced NaN, or its step broke), or None while running.
+        stop_reason: the stop string or stop token id that ended it; of an ``"error"`` that the request's options
+            caused, what they were; None for EOS and everything else.
         logprobs: per generated token, token id -> ``Logprob``; None if not asked for.
         cumulative_logprob: sum over the generated tokens; None if logprobs were not asked for.
     """

@@ -119,6 +119,45 @@ def test_of_what_a_grammar_allows_only_allowed_tokens_come(llm: LLM) -> None:
     assert output.outputs[0].text == "aaaaaa"
 
 
+@pytest.mark.parametrize("speculative", [None, '{"method": "ngram", "num_speculative_tokens": 3}'])
+def test_options_that_leave_no_token_end_their_request_with_the_reason(speculative: str | None) -> None:
+    """And nothing else: neighbours go on, and what was computed of the prompt is reused."""
+    prompt = "12 + 30 = 42, 12 + 31 = 43, ababab ababab: " * 3
+    free = SamplingParams(temperature=0.0, max_tokens=12)
+
+    def bound(**fields: Any) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=20, **fields)
+
+    with LLM(max_num_seqs=4, max_model_len=512, speculative_config=speculative, enable_overlap=True) as engine:
+        assert engine.tokenizer is not None
+        (a,) = engine.tokenizer.encode("a", add_special_tokens=False)
+        regex = StructuredOutputsParams(regex="[ab]{6}")
+        cases = {
+            "after 6 generated tokens, the structured output and allowed_token_ids leave no token": bound(
+                structured_outputs=regex, allowed_token_ids=[a], bad_words=["zz"]
+            ),
+            "after 0 generated tokens, the structured output and bad_words leave no token": bound(
+                structured_outputs=StructuredOutputsParams(choice=["a"]), bad_words=["a"]
+            ),
+            "after 3 generated tokens, allowed_token_ids and bad_words leave no token": bound(
+                allowed_token_ids=[a], bad_words=["aaaa"]
+            ),
+        }
+        (alone,) = engine.generate(prompt + "x", free, use_tqdm=False)
+        outputs = engine.generate(
+            [prompt + "x", *(prompt + str(i) for i in range(len(cases)))], [free, *cases.values()], use_tqdm=False
+        )
+        assert outputs[0].outputs[0].token_ids == alone.outputs[0].token_ids
+        for message, output in zip(cases, outputs[1:], strict=True):
+            completion = output.outputs[0]
+            assert completion.finish_reason == "error" and str(completion.stop_reason).startswith(message)
+            num_tokens = int(message.split()[1])
+            assert completion.text == "a" * num_tokens and completion.token_ids == [a] * num_tokens
+        again = engine.generate(prompt + "0", free, use_tqdm=False)[0]
+        assert again.num_cached_tokens >= len(again.prompt_token_ids) - 1, "the prefix was forgotten"
+        engine._core.manager.check()
+
+
 def test_an_abort_leaves_no_grammar_behind(llm: LLM) -> None:
     name = llm.add_request("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{90}")))
     while not llm.step():

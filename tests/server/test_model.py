@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.patience import GUARD_S
 from tests.server.running import RunningServer, wait_until
@@ -152,6 +152,15 @@ def test_other_constraints(client: OpenAI) -> None:
     whole = ask(client, response_format={"type": "json_object"}, max_tokens=150, temperature=1, seed=2)
     if whole.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(whole.choices[0].message.content), dict)
+
+
+def test_options_that_leave_no_token(client: OpenAI) -> None:
+    fields = {"structured_outputs": {"choice": ["a"]}, "bad_words": ["a"]}
+    message = "after 0 generated tokens, the structured output and bad_words leave no token"
+    with pytest.raises(BadRequestError, match=message):
+        ask(client, extra_body=fields)
+    with pytest.raises(APIError, match=message):
+        list(ask(client, extra_body=fields, stream=True))
 
 
 def test_constrained_and_free_requests_share_steps(client: OpenAI) -> None:

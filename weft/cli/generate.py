@@ -148,8 +148,10 @@ def job_prompt(llm: LLM, job: Job) -> Any:
 
 
 def _result(output: RequestOutput) -> Result:
-    if any(c.finish_reason == "error" for c in output.outputs):
-        return RequestError("the model computed NaN for this prompt; its weights or this dtype are at fault")
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            nan = "the model computed NaN for this prompt; its weights or this dtype are at fault"
+            return RequestError(str(completion.stop_reason or nan))
     return output
 
 

@@ -26,6 +26,7 @@ from weft.cache.plan import CachePlan
 from weft.cache.spec import CacheSpec
 from weft.cache.tuning import AlphaTuner
 from weft.config import EngineConfig
+from weft.engine.exclusions import no_token_left
 from weft.engine.failures import Failures
 from weft.engine.grammars import Grammars
 from weft.engine.inspection import Inspection
@@ -73,9 +74,10 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the moment of the launch
         self._failures = Failures(self.scheduler)
         self._inspection = Inspection(self.manager)
+        self._vocab_size = config.model_config.vocab_size
         self._grammars = Grammars(
             config.tokenizer_path,
-            config.model_config.vocab_size,
+            self._vocab_size,
             config.eos_token_ids,
         )
 
@@ -99,7 +101,7 @@ class EngineCore:
             self._launch(scheduler_output)
             self._tune_eviction()
         output = self._result(max_in_flight=self._max_in_flight if scheduler_output is not None else 0)
-        updated = self.scheduler.update(output) if output is not None else []
+        updated = self.scheduler.update(output, self._no_token_left) if output is not None else []
         changed = self._failures.take() + updated
         self._grammars.update(changed)
         return changed
@@ -113,7 +115,7 @@ class EngineCore:
                 self.scheduler.add(request)
             else:
                 logger.warning("%s: %s", request.request_id, error)
-                self._failures.end(request)
+                self._failures.end(request, str(error))
 
     def _launch(self, scheduler_output: SchedulerOutput) -> None:
         launched = time.monotonic()
@@ -146,6 +148,17 @@ class EngineCore:
             raise
         self._inspection.steps.ended(scheduler_output, launched, output.mode, output.num_padding_tokens)
         return output
+
+    def _no_token_left(self, request: Request, sampled: list[int]) -> str | None:
+        """See ``Scheduler.update``. ``sampled``: with drafts, all tokens of the step."""
+        drafts = sampled[:-1]
+        masks: Sequence[bytes | None] = self._grammars.masks_after(request, drafts) or [None] * (1 + len(drafts))
+        known = request.output_token_ids
+        reasons = (
+            no_token_left(request.sampling, [*known, *drafts[:count]], mask, self._vocab_size)
+            for count, mask in enumerate(masks)
+        )
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _end_broken(self, scheduler_output: SchedulerOutput, error: BaseException) -> None:
         """End the requests of a step that raised; all requests if no step can run any more."""

@@ -47,9 +47,9 @@ class Failures:
         for request in held_back:
             self.end(request)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: Request, why: str | None = None) -> None:
         """``request`` could not be given to the scheduler."""
-        request.end("error")
+        request.end("error", why)
         self._requests.append(request)
 
     def take(self) -> list[Request]:

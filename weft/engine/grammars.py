@@ -143,12 +143,12 @@ class Grammars:
         if not self._matchers:
             return {}
         drafts = {request.row: request.draft_token_ids for request in scheduled}
-        masks = ((row, self._request_masks(request, drafts.get(row, ()))) for row, request in sampling)
+        masks = ((row, self.masks_after(request, drafts.get(row, ()))) for row, request in sampling)
         return {row: found for row, found in masks if found}
 
-    def _request_masks(self, request: Request, drafts: Sequence[int]) -> list[bytes]:
-        """Nothing if any token may come. A draft that the grammar does not allow is never accepted, so what may follow
-        it does not matter."""
+    def masks_after(self, request: Request, drafts: Sequence[int]) -> list[bytes]:
+        """The masks of one request's next token and of the token after each of ``drafts``; nothing if any token may
+        come. A draft that the grammar does not allow is never accepted, so what may follow it does not matter."""
         entry = self._matchers.get(request.request_id)
         if entry is None:
             return []

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from msgspec.structs import asdict
 
@@ -317,8 +318,14 @@ class Scheduler:
 
     # -- a step's results come in --------------------------------------------------------------------------------
 
-    def update(self, output: ModelOutput) -> list[Request]:
+    def update(
+        self, output: ModelOutput, no_token_left: Callable[[Request, list[int]], str | None] | None = None
+    ) -> list[Request]:
         """Take in the results of a launched step.
+
+        Args:
+            no_token_left: why nothing could be sampled for a request of ``failed_rows`` after its known tokens, or
+                after some of those given, which the step sampled; None: what the step computed is at fault.
 
         Returns:
             The requests that got a token or ended by it. Tokens of requests that had ended meanwhile are dropped.
@@ -332,7 +339,10 @@ class Scheduler:
             running, request = launched.running, launched.running.request
             running.in_flight -= 1
             request.num_pending -= launched.samples + launched.num_drafts
-            if running.row in output.failed_rows:
+            failed, reason = running.row in output.failed_rows, None
+            if failed and launched.samples and no_token_left is not None and request.finish_reason is None:
+                reason = no_token_left(request, runs.get(running.row, []))
+            if failed and reason is None:
                 running.failed = True
             elif not running.failed:
                 self.manager.confirm(running.lease, launched.num_tokens)
@@ -342,8 +352,8 @@ class Scheduler:
                 self._give_back_if_idle(running)
                 continue
             request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
-            if running.row in output.failed_rows:
-                request.finish_reason = "error"
+            if failed:
+                request.finish_reason, request.stop_reason = "error", reason
             elif self.drafts is not None:
                 request.extend(runs.get(running.row, ()), output.logprobs.get(running.row, ()))
                 request.draft_token_ids = output.draft_token_ids.get(running.row, [])

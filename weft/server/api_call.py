@@ -13,10 +13,11 @@ from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.outputs import OutputStream
+from weft.engine.outputs import CompletionDelta, OutputStream
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import ResponseStream
 from weft.errors import RequestError
+from weft.outputs import CompletionOutput
 from weft.sampling_params import SamplingParams
 from weft.server.chat import need_tokenizer, opens_reasoning
 from weft.server.client import Client
@@ -89,10 +90,13 @@ class ApiCall:
     def headers(self) -> dict[str, str]:
         return {"X-Request-Id": self.id}
 
-    def check_error(self, finish_reason: str | None) -> None:
-        """Raises ApiError if a completion ended because the model or its step broke."""
-        if finish_reason == "error":
-            raise ApiError(500, "the model computed NaN or its step broke", type="server_error", code="model_error")
+    def check_error(self, end: CompletionDelta | CompletionOutput) -> None:
+        """Raises ApiError if a completion ended because its options leave no token, or the model or its step broke."""
+        if end.finish_reason != "error":
+            return
+        if end.stop_reason is not None:
+            raise ApiError(400, str(end.stop_reason))
+        raise ApiError(500, "the model computed NaN or its step broke", type="server_error", code="model_error")
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far. Prompt tokens count once per prompt, whatever ``n`` is, with those of images and videos."""

@@ -72,7 +72,7 @@ class Chat:
         """What the only completion's deltas are made of."""
         parser = self._parser = self._parser or self.parser()
         for _, delta in deltas:
-            self.call.check_error(delta.finish_reason)
+            self.call.check_error(delta)
             parts = parser.feed(delta.text)
             if delta.finish_reason is not None:
                 parts.add(parser.finish(is_cut_off=delta.finish_reason == "length"))
@@ -228,7 +228,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         )
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        self.call.check_error(completion.finish_reason)
+        self.call.check_error(completion)
         parser = self._parsers[completion.index]
         parts = parser.feed(completion.text)
         parts.add(parser.finish(is_cut_off=completion.finish_reason == "length"))
@@ -282,7 +282,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
 
     def _delta_choice(self, delta: CompletionDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to send yet."""
-        self.call.check_error(delta.finish_reason)
+        self.call.check_error(delta)
         parser = self._parsers[delta.index]
         num_calls = parser.num_calls
         parts = parser.feed(delta.text)

@@ -112,7 +112,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         return usage
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        self.call.check_error(completion.finish_reason)
+        self.call.check_error(completion)
         text = "" if self._hides_output else completion.text
         if self._request.echo:
             text = self._prompt_text(index) + text
@@ -178,7 +178,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
     def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to send yet."""
         prompt_index, delta = prompt_delta
-        self.call.check_error(delta.finish_reason)
+        self.call.check_error(delta)
         index = prompt_index * self._n + delta.index
         text = "" if self._hides_output else delta.text
         choice: dict[str, Any] = {"index": index, "text": text}

@@ -79,9 +79,12 @@ class Tracer:
             names = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "weft", "gen_ai.response.id": call_id}
             models = {"gen_ai.request.model": model, "gen_ai.response.model": model}
             span.set_attributes(names | models | _asked(params) | _answered(stream))
-            if any(request.finish_reason == "error" for request in stream.requests):
-                span.set_attribute("error.type", "model_error")
-                span.set_status(Status(StatusCode.ERROR, "the model computed NaN or its step broke"))
+            failed = next((request for request in stream.requests if request.finish_reason == "error"), None)
+            if failed is not None:
+                why = failed.stop_reason
+                span.set_attribute("error.type", "model_error" if why is None else "invalid_request_error")
+                text = "the model computed NaN or its step broke" if why is None else str(why)
+                span.set_status(Status(StatusCode.ERROR, text))
             below = trace.set_span_in_context(span)
             for name, begin, end in _phases(first.times):
                 phase = self._tracer.start_span(name, below, start_time=_ns(begin) + clock)
