@@ -16,7 +16,7 @@ from weft.config.media_limits import MediaLimits
 from weft.errors import ConfigError, ContextLengthError, RequestError
 from weft.multimodal import processor as processor_module
 from weft.multimodal.items import pixel_bytes
-from weft.multimodal.media import MediaUrl, ReadLimits
+from weft.multimodal.media import MediaUrl, ReadLimits, decode_image
 from weft.multimodal.parts import prompt_media
 from weft.multimodal.placeholders import expand
 from weft.multimodal.processor import MediaProcessor, Processed
@@ -265,6 +265,20 @@ class TestRefusals:
         with pytest.raises(RequestError, match="larger than the 1,000 bytes"):
             frames = Video([encoded(picture(20, 20, seed=i)) for i in range(4)], is_sampled=True)
             make(folder, limits=ReadLimits(max_bytes=1000)).process({"video": [frames]}, ROOM, PARAM)
+
+    def test_all_frames_of_a_video_have_a_limit_together(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        decoded: list[bytes] = []
+
+        def decode(data: bytes, *args: Any) -> Image.Image:
+            decoded.append(data)
+            return decode_image(data, *args)
+
+        monkeypatch.setattr(processor_module, "decode_image", decode)
+        frames = Video([encoded(picture(40, 30, seed=i)) for i in range(4)], is_sampled=True)
+        with pytest.raises(RequestError, match="4 frames of 40 x 30 pixels, together more than the 4,799"):
+            make(folder, limits=ReadLimits(max_video_pixels=4799)).process({"video": [frames]}, ROOM, PARAM)
+        assert len(decoded) == 1
+        assert make(folder, limits=ReadLimits(max_video_pixels=4800)).process({"video": [frames]}, ROOM, PARAM)
 
     def test_folders(self, folder: Path, tmp_path: Path) -> None:
         save_processor(tmp_path)

@@ -59,6 +59,7 @@ class ReadLimits:
         domains: see ``FetchPolicy``; empty: nothing is fetched.
         max_bytes: of one encoded picture.
         max_pixels: of one decoded picture.
+        max_video_pixels: of all decoded frames of a video together.
         fetch_timeout_s: for everything that one prompt has fetched.
     """
 
@@ -66,6 +67,7 @@ class ReadLimits:
     domains: tuple[str, ...] = ()
     max_bytes: int = 32 << 20
     max_pixels: int = 1 << 26
+    max_video_pixels: int = 1 << 29
     fetch_timeout_s: float = 15.0
 
 
@@ -252,6 +254,17 @@ def check_size(size: tuple[int, int], limits: ReadLimits, param: str) -> None:
         raise RequestError(
             f"an image has {width:,} x {height:,} pixels, more than the {limits.max_pixels:,} that are decoded; send a "
             "smaller one",
+            param,
+        )
+
+
+def check_video_size(num_frames: int, size: tuple[int, int], limits: ReadLimits, param: str) -> None:
+    """Raises RequestError: so many frames of one size have too many pixels. ``size``: width and height."""
+    width, height = size
+    if num_frames * width * height > limits.max_video_pixels:
+        raise RequestError(
+            f"a video has {num_frames} frames of {width:,} x {height:,} pixels, together more than the "
+            f"{limits.max_video_pixels:,} that are decoded; send fewer or smaller ones",
             param,
         )
 

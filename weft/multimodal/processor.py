@@ -24,7 +24,16 @@ from weft.config.media_limits import MediaLimits
 from weft.config.vision import VisionConfig
 from weft.errors import ConfigError, ContextLengthError, RequestError
 from weft.multimodal.items import Modality, pixel_bytes
-from weft.multimodal.media import MediaUrl, ReadLimits, SourceReader, check_size, decode_image, pillow, to_rgb
+from weft.multimodal.media import (
+    MediaUrl,
+    ReadLimits,
+    SourceReader,
+    check_size,
+    check_video_size,
+    decode_image,
+    pillow,
+    to_rgb,
+)
 from weft.multimodal.video import Video, VideoSettings, sample_frames, timestamps, video_patches
 
 if TYPE_CHECKING:
@@ -227,7 +236,8 @@ class MediaProcessor:
         indices = sample_frames(video, self._videos, param)
         frames = self._encoded_frames([video.frames[index] for index in indices], reader)
         with self._turns:
-            first = self._decoded(frames[0], param)
+            first = self._decoded(frames[0], param)  # the others must have its size
+            check_video_size(len(frames), first.size, self.limits, param)
             grid = self._videos.grid(len(frames), first.height, first.width, param)
             self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
             digest = hashlib.sha256(f"video {grid} {self._settings}\n".encode())
