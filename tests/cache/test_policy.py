@@ -230,7 +230,7 @@ def test_dump_shows_spans_leases_and_states() -> None:
     assert lease is not None
     assert dump_tree(manager.tree).splitlines() == [
         "root",
-        "  [0, 100) 7 pages, 1 leases, used 1 ago",
-        "    [100, 210) 8 pages, states 209 210, used 1 ago",
+        "  [0, 100) 7 pages, 1 leases, used 1 admissions ago",
+        "    [100, 210) 8 pages, states 209 210, used 1 admissions ago",
     ]
     assert isinstance(memory, FakeMemory)

@@ -29,7 +29,7 @@ def test_built_in_workload_shows_a_branch_and_the_tree(capsys: pytest.CaptureFix
     # How long the first answer is, the model says.
     assert re.search(r"nearest state at (\d\d), recomputed 0: nothing beyond \1 was ever stored", following)
     tree = out.splitlines()
-    assert "root" in tree and "  [0, 25) 2 pages, states 25, used 0 ago" in tree
+    assert "root" in tree and "  [0, 25) 2 pages, states 25, used 0 admissions ago" in tree
     assert re.match(r"reused \d+ of \d+ tokens; pages: ", tree[-1])
 
 

@@ -14,13 +14,13 @@ MAX_NODES = 1000
 
 
 def dump_tree(tree: RadixTree) -> str:
-    """The tree: spans, pages, leases, states (with lost ones as tombstones) and ticks since the last use.
+    """The tree: spans, pages, leases, states (with lost ones as tombstones) and admissions since the last use.
 
     ::
 
         root
-          [0, 150) 10 pages, 2 leases, states 150, used 1 ago
-            [150, 211) 5 pages, lost states 210, used 3 ago
+          [0, 150) 10 pages, 2 leases, states 150, used 1 admissions ago
+            [150, 211) 5 pages, lost states 210, used 3 admissions ago
     """
     lines: list[str] = []
     stack = [(root, 0) for root in sorted(tree.roots, key=lambda root: root.salt or "", reverse=True)]
@@ -43,7 +43,7 @@ def _describe(node: Node, clock: int) -> str:
         parts.append(f"states {_positions(node.checkpoints)}")
     if node.lost_states:
         parts.append(f"lost states {_positions(node.lost_states)}")
-    return ", ".join([*parts, f"used {clock - node.last_used} ago"])
+    return ", ".join([*parts, f"used {clock - node.last_used} admissions ago"])
 
 
 def _positions(states: Iterable[int]) -> str:

@@ -30,7 +30,8 @@ Prompts run one after another. Without any, a small workload runs: a fan-out of 
 text, one of them again, and a second turn.
 
 A line of the tree is a span of positions [start, end) with the pages that hold its KV, the positions at
-which a recurrent state is kept, those at which one was evicted, and how many lookups ago it was of use."""
+which a recurrent state is kept, those at which one was evicted, and how many admissions of requests ago it
+was last used."""
 
 _TEXT = "A bakery sells rolls for 2 coins, loaves for 5 coins and cakes for 11 coins. "
 _QUESTIONS = (
@@ -75,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_workload(llm: LLM, params: SamplingParams) -> None:
-    """Questions over one text, the first of them again, and its answer gone on from."""
+    """Questions over one text, the first of them again, and its answer continued."""
     questions = [_TEXT + question for question in _QUESTIONS]
     first, *_ = [_show(llm, question, params) for question in questions]
     _show(llm, questions[0], params)
     history = first.prompt_token_ids + list(first.outputs[0].token_ids)
     assert llm.tokenizer is not None
     more = llm.tokenizer.encode(" And for twice as many?", add_special_tokens=False)
-    _show(llm, {"prompt": "(the first answer gone on from)", "prompt_token_ids": history + more}, params)
+    _show(llm, {"prompt": "(the first answer continued)", "prompt_token_ids": history + more}, params)
 
 
 def _show(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
