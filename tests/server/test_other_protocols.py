@@ -232,6 +232,9 @@ def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": 5}]}
     with pytest.raises(anthropic.BadRequestError, match="neither a text nor a list"):
         create(claude, [result])
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": [1]}]}
+    with pytest.raises(anthropic.BadRequestError, match=r"input is no object: \[1\]"):
+        create(claude, [{"role": "user", "content": "x"}, call])
 
 
 @pytest.mark.parametrize("protocol", [MessagesBuilder, ResponsesBuilder])

@@ -100,6 +100,7 @@ def test_tool_markup_never_leaks(text: str) -> None:
 @pytest.mark.parametrize(
     "body",
     ["", "{", "[]", '{"name": 5}', "<function=>", '{"name": "f", "arguments": "{"}',
+     '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": "5"}', '{"name": "f", "parameters": true}',
      '{"name": "f", "arguments": [NaN]}', '{"name": "f", "arguments": {"a": 1e999}}'],
 )  # fmt: skip
 def test_what_is_no_call(body: str) -> None:
@@ -116,6 +117,7 @@ def test_arguments_as_a_json_text() -> None:
     [
         (r'{"name": "add", "arguments": {"note": "a\ud83d"}}', {"note": "a\ufffd"}),
         (r'{"name": "add", "arguments": {"note": "\ud83d\ude00"}}', {"note": "\U0001f600"}),
+        ('{"name": "add", "arguments": null}', {}),
         ("<function=add><parameter=a>NaN</parameter></function>", {"a": "NaN"}),
         ('<function=add><parameter=a>"\\ude00"</parameter></function>', {"a": "\ufffd"}),
         ("<function=add><parameter=name>7</parameter></function>", {"name": "7"}),

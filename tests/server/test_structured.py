@@ -9,7 +9,7 @@ import signal
 from typing import Any
 
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.server.running import is_alive
 from weft.config import resolve
@@ -19,6 +19,7 @@ from weft.server import grammar_check, grammar_worker
 from weft.server.grammar_check import GrammarChecker
 from weft.server.protocol import BodyReader, CompletionRequest
 from weft.server.structured import constraint_of, end_of_reasoning, forced_calls
+from weft.server.tool_use import tool_schemas
 from weft.tokenizer import Tokenizer
 
 CONFIG = resolve(device="cpu")
@@ -50,6 +51,25 @@ def test_every_kind_compiles_also_after_reasoning(tokenizer: Tokenizer) -> None:
         await checker.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("parameters", [None, {"properties": {"a": {"type": "integer"}}}, {"type": "object"}])
+def test_arguments_of_a_forced_call_are_an_object(tokenizer: Tokenizer, parameters: Any) -> None:
+    schemas = tool_schemas([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    grammar = forced_calls(schemas, tokenizer, several=False, max_bytes=10_000).grammar()
+    file = str(CONFIG.tokenizer_path / "tokenizer.json")
+    accepted = []
+    for arguments in ('{"a": 1}', "5", "[1]"):
+        matcher = LLMatcher(LLTokenizer(file, n_vocab=2048, eos_token=[2041]), grammar, log_level=0)
+        call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        accepted.append(matcher.consume_tokens(tokenizer.encode(call, add_special_tokens=False)))
+    assert accepted == [True, False, False]
+
+
+@pytest.mark.parametrize("parameters", [{"type": "array"}, {"type": ["string", "null"]}, [1], "x", True])
+def test_parameters_that_are_no_object_are_refused(parameters: Any) -> None:
+    with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters has type .*of type 'object'"):
+        tool_schemas([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
 
 
 def test_a_worker_that_is_slow_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

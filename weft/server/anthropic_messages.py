@@ -154,7 +154,10 @@ def _add_block(result: list[dict[str, Any]], role: str, block: dict[str, Any], w
     elif kind == "redacted_thinking" and role == "assistant":
         return
     elif kind == "tool_use" and role == "assistant":
-        function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+        given = block.get("input", {})
+        if not isinstance(given, dict):
+            raise RequestError(f"{where} has a tool_use block whose input is no object: {str(given)[:40]}", "messages")
+        function = {"name": block.get("name"), "arguments": json.dumps(given)}
         target.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
     else:
         raise RequestError(f"{where}.content has a block of type {kind!r} that this model cannot read", "messages")

@@ -23,7 +23,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function. ``arguments`` is a JSON text, as the OpenAI API wants it."""
+    """A call of a function. ``arguments`` is a JSON object as text, as the OpenAI API wants it."""
 
     name: str
     arguments: str
@@ -224,7 +224,9 @@ def _finite(text: str) -> float:
     raise ValueError(f"{text} is not finite")
 
 
-def _parse_json(text: str) -> tuple[str, Any] | None:
+def _parse_json(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Arguments that are no object are no arguments: callers pass them on by name, and the Anthropic protocol has no
+    place for others. ``null`` means none."""
     try:
         call = _loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -237,14 +239,15 @@ def _parse_json(text: str) -> tuple[str, Any] | None:
             arguments = _loads(arguments)
         except (ValueError, RecursionError):
             return None
-    return call["name"], arguments
+    arguments = {} if arguments is None else arguments
+    return (call["name"], arguments) if isinstance(arguments, dict) else None
 
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
-def _parse_xml(text: str, tools: Mapping[str, Any]) -> tuple[str, Any] | None:
+def _parse_xml(text: str, tools: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     function = _FUNCTION.match(text)
     if function is None:
         return None

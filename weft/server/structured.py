@@ -102,7 +102,7 @@ def forced_calls(schemas: Mapping[str, Any], tokenizer: Tokenizer, *, several: b
     for i, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
         rules.append(f"call_{i}: {begin} {head} arguments_{i} {json.dumps('}' + chr(10))} {end}")
-        rules.append(f"arguments_{i}: {json_rule(schema or {'type': 'object'})}")
+        rules.append(f"arguments_{i}: {json_rule(schema)}")
     return _limited(Constraint("\n".join(rules), "tools"), max_bytes)
 
 

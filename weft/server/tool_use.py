@@ -53,11 +53,19 @@ def _named_function(choice: str | dict[str, Any]) -> str | None:
 
 
 def tool_schemas(tools: Any) -> dict[str, Any]:
-    """Parameters by function name. Raises RequestError for tools that are not functions."""
+    """Parameters by function name: schemas of objects. Raises RequestError for tools that are not functions."""
     schemas: dict[str, Any] = {}
     for i, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"tools[{i}] is not {{'type': 'function', 'function': {{'name': …}}}}", "tools")
-        schemas[function["name"]] = function.get("parameters") or {}
+        parameters = function.get("parameters") or {}
+        kinds = parameters.get("type", "object") if isinstance(parameters, dict) else type(parameters).__name__
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise RequestError(
+                f"tools[{i}].function.parameters has type {str(kinds)[:40]!r}; arguments have names: give a JSON "
+                "schema of type 'object'",
+                "tools",
+            )
+        schemas[function["name"]] = {"type": "object"} | parameters
     return schemas
