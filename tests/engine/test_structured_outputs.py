@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from weft import LLM, SamplingParams, StructuredOutputsParams
-from weft.engine.grammars import GrammarCompiler
+from weft.engine.grammars import GrammarCompiler, Grammars
 from weft.errors import EngineDeadError, RequestError
+from weft.messages import RowSampling, ScheduledRequest
+from weft.request import Request
 
 SCHEMA = {
     "type": "object",
@@ -156,6 +159,36 @@ def test_options_that_leave_no_token_end_their_request_with_the_reason(speculati
         again = engine.generate(prompt + "0", free, use_tqdm=False)[0]
         assert again.num_cached_tokens >= len(again.prompt_token_ids) - 1, "the prefix was forgotten"
         engine._core.manager.check()
+
+
+@pytest.mark.parametrize(
+    ("drafts", "num_followed"), [("", 0), ("abab", 4), ("ab", 2), ("acab", 1), ("bab", 0), ("ab.b", 2), ("abx", 2)]
+)
+def test_masks_of_drafts(llm: LLM, drafts: str, num_followed: int) -> None:
+    """One more than drafts: each as if the drafts before it had been generated, as far as the grammar allows them.
+    ``.`` ends the text, ``x`` is no token."""
+    assert llm.tokenizer is not None
+    config, ids = llm.config, {".": llm.config.eos_token_ids[0], "x": llm.config.model_config.vocab_size}
+    ids |= {letter: llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc"}
+    grammars = Grammars(config.tokenizer_path, config.model_config.vocab_size, config.eos_token_ids)
+    request = Request("r", array("I", [1]), RowSampling(grammar='start: ("ab")*'), max_tokens=9)
+    grammars.add(request)
+    while not grammars.compiled(may_wait=True):
+        pass
+
+    def masks(drafts: str) -> list[bytes]:
+        scheduled = ScheduledRequest(3, 1, 1 + len(drafts), [], 0, True, draft_token_ids=[ids[d] for d in drafts])
+        return grammars.masks([(3, request)], [scheduled])[3]
+
+    found = masks(drafts)
+    assert len(found) == 1 + len(drafts), "every position has a mask, however few of them can count"
+    for draft, mask in zip(drafts + ".", found[: 1 + num_followed], strict=False):
+        assert masks("") == [mask], "the mask of the text so far"
+        allowed = [letter for letter in "abc." if mask[ids[letter] // 8] >> ids[letter] % 8 & 1]
+        assert allowed == (["b"] if len(request.output_token_ids) % 2 else ["a", "."])
+        request.output_token_ids.append(ids[draft])
+        grammars.update([request])
+    grammars.close()
 
 
 def test_an_abort_leaves_no_grammar_behind(llm: LLM) -> None:

@@ -164,6 +164,17 @@ def test_sources_are_equal(tmp_path: Path, processor: MediaProcessor) -> None:
     assert len({item.content_hash for item in (done[0], *others)}) == 4, "equal pixels in another shape are another"
 
 
+def test_videos_of_equal_patches_in_another_shape_are_others(processor: MediaProcessor) -> None:
+    """Frames of one colour: the bytes of their patches do not say where a row, or a frame, ends."""
+    shapes = [(2, 16, 24), (2, 24, 16), (4, 8, 24), (4, 24, 8), (6, 8, 16)]
+    black = [(np.zeros((*shape, 3), np.uint8), {"do_sample_frames": False}) for shape in shapes]
+    done = [processor.process(prompt_media({"video": frames}), ROOM, PARAM)[0] for frames in black]
+    assert len({item.pixel_values for item in done}) == 1, "otherwise this tests nothing"
+    assert len({item.grid for item in done}) == len({item.content_hash for item in done}) == len(shapes)
+    again = processor.process(prompt_media({"video": black[0]}), ROOM, PARAM)[0]
+    assert again.content_hash == done[0].content_hash
+
+
 def test_detail_low_is_a_smaller_copy(folder: Path) -> None:
     url = data_uri(encoded(picture(1024, 256)))
     processor = make(folder, vision=VISION)
