@@ -169,6 +169,11 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         return self.status is RequestStatus.FINISHED
 
     @property
+    def is_broken(self) -> bool:
+        """True if it ended with an error that its own options did not cause."""
+        return self.finish_reason == "error" and self.stop_reason is None
+
+    @property
     def samples_by_history(self) -> bool:
         """True if a token can be sampled only when all earlier ones are known on the host."""
         return self.sampling.grammar is not None or bool(self.logits_processors)

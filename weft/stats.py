@@ -62,6 +62,18 @@ class EngineStats(SchedulerStats, frozen=True, kw_only=True):
     steps_by_mode: dict[str, int] = {}
 
 
+GAUGES = (
+    "num_free_pages", "num_evictable_pages", "num_free_slots", "num_evictable_slots", "num_waiting", "num_running",
+    "encoder_cache_tokens",
+)  # fmt: skip
+"""What is so now; everything else counts since the start of the engine."""
+
+
+def counters(stats: EngineStats) -> EngineStats:
+    """Without the gauges: what an engine that is gone has done."""
+    return msgspec.structs.replace(stats, **dict.fromkeys(GAUGES, 0))
+
+
 def merged(stats: list[EngineStats]) -> EngineStats:
     """Sums over all replicas."""
     return EngineStats(**{name: _sum([getattr(s, name) for s in stats]) for name in EngineStats.__struct_fields__})

@@ -295,6 +295,7 @@ def test_reports_are_gathered_and_outlive_their_process(monkeypatch: pytest.Monk
         assert answers.pop() == (0, [b"0", b"1"])
         ask({0, 1})
         gathering.retire(1)  # it dies with a question open
+        gathering.reported(1, link.Reported(1, b"late"))  # what it had said of that comes after the news of its end
         assert not answers
         (_, report), *_ = ask({0})
         gathering.reported(0, link.Reported(report.number, b"new"))

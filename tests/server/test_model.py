@@ -23,6 +23,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("record", "report")
 ]
 QUESTION = "What is 12 + 30?"
+CORRUPTED = "vllm:corrupted_requests_total"
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +155,15 @@ def test_other_constraints(client: OpenAI) -> None:
         assert isinstance(json.loads(whole.choices[0].message.content), dict)
 
 
-def test_options_that_leave_no_token(client: OpenAI) -> None:
+def test_options_that_leave_no_token(client: OpenAI, mini: RunningServer) -> None:
     fields = {"structured_outputs": {"choice": ["a"]}, "bad_words": ["a"]}
     message = "after 0 generated tokens, the structured output and bad_words leave no token"
     with pytest.raises(BadRequestError, match=message):
         ask(client, extra_body=fields)
     with pytest.raises(APIError, match=message):
         list(ask(client, extra_body=fields, stream=True))
+    (broken,) = (line for line in mini.client.get("/metrics").text.splitlines() if line.startswith(f"{CORRUPTED}{{"))
+    assert broken.endswith(" 0.0"), "neither the model nor its step broke"
 
 
 def test_constrained_and_free_requests_share_steps(client: OpenAI) -> None:

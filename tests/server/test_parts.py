@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import re
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from weft.server.chat import chat_prompt
 from weft.server.client import Client
 from weft.server.errors import ApiError, as_api_error
 from weft.server.openapi import openapi_document
-from weft.server.rendering import SMALL, RenderPool
+from weft.server.rendering import SMALL, RenderPool, TemplateTimeout
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
 
@@ -49,6 +50,44 @@ def test_work_that_does_not_end_is_ended() -> None:
             await pool.run_limited(_refuse, str)
         assert await pool.run_limited(threading.current_thread, str) == str(threading.main_thread())
         assert await pool.run_limited(threading.current_thread, str, size=SMALL) != str(threading.main_thread())
+        pool.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [0, SMALL])
+def test_work_that_drops_an_interruption_is_interrupted_again(size: int) -> None:
+    """As callbacks of the interpreter do; once in the event loop, once in the thread."""
+    given_up = time.monotonic() + 20
+
+    def stubborn() -> str:
+        num_dropped = 0
+        while time.monotonic() < given_up:
+            try:
+                while time.monotonic() < given_up:
+                    time.sleep(0)
+            except TemplateTimeout:
+                num_dropped += 1
+                if num_dropped == 3:
+                    raise
+        return "lived on"
+
+    async def main() -> None:
+        pool = RenderPool(timeout_s=0.1)
+        with pytest.raises(RequestError, match=r"longer than 0\.1 s"):
+            await pool.run_limited(stubborn, str, size=size)
+        assert await pool.run_limited(lambda: 6, str) == "6"
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_an_alarm_that_comes_too_late_interrupts_nothing() -> None:
+    async def main() -> None:
+        pool = RenderPool(timeout_s=0.1)
+        signal.raise_signal(signal.SIGALRM)
+        with pytest.raises(RequestError, match="longer"):
+            await pool.run_limited(lambda: signal.raise_signal(signal.SIGALRM) or forever(), str)
         pool.close()
 
     asyncio.run(main())

@@ -290,6 +290,7 @@ def replicas_without_processes(count: int) -> tuple[ReplicaSet, list[_Recorder],
     replicas._on_message, replicas._is_ready = told.append, True
     replicas._resets = PrefixResets(lambda done: told.append(wire.PrefixCacheReset(done)))
     replicas._is_closing = replicas._is_over = False
+    replicas._past = EngineStats()
     return replicas, processes, told
 
 
@@ -366,10 +367,15 @@ def test_a_replica_that_is_started_again_has_done_nothing_yet() -> None:
     replicas, processes, told = replicas_without_processes(2)
     replicas._launch = lambda member, *callbacks: cast(Any, processes[member.index])  # type: ignore[method-assign]
     member = replicas.members[0]
-    member.stats, member.restarts = EngineStats(num_running=3), Restarts(num=1)
+    member.stats, member.restarts = EngineStats(num_running=3, num_steps=7, steps_by_mode={"FULL": 7}), Restarts(num=1)
+    replicas.members[1].stats = EngineStats(num_free_pages=5, num_steps=2, steps_by_mode={"NONE": 2})
     replicas._ended(member, -9)
     replicas._forward([])
-    assert isinstance(told[-1], wire.Outputs) and told[-1].stats.num_running == 0
+    total = EngineStats(num_free_pages=5, num_steps=9, steps_by_mode={"FULL": 7, "NONE": 2})
+    assert isinstance(told[-1], wire.Outputs) and told[-1].stats == total, "what was counted stays counted"
+    member.stats = EngineStats(num_steps=1, steps_by_mode={"FULL": 1})
+    replicas._forward([])
+    assert told[-1].stats.num_steps == 10 and told[-1].stats.steps_by_mode["FULL"] == 8
     member.is_out = True
     replicas._ended(member, 0)
     replicas.send(wire.StartReplica(0))

@@ -31,7 +31,7 @@ from weft.engine.router import NoReplicaError, Router
 from weft.engine.snapshot import ReplicaView
 from weft.multimodal.items import cache_token_ids
 from weft.request import RequestSpec
-from weft.stats import EngineStats, merged
+from weft.stats import EngineStats, counters, merged
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +122,13 @@ class ReplicaSet:
         self._resets = PrefixResets(lambda done: self._on_message(wire.PrefixCacheReset(done)))
         self._draining: set[asyncio.Task[None]] = set()
         self._is_configured = self._is_ready = self._is_over = self._is_closing = False
+        self._past = EngineStats()  # what replicas did that were replaced: sums of counters never fall
         for member in self.members:
             self._start(member)
         self._looker = asyncio.create_task(self._look())
 
     def _start(self, member: Member) -> None:
+        self._past = merged([self._past, counters(member.stats)])
         member.capacity, member.failed, member.stats = None, None, EngineStats()
         member.process = self._launch(
             member, lambda message: self._handle(member, message), lambda status: self._ended(member, status)
@@ -239,7 +241,7 @@ class ReplicaSet:
 
     def _forward(self, updates: list[wire.Update]) -> None:
         if self._is_ready:
-            self._on_message(wire.Outputs(updates, merged([m.stats for m in self.members])))
+            self._on_message(wire.Outputs(updates, merged([self._past, *(m.stats for m in self.members)])))
 
     def _became_ready(self, member: Member, capacity: wire.Capacity) -> None:
         member.capacity = capacity

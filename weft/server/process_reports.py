@@ -87,8 +87,8 @@ class ReportGatherer:
 
     def reported(self, index: int, message: link.Reported) -> None:
         asked = self._asked.get(message.number)
-        if asked is None:
-            return  # too late
+        if asked is None or index not in asked.missing:
+            return  # too late: others have got the answer, or the process has died and is counted
         self._last.setdefault(asked.what, {})[index] = message.content
         self._is_there(message.number, index)
 

@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from weft.errors import RequestError
 
@@ -111,15 +112,24 @@ class RenderPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _interrupted(signal_number: int, frame: object) -> NoReturn:
-    raise TemplateTimeout
+def _interrupted(signal_number: int, frame: FrameType | None) -> None:
+    """Only within ``_interruptible``: elsewhere the alarm comes too late."""
+    while frame is not None and frame.f_code is not _interruptible.__code__:
+        frame = frame.f_back
+    if frame is not None:
+        raise TemplateTimeout
+
+
+def _interruptible(work: Callable[[], Result]) -> Result:
+    return work()
 
 
 def _in_time(work: Callable[[], Result]) -> Result:
-    """Run ``work`` here. Raises TemplateTimeout after ``_INLINE_S``."""
-    signal.setitimer(signal.ITIMER_REAL, _INLINE_S)
+    """Run ``work`` here. Raises TemplateTimeout after ``_INLINE_S``, and again where ``work`` lives on: some callbacks
+    of the interpreter drop every exception."""
+    signal.setitimer(signal.ITIMER_REAL, _INLINE_S, _INLINE_S)
     try:
-        return work()
+        return _interruptible(work)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
@@ -138,10 +148,16 @@ class _Limited:
             self._began = time.thread_time()
             self._thread_id = threading.get_ident()
         try:
-            return self._work()
-        finally:
-            with self._lock:
-                self._thread_id = None
+            try:
+                return self._work()
+            finally:
+                self._end()
+        finally:  # the interruption may have come within the other one
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._thread_id = None
 
     @property
     def processor_s(self) -> float:
@@ -160,7 +176,7 @@ class _Limited:
 
 
 class _Alarm:
-    """Interrupts a call when it has used up its time; it looks as rarely as it can."""
+    """Interrupts a call when it has used up its time, and if need be again; it looks as rarely as it can."""
 
     def __init__(self, limited: _Limited, timeout_s: float) -> None:
         self._limited = limited
@@ -172,8 +188,8 @@ class _Alarm:
         left = self._timeout_s - self._limited.processor_s
         if left <= 0:
             self._limited.interrupt()
-        else:
-            self._handle = self._loop.call_later(max(left, _POLL_S), self._check)
+            left = self._timeout_s
+        self._handle = self._loop.call_later(max(left, _POLL_S), self._check)
 
     def cancel(self) -> None:
         self._handle.cancel()

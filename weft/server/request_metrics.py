@@ -61,7 +61,7 @@ COUNTERS = {
     "prefix_cache_queries": Described("prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": Described("prompt tokens found in the prefix cache"),
     "prompt_tokens_cached": Described("the same, under the name beside prompt_tokens"),
-    "corrupted_requests": Described("requests that the engine ended with an error"),
+    "corrupted_requests": Described("requests that ended because the model or its step broke"),
 }
 
 
@@ -127,7 +127,7 @@ class RequestMetrics:
             self.counts.observe("request_params_n", len(requests))
             for request in requests:
                 self._ended(request)
-                broken += request.finish_reason == "error"
+                broken += request.is_broken
         self.counts.counters["corrupted_requests"] += broken
         return broken
 
