@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weft.config.graph_modes import GraphMode
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -161,27 +159,6 @@ LayerCache = Mapping[str, "Tensor"]
 ``[num_slots, *shape]``."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchDescriptor:
-    """Sizes of a batch, for the choice of a graph; in a forward context, with ``num_tokens`` alone, of captured pieces.
-
-    Attributes:
-        num_tokens: tokens of the batch; of captured pieces, rows of the flat token axis, padding included.
-        num_seqs: sequences; None of captured pieces, which serve any number.
-        uniform_decode: every sequence brings one token to an existing state and samples one.
-        num_prefills: sequences that do not decode.
-        num_chunks: of these sequences; 0 without recurrent layers.
-        num_decodes: sequences that decode.
-    """
-
-    num_tokens: int
-    num_seqs: int | None = None
-    uniform_decode: bool = False
-    num_prefills: int = 0
-    num_chunks: int = 0
-    num_decodes: int = 0
-
-
 class Breaks(Protocol):
     """Where a pass that is captured or traced stops being one: at the split ops in ``names``."""
 
@@ -199,15 +176,12 @@ class ForwardContext:
     Attributes:
         batch: the step's metadata.
         caches, layers: by layer name, the layer's cache and the layer itself.
-        mode, descriptor: how the pass runs, and in which graph; a graph wrapper of another mode is transparent.
         breaks: set while pieces are captured or traced; split ops report to it instead of running.
     """
 
     batch: Batch
     caches: Mapping[str, LayerCache]
     layers: Mapping[str, Any] = field(default_factory=dict)
-    mode: GraphMode = GraphMode.NONE
-    descriptor: BatchDescriptor | None = None
     breaks: Breaks | None = None
 
 

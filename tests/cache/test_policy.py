@@ -10,7 +10,7 @@ from tests.cache.fake_memory import FakeMemory
 from tests.cache.test_manager import PROMPT, begin, make, run
 from tests.cache.test_manager_fuzz import make_spec
 from weft.cache.dump import dump_tree
-from weft.cache.manager import Manager
+from weft.cache.manager import EndedRequest, Manager
 from weft.cache.nodes import as_tokens
 from weft.cache.policy import FlopAware, ReuseOdds
 from weft.cache.state_plan import prefill_positions
@@ -156,7 +156,7 @@ def test_ended_requests_are_told_with_their_prompts(hybrid: bool) -> None:
     """What the weight is tuned on: the tokens fed, how many of them were prompt, and the boundaries."""
     manager, memory = make(hybrid)
     told: list[tuple[int, int, str | None]] = []
-    manager.observer = lambda tokens, num_prompt_tokens, salt, _: told.append((len(tokens), num_prompt_tokens, salt))
+    manager.observer = lambda ended: told.append((len(ended.tokens), ended.num_prompt_tokens, ended.salt))
     run(manager, memory, PROMPT, output=[1, 2])
     running = begin(manager, PROMPT[:100])
     manager.release(running.lease, running.tokens)  # ended before its prompt was computed
@@ -192,7 +192,7 @@ def test_the_weight_is_tried_on_caches_like_the_real_one() -> None:
     for seed in range(3):
         run(manager, memory, tokens(40, seed))
     ended = as_tokens(tokens(50, 9))
-    tuner(ended, 40, "a", [20])
+    tuner(EndedRequest(ended, 40, "a", [20]))
     for shadow, _ in tuner._shadows.values():
         pools = [(each.pages.num_pages, each.slots.num_slots, each.checkpoint_policy) for each in (shadow, manager)]
         assert pools[0] == pools[1]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.config.graph_modes import BatchDescriptor, CudaGraphMode, GraphMode
 from weft.errors import ConfigError
-from weft.forward_context import BatchDescriptor
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting, token_sizes
 from weft.graph.dispatcher import Choice, Dispatcher
 
@@ -36,8 +35,8 @@ MIXED = [1, 7, 8, 17, 31, 32, 65, 104, 105, 210, 211]
 )
 def test_rules(mode: str, decode: list[int | str], mixed: list[int | str]) -> None:
     dispatcher = Dispatcher(CudaGraphMode(mode), **SIZES)  # type: ignore[arg-type]
-    assert [code(dispatcher.choose(BatchDescriptor(n, n, True))) for n in DECODE] == decode
-    assert [code(dispatcher.choose(BatchDescriptor(n, 1))) for n in MIXED] == mixed
+    assert [code(dispatcher.choose(BatchDescriptor(n, True))) for n in DECODE] == decode
+    assert [code(dispatcher.choose(BatchDescriptor(n))) for n in MIXED] == mixed
 
 
 def code(choice: Choice) -> int | str:
@@ -46,8 +45,8 @@ def code(choice: Choice) -> int | str:
 
 def test_full_graphs_for_any_batch_where_they_exist() -> None:
     dispatcher = Dispatcher(CudaGraphMode.FULL, (1,), (), (64,))
-    assert dispatcher.choose(BatchDescriptor(40, 3)) == Choice(FULL, 64)
-    assert dispatcher.choose(BatchDescriptor(31, 3)) == Choice(NONE, 31)
+    assert dispatcher.choose(BatchDescriptor(40)) == Choice(FULL, 64)
+    assert dispatcher.choose(BatchDescriptor(31)) == Choice(NONE, 31)
 
 
 def test_a_graph_takes_as_many_prefills_and_chunks_as_it_has_room_for() -> None:
@@ -57,14 +56,14 @@ def test_a_graph_takes_as_many_prefills_and_chunks_as_it_has_room_for() -> None:
         (MAX_PREFILLS + 1, room, NONE),
         (1, room + 1, NONE),
     ):
-        batch = BatchDescriptor(200, 20, num_prefills=num_prefills, num_chunks=num_chunks)
+        batch = BatchDescriptor(200, num_prefills=num_prefills, num_chunks=num_chunks)
         assert dispatcher.choose(batch).mode is mode
 
 
 def test_nothing_captured_means_nothing_replayed() -> None:
     for mode in CudaGraphMode:
         for uniform in (True, False):
-            assert Dispatcher(mode).choose(BatchDescriptor(5, 5, uniform)) == Choice(NONE, 5)
+            assert Dispatcher(mode).choose(BatchDescriptor(5, uniform)) == Choice(NONE, 5)
 
 
 def rules_table() -> str:

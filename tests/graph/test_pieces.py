@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tests.graph.fake_model import SIZE, Model, context_of
 from tests.graph.scribble import ScribblingPool, num_bytes, scribble_buffers
-from weft.config.graph_modes import GraphMode
-from weft.forward_context import BatchDescriptor, forward_context
-from weft.graph.graph import EmulatedGraphPool, capture
+from weft.forward_context import forward_context
+from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions
 from weft.graph.piece_sources import Forward
 from weft.graph.pieces import PieceCapture, PiecewiseModel
@@ -127,24 +126,6 @@ def test_a_failed_capture_leaves_no_recording_behind(model: Model) -> None:
         pieces.source.capture(broken)
     ids = torch.tensor([1, 2, 3])
     torch.testing.assert_close(pieces.run(ids, [1, 2], 4), eager(model, ids, [1, 2]))
-
-
-def test_in_another_mode_the_model_runs_also_inside_a_full_graph(model: Model) -> None:
-    pieces, calls = Pieces(model), []
-    ids = torch.tensor([5])  # one sequence of one token: the op's host lengths are those of every such batch
-
-    def step() -> Tensor:
-        calls.append(1)
-        return pieces.runs(input_ids=ids) * 2
-
-    full = context_of([1], model.table(), mode=GraphMode.FULL, descriptor=BatchDescriptor(1, 1, uniform_decode=True))
-    with forward_context(full):
-        graph, out = capture(EmulatedGraphPool(), step)
-    for token in (7, 8):
-        ids.fill_(token)
-        graph.replay()
-        torch.testing.assert_close(out, 2 * eager(model, ids, [1]))
-    assert len(calls) == 1 and pieces.runs.counters.replays == 0
 
 
 def test_debug_mode_names_the_tensor_that_moved(model: Model) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.config import resolve
-from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.config.graph_modes import BatchDescriptor, CudaGraphMode, GraphMode
 from weft.config.graph_profile import (
     FORMAT,
     GraphProfile,
@@ -21,7 +21,6 @@ from weft.config.graph_profile import (
     write_profile,
 )
 from weft.errors import ConfigError
-from weft.forward_context import BatchDescriptor
 from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.dispatcher import Choice, Dispatcher
 from weft.graph.profile import ModeTable, points_to_measure
@@ -59,10 +58,10 @@ def test_lines_cross_where_padding_stops_being_worth_it() -> None:
 def test_kinds_of_batches_have_their_own_limits() -> None:
     ms = {mode: {str(m): 1.0 + (m is not mode) for m in GraphMode} for mode in GraphMode}
     found = table(prefill={8: ms[FULL]}, mixed={8: ms[PIECEWISE]}, decode={4: ms[NONE]})
-    assert found.mode(BatchDescriptor(8, 1, num_prefills=1)) is FULL
-    assert found.mode(BatchDescriptor(8, 3, num_prefills=1, num_decodes=2)) is PIECEWISE
-    assert found.mode(BatchDescriptor(4, 4, uniform_decode=True, num_decodes=4)) is NONE
-    assert found.mode(BatchDescriptor(8, 8, uniform_decode=True, num_decodes=8)) is None
+    assert found.mode(BatchDescriptor(8, num_prefills=1)) is FULL
+    assert found.mode(BatchDescriptor(8, num_prefills=1, num_decodes=2)) is PIECEWISE
+    assert found.mode(BatchDescriptor(4, uniform_decode=True, num_decodes=4)) is NONE
+    assert found.mode(BatchDescriptor(8, uniform_decode=True, num_decodes=8)) is None
 
 
 @pytest.mark.parametrize(
@@ -102,23 +101,23 @@ SIZES: dict[str, Any] = {"decode_sizes": (4,), "token_sizes": (64,), "full_token
 def test_measured_modes_go_before_rules_and_padding() -> None:
     found = ModeTable(prefill=((7, PIECEWISE), (31, NONE), (210, FULL)), decode=((2, NONE), (4, FULL)))
     dispatcher = Dispatcher(CudaGraphMode.TUNED, **SIZES, table=found)
-    assert dispatcher.choose(BatchDescriptor(7, 1)) == Choice(PIECEWISE, 64)
-    assert dispatcher.choose(BatchDescriptor(31, 1)) == Choice(NONE, 31)
-    assert dispatcher.choose(BatchDescriptor(65, 1)) == Choice(FULL, 210)
-    assert dispatcher.choose(BatchDescriptor(2, 2, uniform_decode=True)) == Choice(NONE, 2)
-    assert dispatcher.choose(BatchDescriptor(3, 3, uniform_decode=True)) == Choice(FULL, 4)
+    assert dispatcher.choose(BatchDescriptor(7)) == Choice(PIECEWISE, 64)
+    assert dispatcher.choose(BatchDescriptor(31)) == Choice(NONE, 31)
+    assert dispatcher.choose(BatchDescriptor(65)) == Choice(FULL, 210)
+    assert dispatcher.choose(BatchDescriptor(2, uniform_decode=True)) == Choice(NONE, 2)
+    assert dispatcher.choose(BatchDescriptor(3, uniform_decode=True)) == Choice(FULL, 4)
 
 
 def test_what_was_not_measured_goes_by_the_rules() -> None:
     dispatcher = Dispatcher(CudaGraphMode.TUNED, **SIZES, table=ModeTable(prefill=((16, NONE),)))
-    assert dispatcher.choose(BatchDescriptor(40, 1)) == Choice(FULL, 64)
-    assert dispatcher.choose(BatchDescriptor(31, 2, num_decodes=1)) == Choice(NONE, 31)
-    assert dispatcher.choose(BatchDescriptor(211, 1)) == Choice(NONE, 211)
+    assert dispatcher.choose(BatchDescriptor(40)) == Choice(FULL, 64)
+    assert dispatcher.choose(BatchDescriptor(31, num_decodes=1)) == Choice(NONE, 31)
+    assert dispatcher.choose(BatchDescriptor(211)) == Choice(NONE, 211)
 
 
 def test_a_measured_graph_that_cannot_take_the_batch_is_not_taken() -> None:
     dispatcher = Dispatcher(CudaGraphMode.TUNED, **SIZES, table=ModeTable.always(FULL, 64))
-    assert dispatcher.choose(BatchDescriptor(64, 17, num_prefills=17, num_chunks=17)) == Choice(NONE, 64)
+    assert dispatcher.choose(BatchDescriptor(64, num_prefills=17, num_chunks=17)) == Choice(NONE, 64)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ of its own pages: where another request brought the same tokens, the tree's page
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -52,11 +53,14 @@ EMPTY_PREFIX = Prefix(None, 0)
 
 NO_STATES: list[tuple[int, int]] = []  # of most requests of most steps; never changed
 
-EndedRequest = tuple[Tokens, int, str | None, Sequence[int]]
-"""The tokens fed, how many of them were prompt, salt, boundaries."""
 
-Observer = Callable[[Tokens, int, str | None, Sequence[int]], None]
-"""Called with every request that has ended."""
+class EndedRequest(NamedTuple):
+    """What a request that has ended was: the tokens fed, how many of them were its prompt, and its turn boundaries."""
+
+    tokens: Tokens
+    num_prompt_tokens: int
+    salt: str | None
+    boundaries: Sequence[int]
 
 
 class Manager:
@@ -68,6 +72,9 @@ class Manager:
         enable_prefix_caching: False: nothing is kept and every match is empty.
         checkpoint_policy: where states are stored.
         eviction: what goes first; a policy object or the name of one.
+
+    Attributes:
+        observer: called with every request that has ended, if its whole prompt was computed.
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class Manager:
         self.checkpoint_policy: CheckpointPolicy = checkpoint_policy
         self.states = StatePlan(spec, checkpoint_policy, keeps=enable_prefix_caching)
         self.drafts = DraftSlots(spec, self.slots, self.evictor, self.states, self.allocate)
-        self.observer: Observer | None = None
+        self.observer: Callable[[EndedRequest], object] | None = None
         self._needs_state = spec.has_states
         self._leases: set[Lease] = set()
         self._num_query_tokens = self._num_hit_tokens = 0
@@ -352,7 +359,7 @@ class Manager:
             self.tree.forget(node)  # the states of every prefix, and the KV that no other sequence needs
         if keep and self.observer is not None and fed >= len(lease.tokens):
             boundaries = [position for position, kind in lease.checkpoints.kinds.items() if kind == "boundary"]
-            self.observer(tokens[:fed], lease.num_prompt_tokens, lease.salt, boundaries)
+            self.observer(EndedRequest(tokens[:fed], lease.num_prompt_tokens, lease.salt, boundaries))
 
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
         """The request will come back; its last launched step is done. What it has moves to the tree."""

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.cache.manager import Manager
+from weft.cache.manager import EndedRequest, Manager
 from weft.cache.nodes import Tokens, as_tokens
 from weft.cache.policy import FlopAware
 
@@ -25,7 +25,6 @@ from weft.cache.policy import FlopAware
 class ReplayCounts:
     """Sums over replayed requests, in tokens and FLOPs."""
 
-    num_requests: int = 0
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0
     flops_saved: float = 0.0
@@ -57,7 +56,6 @@ def replay_request(
             manager.confirm(lease, end)
     manager.release(lease, tokens[: lease.num_committed_tokens])
     if counts is not None:
-        counts.num_requests += 1
         counts.num_prompt_tokens += len(prompt)
         counts.num_reused_tokens += reused
         counts.flops_saved += manager.spec.prefill_flops(0, reused)
@@ -85,13 +83,14 @@ class AlphaTuner:
         self._shadows: dict[float, tuple[Manager, ReplayCounts]] = {}
         self._num_seen = 0
 
-    def __call__(self, tokens: Tokens, num_prompt_tokens: int, salt: str | None, boundaries: Sequence[int]) -> None:
-        """A request has ended; ``tokens`` were fed."""
+    def __call__(self, ended: EndedRequest) -> None:
+        """Replay a request that has ended on every shadow cache."""
         if not self._shadows:
             stats = self._manager.stats()
             if not stats.num_evicted_pages + stats.num_evicted_states:
                 return
             self._shadows = {alpha: (self._make_shadow(alpha), ReplayCounts()) for alpha in CANDIDATES}
+        tokens, num_prompt_tokens, salt, boundaries = ended
         for shadow, counts in self._shadows.values():
             replay_request(shadow, tokens, num_prompt_tokens, salt=salt, boundaries=boundaries, counts=counts)
         self._num_seen += 1

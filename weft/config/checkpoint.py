@@ -86,7 +86,6 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
     layer_types = _layer_types(text, family)
     return ModelConfig(
         architecture=architecture,
-        model_type=text.text("model_type", ""),
         vocab_size=text.integer("vocab_size"),
         hidden_size=text.integer("hidden_size"),
         intermediate_size=_intermediate_size(text, family),

@@ -1,7 +1,8 @@
-"""Graph modes: what may be configured, and the rules of each."""
+"""Graph modes: what may be configured, the rules of each, and the sizes of a batch that they go by."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -11,6 +12,25 @@ class GraphMode(StrEnum):
     NONE = "NONE"
     PIECEWISE = "PIECEWISE"
     FULL = "FULL"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """Sizes of a batch by which its graph is chosen.
+
+    Attributes:
+        num_tokens: tokens of the batch.
+        uniform_decode: every sequence brings one token to an existing state and samples one.
+        num_prefills: sequences that do not decode.
+        num_chunks: of these sequences; 0 without recurrent layers.
+        num_decodes: sequences that decode.
+    """
+
+    num_tokens: int
+    uniform_decode: bool = False
+    num_prefills: int = 0
+    num_chunks: int = 0
+    num_decodes: int = 0
 
 
 class CudaGraphMode(StrEnum):

@@ -104,7 +104,6 @@ class ModelConfig:
     """
 
     architecture: str
-    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int

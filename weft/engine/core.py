@@ -46,7 +46,7 @@ from weft.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 MAX_ENDED = 64
-"""Ended requests by which eviction is still to be tuned, at most; of more only the latest."""
+"""Ended requests that wait to be replayed by the tuner of the eviction policy; of more, only the latest are kept."""
 
 
 class EngineCore:
@@ -67,9 +67,10 @@ class EngineCore:
             drafts=_make_drafts(config, self.manager, self.plan.max_model_len),
             encoder=_make_encoder(config),
         )
-        self._tuner, self._ended = _make_tuner(config, self.manager), (ended := deque[EndedRequest](maxlen=MAX_ENDED))
+        self._tuner = _make_tuner(config, self.manager)
+        self._ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
         if self._tuner is not None:
-            self.manager.observer = lambda *request: ended.append(request)
+            self.manager.observer = self._ended.append
         self._max_in_flight = 1 if config.enable_overlap else 0
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the moment of the launch
         self._failures = Failures(self.scheduler)
@@ -131,10 +132,10 @@ class EngineCore:
         self._in_flight.append((scheduler_output, launched))
 
     def _tune_eviction(self) -> None:
-        """By a request that has ended. That takes longer than all else at a request's end, so it waits until the device
-        has something to do; one a step, so that no token waits for all that ended together."""
+        """Replay one request that has ended. This takes longer than all else at a request's end, so it waits until the
+        device is busy, and several that ended together take one step each."""
         if self._tuner is not None and self._ended:
-            self._tuner(*self._ended.popleft())
+            self._tuner(self._ended.popleft())
 
     def _result(self, max_in_flight: int) -> ModelOutput | None:
         """The results of the oldest step, unless no more than ``max_in_flight`` steps are in flight."""
@@ -247,5 +248,5 @@ def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
 
 
 def _make_tuner(config: EngineConfig, manager: Manager) -> AlphaTuner | None:
-    """Of the eviction policy, if it weighs anything."""
+    """The tuner of the eviction policy, if the policy has a weight to tune."""
     return AlphaTuner(manager) if config.enable_prefix_caching and config.eviction_policy == "flops" else None

@@ -36,7 +36,7 @@ class NodeView(msgspec.Struct, frozen=True):
         num_leases: running requests that need it.
         states: positions of recurrent states, ascending.
         lost_states: ``(position, age)`` of states that were evicted while the KV stayed.
-        idle_ticks: lookups of the cache since it was last of use.
+        idle_ticks: admissions of requests since it was last used.
         token_ids: its first tokens, as many as were asked for, those of images left out.
         media: ``(start, tokens, name)`` of images and video frames in its span; the name is the first digits of the
             content's hash.

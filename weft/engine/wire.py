@@ -3,11 +3,11 @@
 Job: the messages between the two, as msgspec structs, and their bytes (msgpack with a type tag, never pickle).
 Owns: their fields. Does not know: sockets (``channel.py``), who reads them.
 
-Towards the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``Shutdown``; to
-several replicas also ``DrainReplica``, ``StartReplica``. From the engine, in this
-order: ``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something, and an
-``Inspected`` for each ``Inspect``; ``Failed`` if it cannot start or go on. Moments are seconds of ``time.monotonic()``,
-which all processes of a machine share on Linux.
+Towards the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``ResetPrefixCache``, ``Shutdown``; to
+several replicas also ``DrainReplica``, ``StartReplica``. From the engine, in this order: ``Configured``, ``Stage``
+(several), ``Ready``, then ``Outputs``, one per step that changed something, an ``Inspected`` for each ``Inspect``, a
+``PrefixCacheReset`` for each ``ResetPrefixCache``, and from a replica ``CachedPrefixes``; ``Failed`` if it cannot start
+or go on. Moments are seconds of ``time.monotonic()``, which all processes of a machine share on Linux.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.config.graph_modes import CudaGraphMode, GraphMode
-from weft.forward_context import BatchDescriptor
+from weft.config.graph_modes import BatchDescriptor, CudaGraphMode, GraphMode
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting
 from weft.graph.profile import ModeTable
 

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.config.graph_modes import GraphMode
-from weft.forward_context import BatchDescriptor, ForwardContext, forward_context, get_forward_context
+from weft.forward_context import ForwardContext, forward_context
 from weft.graph.graph import Graph, GraphPool, Recording
 from weft.graph.graph_set import CaptureOptions, GraphCounters, GraphSet
 from weft.graph.piece_sources import Forward
@@ -154,7 +153,7 @@ class PieceCapture:
 
 
 class PiecewiseModel:
-    """A model that runs in pieces where the forward context asks for it, and is itself in every other mode.
+    """A model captured in pieces.
 
     Args:
         model: breaks at split ops.
@@ -217,30 +216,18 @@ class PiecewiseModel:
         assert isinstance(graph, PieceSequence)
         return graph
 
-    def __call__(self, *, input_ids: Tensor) -> Tensor:
-        """Replay the pieces of the context's batch, or run the model if the context's mode is another.
-
-        Args:
-            input_ids: ``[T] int64``, T at most the size of the context's descriptor.
-
-        Returns:
-            ``[T, hidden_size]``; after a replay valid until the next one.
-        """
-        context, count = get_forward_context(), input_ids.shape[0]
-        if context.mode is not GraphMode.PIECEWISE:
-            return self.model(input_ids=input_ids)
-        assert context.descriptor is not None, "a batch in pieces needs a descriptor"
-        size = context.descriptor.num_tokens
-        assert size in self.sizes, f"no pieces are captured for {size} tokens, only for {self.sizes}"
-        self._ids[:count].copy_(input_ids)
-        return self._graphs.replay(size, count)[:count]
-
     def run(self, context: ForwardContext, input_ids: Tensor, size: int) -> Tensor:
         """Run a batch of at most ``size`` tokens in the pieces captured for ``size``.
 
         Args:
             context: of the batch, with its real sizes; split ops run under it.
             input_ids: ``[T] int64``.
+
+        Returns:
+            ``[T, hidden_size]``, valid until the next replay.
         """
-        with forward_context(dataclasses.replace(context, mode=GraphMode.PIECEWISE, descriptor=BatchDescriptor(size))):
-            return self(input_ids=input_ids)
+        assert size in self.sizes, f"no pieces are captured for {size} tokens, only for {self.sizes}"
+        count = input_ids.shape[0]
+        self._ids[:count].copy_(input_ids)
+        with forward_context(context):
+            return self._graphs.replay(size, count)[:count]

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from weft.config.graph_modes import GraphMode
+from weft.config.graph_modes import BatchDescriptor, GraphMode
 from weft.config.graph_profile import GraphProfile, Timing
-from weft.forward_context import BatchDescriptor
 
 TIE = 1.01
 """Modes within this factor of the fastest count as equal; then the one that keeps the least memory goes first."""

@@ -17,7 +17,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from weft.config.graph_modes import GraphMode
 from weft.config.speculation import SpeculativeConfig
 from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.messages import NewRequest, ScheduledRequest
@@ -80,14 +79,14 @@ class MtpStepDrafter:
     """Drafts by the model's own head (MTP).
 
     Attributes:
-        context: from a batch and the mode it runs in to its forward context.
+        context: from a batch to its forward context.
         reach: tokens past the last one of a step that the head reads and writes.
     """
 
     drafter: MtpDrafter
     builder: BatchBuilder
     rows: RowTable
-    context: Callable[[Batch, GraphMode], ForwardContext]
+    context: Callable[[Batch], ForwardContext]
     reach: int
 
     def fill(self, new: NewRequest) -> None:
@@ -106,7 +105,7 @@ class MtpStepDrafter:
         sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
         last = self._last(requests, sampling, acceptance)
         next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))
-        with forward_context(self.context(inputs.batch, GraphMode.NONE)):
+        with forward_context(self.context(inputs.batch)):
             drafts = DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch)
             return self.drafter.draft(drafts, self.builder.num_drafts_at(len(sampling)))
 
@@ -114,7 +113,7 @@ class MtpStepDrafter:
         self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
     ) -> Tensor:
         last = acceptance.last if acceptance is not None else None
-        with forward_context(self.context(inputs.batch, GraphMode.FULL)):
+        with forward_context(self.context(inputs.batch)):
             drafts = DraftInputs(hidden_states, token_ids, last, None, inputs.batch)
             found = self.drafter.draft(drafts, self.builder.num_drafts_at(inputs.batch.num_seqs))
         if acceptance is not None:

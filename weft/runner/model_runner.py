@@ -154,9 +154,7 @@ class ModelRunner:
             max_model_len=config.max_model_len,
             num_media_rows=config.max_num_batched_tokens if config.model_config.runs_vision else 0,
         )
-        model = create_model(config.model_config, context)
-        model.eval()
-        return model
+        return create_model(config.model_config, context)
 
     def _kernels_compiled_meanwhile(self) -> AbstractContextManager[None]:
         """Compiles the model's Triton kernels, if it has any, while the body runs."""

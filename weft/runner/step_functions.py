@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from weft.config.graph_modes import GraphMode
 from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
@@ -52,7 +51,7 @@ class StepFunctions:
     """The functions behind a runner's full graphs.
 
     Attributes:
-        context: from a batch and the mode it runs in to its forward context.
+        context: from a batch to its forward context.
         max_num_seqs, max_model_len: what a graph must be able to serve.
         hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
         drafter: makes drafts for the next step, if the engine has some made.
@@ -66,7 +65,7 @@ class StepFunctions:
     sampling: SamplingInputs
     drafter: Drafter | None
     rejection_sampler: RejectionSampler
-    context: Callable[[Batch, GraphMode], ForwardContext]
+    context: Callable[[Batch], ForwardContext]
     max_num_seqs: int
     max_model_len: int
     hidden: Tensor
@@ -92,19 +91,19 @@ class StepFunctions:
 
     def pieces_context(self, num_tokens: int) -> ForwardContext:
         """The forward context in which pieces of ``num_tokens`` tokens are captured."""
-        return self.context(self.builder.materialise(self.mixture_shape(num_tokens)).batch, GraphMode.NONE)
+        return self.context(self.builder.materialise(self.mixture_shape(num_tokens)).batch)
 
     def compile_decodes(self, compiler: ModelCompiler, max_size: int) -> None:
         """From now on, decode steps of up to ``max_size`` rows run the model as it is compiled for them."""
         batch = self.builder.materialise(self.decode_shape(min(max_size, self.max_num_seqs))).batch
-        self._compiled = compiler.for_decodes(self.context(batch, GraphMode.FULL), batch.num_tokens)
+        self._compiled = compiler.for_decodes(self.context(batch), batch.num_tokens)
         self._max_compiled = max_size
 
     def decode(self, size: int) -> SampledLogits:
         """The whole decode step of ``size`` rows, with drafts for the next one."""
         inputs = self.builder.materialise(self.decode_shape(size))
         model = self._compiled if self._compiled is not None and size <= self._max_compiled else self.model
-        with forward_context(self.context(inputs.batch, GraphMode.FULL)):
+        with forward_context(self.context(inputs.batch)):
             hidden_states = model(input_ids=inputs.input_ids)
         sampled = self._sample(hidden_states, inputs.samples)
         return self._with_drafts(sampled, inputs, hidden_states)
@@ -113,7 +112,7 @@ class StepFunctions:
         """The step of ``size`` sequences that verify drafts: a token for every position, which of them count, and
         drafts for the next step."""
         inputs = self.builder.materialise(self.verification_shape(size))
-        with forward_context(self.context(inputs.batch, GraphMode.FULL)):
+        with forward_context(self.context(inputs.batch)):
             hidden_states = self.model(inputs.input_ids)
         logits = self.model.compute_logits(hidden_states)
         result = self.sampler(logits, self.sampling.any_row(inputs.samples))
@@ -134,7 +133,7 @@ class StepFunctions:
         are selected, what stands in the others is arbitrary."""
         shape = self.mixture_shape(num_tokens)
         inputs = self.builder.materialise(shape, selects_rows=self.builder.selects_rows(shape))
-        with forward_context(self.context(inputs.batch, GraphMode.FULL)):
+        with forward_context(self.context(inputs.batch)):
             hidden_states = self.model(inputs.input_ids)
         rows = inputs.batch.logits_rows
         if rows is None:

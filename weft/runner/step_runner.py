@@ -63,7 +63,7 @@ class StepRunner:
 
     Attributes:
         caches: by layer name.
-        context: from a batch and the mode it runs in to its forward context.
+        context: from a batch to its forward context.
         rows, builder, copier: what a step needs.
         functions: to capture.
         graphs: what was captured; none at first.
@@ -85,9 +85,9 @@ class StepRunner:
         self.graphs = StepGraphs()
         self.caches = caches = allocate_caches(spec, plan, device)
 
-        def context(batch: Batch, mode: GraphMode) -> ForwardContext:
-            # No method: what follows would refer to this object, whose memory then waited for the garbage collector.
-            return ForwardContext(batch, caches, layers, mode=mode)
+        def context(batch: Batch) -> ForwardContext:
+            # Not a method: those who hold it would hold this object too, whose memory would wait for the collector.
+            return ForwardContext(batch, caches, layers)
 
         self.context = context
         self.copier = CacheCopier(spec.layers, caches, backend, device)
@@ -245,7 +245,7 @@ class StepRunner:
             return self.graphs.forward.replay(choice.size, shape.num_tokens)[: shape.num_tokens]
         is_whole = choice.mode is GraphMode.PIECEWISE or shape.is_decode or needs_all_rows
         inputs = self.builder.materialise(shape, selects_rows=not is_whole and self.builder.selects_rows(shape))
-        context = self.context(inputs.batch, choice.mode)
+        context = self.context(inputs.batch)
         if choice.mode is GraphMode.PIECEWISE:
             assert self.graphs.pieces is not None
             return self.graphs.pieces.run(context, inputs.input_ids, choice.size)

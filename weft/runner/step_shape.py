@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from weft.forward_context import Batch, BatchDescriptor
+from weft.config.graph_modes import BatchDescriptor
+from weft.forward_context import Batch
 from weft.graph.capture_sizes import chunk_capacity
 from weft.messages import ScheduledRequest
 
@@ -76,7 +77,6 @@ class StepShape(msgspec.Struct, frozen=True):
         """What chooses the graph."""
         return BatchDescriptor(
             self.num_tokens,
-            self.num_seqs,
             uniform_decode=self.is_decode,
             num_prefills=self.num_seqs - self.num_decodes,
             num_chunks=self.num_chunks,

@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft.config.graph_modes import GraphMode
 from weft.errors import CapacityError
 from weft.forward_context import forward_context
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
@@ -156,12 +155,12 @@ class _Checks:
         padded = steps.builder.materialise(steps.functions.mixture_shape(size))
 
         def eager() -> Outcome:
-            with forward_context(steps.context(padded.batch, GraphMode.NONE)):
+            with forward_context(steps.context(padded.batch)):
                 return pieces.model(input_ids=padded.input_ids), None
 
         def replay() -> Outcome:
             inputs = steps.builder.materialise(shape)
-            return pieces.run(steps.context(inputs.batch, GraphMode.PIECEWISE), inputs.input_ids, size), None
+            return pieces.run(steps.context(inputs.batch), inputs.input_ids, size), None
 
         tolerance = ROUNDING[next(self._runner.model.parameters()).dtype]
         outcomes = self._both(step, eager, replay, pieces.results(size))
