@@ -20,6 +20,7 @@ PACKAGE = ROOT / "weft"
 LEVELS: list[tuple[str, ...]] = [
     (
         "collector",
+        "interrupts",
         "triton_version",
         "triton_key",
         "preload",

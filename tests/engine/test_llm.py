@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,48 @@ def test_an_interrupted_step_ends_its_requests_and_nothing_else(llm: LLM, monkey
         outputs.update((o.request_id, o.outputs[0]) for o in llm.step())
     assert outputs["broken"].finish_reason == "error" and outputs["broken"].token_ids == want[:1]
     assert outputs["later"].token_ids == want
+
+
+@pytest.mark.parametrize("place", ["Manager.lease", "Manager.commit", "Manager.release", "Scheduler.schedule"])
+def test_an_interrupt_waits_until_a_step_is_over(
+    place: str, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes, no page, slot or step is left without an owner."""
+    want = first(llm.generate(TEXT, SHORT, use_tqdm=False))
+    part, _, name = place.partition(".")
+    target = {"Manager": llm._core.manager, "Scheduler": llm._core.scheduler}[part]
+    method = getattr(target, name)
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        result = method(*arguments, **named)
+        monkeypatch.setattr(target, name, method)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(target, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([TEXT] * 3, SHORT, use_tqdm=False)
+    assert_idle(llm)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert first(llm.generate(TEXT, SHORT, use_tqdm=False)) == want
+
+
+def test_a_second_interrupt_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, went_on = llm._core._executor.launch, []
+
+    def interrupted(*step: Any) -> None:
+        monkeypatch.setattr(llm._core._executor, "launch", launch)
+        signal.raise_signal(signal.SIGINT)
+        went_on.append("after the first")
+        signal.raise_signal(signal.SIGINT)
+        went_on.append("after the second")
+
+    monkeypatch.setattr(llm._core._executor, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXT, SHORT, use_tqdm=False)
+    assert went_on == ["after the first"]
+    assert_idle(llm)
 
 
 def test_shutdown_twice_and_use_afterwards(folder: Path) -> None:

@@ -161,9 +161,14 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "interrupt-leaves-a-step", "an interrupt leaves no step in flight", "weft/engine/llm.py",
-        "                self._abort(request_id)\n            self._drain()\n            raise",
-        "                self._abort(request_id)\n            raise",
+        "                    self._abort(request_id)\n                self._drain()\n                raise",
+        "                    self._abort(request_id)\n                raise",
         "tests/engine/test_llm.py::test_an_interrupt_leaves_no_step_in_flight",
+    ),
+    mutant(
+        "interrupts-are-not-held", "an interrupt waits until a step is over", "weft/interrupts.py",
+        "        came.append((number, frame))", "        run(number, frame)",
+        "tests/engine/test_llm.py::test_an_interrupt_waits_until_a_step_is_over",
     ),
     mutant(
         "ttft-of-the-first", "the first token of several completions is that of any", "weft/engine/outputs.py",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.collector import collector_off
@@ -23,6 +23,7 @@ from weft.engine.prompts import Prompt, check_call
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.executor.external import follow
 from weft.executor.rank_process import begin_start
+from weft.interrupts import interrupts_held
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
 from weft.preload import import_torch, import_torch_for_gpu
@@ -119,7 +120,8 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many.
+        """Complete one prompt or many. An interrupt (Ctrl-C) waits until a step is over, and leaves nothing behind; a
+        second one does not wait.
 
         Args:
             prompts: a text, a list of token ids, a dict with ``prompt`` or ``prompt_token_ids``, or a list of those. A
@@ -145,22 +147,24 @@ class LLM:
                 "generate() cannot run while requests of add_request() are open; finish or abort them first"
             )
         ids: list[str] = []
-        try:
-            for prompt, p, rank in zip(batch, params, priorities, strict=True):
-                ids.append(self.add_request(prompt, p, priority=rank))
-            return self._run(ids, use_tqdm)
-        except BaseException:
-            for request_id in ids:
-                self._abort(request_id)
-            self._drain()
-            raise
+        with interrupts_held(second_too=False) as deliver_interrupts:
+            try:
+                for prompt, p, rank in zip(batch, params, priorities, strict=True):
+                    ids.append(self.add_request(prompt, p, priority=rank))
+                    deliver_interrupts()
+                return self._run(ids, use_tqdm, deliver_interrupts)
+            except BaseException:
+                for request_id in ids:
+                    self._abort(request_id)
+                self._drain()
+                raise
 
     def _drain(self) -> None:
         """Take in a step that was launched before its requests had ended; what they held is free then."""
         while self._core.has_work:
             self._core.step()
 
-    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, ids: list[str], use_tqdm: bool, deliver_interrupts: Callable[[], None]) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         with ProgressBar(total=len(ids), enabled=use_tqdm) as progress:
             while not self.is_finished():
@@ -170,6 +174,7 @@ class LLM:
                     if stream.finished:
                         done[stream.request_id] = stream.output()
                         self._forget(stream.request_id)
+                deliver_interrupts()
         self._drain()
         return [done[request_id] for request_id in ids]
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +31,7 @@ from weft.executor.rank_process import RankProcess, StartedRank
 from weft.executor.ring import Writer
 from weft.executor.worker import STOP, WorkerStart, encode_step
 from weft.executor.workers import Workers
+from weft.interrupts import interrupts_held
 from weft.layers.sampler import LogitsProcessor
 from weft.log_format import logs_json
 from weft.messages import ModelOutput, SchedulerOutput
@@ -119,7 +117,7 @@ class MultiProcessExecutor:
         """
         assert not processors, "logits processors do not reach the other ranks; requests with some were refused"
         self._workers.check()
-        with _interrupts_later():
+        with interrupts_held(second_too=True):
             self._ring.send(encode_step(scheduler_output), self._workers.check)
             try:
                 with nullcontext() if self._profiler is None else self._profiler.step(scheduler_output):
@@ -164,19 +162,3 @@ class MultiProcessExecutor:
 
 def _is_verbose() -> bool:
     return logging.getLogger().isEnabledFor(logging.INFO)
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Python's handler of SIGINT runs after the body. (It only ever runs in the main thread.)"""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, Any]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(*came[0])
