@@ -130,7 +130,7 @@ class WindowDetokenizer:
         return self._show(text, stable)
 
     def _show(self, text: str, stable: int) -> str:
-        """The window's text is ``text``, and so many of its characters can be out."""
+        """The window's text is ``text``, of which the first ``stable`` characters can be out."""
         delta = text[len(self._shown) : stable]
         self._shown = text[:stable]
         if delta:

@@ -122,7 +122,7 @@ class Batch:
         token_count: ``[1]`` int32, the real number of tokens, if rows beyond it are present although the sizes above
             count them as real (a captured graph, whose host integers are those of its capture); None otherwise.
         verification: set where every sequence verifies drafts; none of them counts as a decode then.
-        may_have_media: tokens of images may be among them, whose ids lie behind the vocabulary's (``models/
+        may_have_media: tokens of images may be among them, whose ids come after the vocabulary's (``models/
             vision_language.py``). A captured graph that serves such tokens says so whether or not there are any.
         mixture: what the device alone knows where a captured graph serves any mixture of decodes and prefills; None
             otherwise.

@@ -123,7 +123,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # made for every
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens that it runs behind its prompt: of a decode one, with drafts as many more; 0 of a prefill."""
+        """Tokens that it runs after its prompt: a decode one, with drafts that many more; a prefill none."""
         return self.num_tokens if self.draft_token_ids or self.is_decode else 0
 
     @property
@@ -180,7 +180,7 @@ class ModelOutput(msgspec.Struct, frozen=True):
     ``prompt_logprobs`` hold entries for a row, one per token, only if it asked. ``prompt_logprobs[row]`` covers the
     prompt tokens whose *predecessor* ran in this step. ``failed_rows`` computed NaN: their token, if they sampled one,
     and all that the step stored for them are worthless, and the request must fail alone. ``mode`` says how the step ran
-    (NONE, PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody. ``draft_token_ids``: what
+    (NONE, PIECEWISE, FULL), ``num_padding_tokens`` how many padding tokens it computed. ``draft_token_ids``: what
     was drafted on the device to come after the tokens of a row that sampled. ``encoder_seconds``: how long the
     step's images took to encode.
     """

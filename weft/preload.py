@@ -43,7 +43,7 @@ def create_cuda_context() -> threading.Thread:
 
 @functools.cache
 def use_gpu() -> threading.Thread:
-    """Begin the first operations on the first GPU, behind the import of torch."""
+    """Begin the first operations on the first GPU, after the import of torch."""
     return _meanwhile(_use_gpu)
 
 
@@ -60,7 +60,7 @@ def look_up_triton_key() -> threading.Thread:
 
 
 def import_torch() -> None:
-    """Import torch, behind what does not wait for its libraries."""
+    """Import torch, after what does not wait for its libraries."""
     load_torch_libraries()
     with collector_off():
         import numpy  # noqa: F401

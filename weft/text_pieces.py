@@ -29,7 +29,7 @@ def cuts(text: str) -> list[int]:
 
 
 def _may_cut(text: str, at: int) -> bool:
-    """Pre-tokenizers of byte-level vocabularies put no space behind anything else into one word, nor a digit behind a
+    """Pre-tokenizers of byte-level vocabularies put no space after anything else into one word, nor a digit after a
     letter."""
     left, right = text[at - 1], text[at]
     if right == " ":

@@ -20,7 +20,7 @@ def test_llama_3_1(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA_3_1)
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     assert attention(config).rope == RopeConfig(500000.0, 128, "llama3", scaling)
-    assert (attention(config).head_dim, config.dtype, config.bos_token_id) == (128, "bfloat16", 128000)
+    assert (attention(config).head_dim, config.dtype) == (128, "bfloat16")
     assert config.eos_token_ids == (128001, 128008, 128009)
     assert not config.is_hybrid and not attention(config).qk_norm
     assert not config.zero_centered_norm and config.moe is None
@@ -77,8 +77,8 @@ def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) ->
     assert config.max_position_embeddings == text.max_position_embeddings
     assert heads.rope.theta == text.rope_parameters["rope_theta"]
     assert heads.rope.rotary_dim == int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
-    eos, bos = (getattr(text, name, None) for name in ("eos_token_id", "bos_token_id"))  # Qwen3-VL's text has none
-    assert config.eos_token_ids == (() if eos is None else (eos,)) and config.bos_token_id == bos
+    eos = getattr(text, "eos_token_id", None)  # Qwen3-VL's text has none
+    assert config.eos_token_ids == (() if eos is None else (eos,))
     if config.is_hybrid and text.layer_types is not None:
         assert list(config.layer_types) == text.layer_types
         stored = InProjLayout.GROUPED if arch == "Qwen3NextForCausalLM" else InProjLayout.SEPARATE
@@ -134,11 +134,11 @@ def test_which_of_two_values_counts(tmp_path: Path) -> None:
     values = tiny("Qwen3ForCausalLM", rope_parameters=yarn, original_max_position_embeddings=64)
     found = attention(read(tmp_path, values)).rope.parameters
     assert (found["factor"], found["original_max_position_embeddings"], found["mscale_all_dim"]) == (8.0, 64, 0.0)
-    values = tiny("Qwen3_5ForConditionalGeneration", dtype="bfloat16", eos_token_id=5, bos_token_id=6)
+    values = tiny("Qwen3_5ForConditionalGeneration", dtype="bfloat16", eos_token_id=5)
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     values["text_config"] |= {"dtype": "torch.float16", "eos_token_id": [7, 8], "quantization_config": fp8}
     config = read(tmp_path, values)
-    assert (config.dtype, config.eos_token_ids, config.bos_token_id) == ("float16", (7, 8), 6)
+    assert (config.dtype, config.eos_token_ids) == ("float16", (7, 8))
     assert config.quantization is not None and config.quantization.weights == "block"
 
 

@@ -54,10 +54,6 @@ CONFIGS_AND_WEIGHTS = (
         'top.integers("eos_token_id") or text.integers("eos_token_id")', CHECKPOINT,
     ),
     mutant(
-        "bos-of-the-text-alone", "the file's BOS counts where the text config has none", "weft/config/checkpoint.py",
-        'text.integers("bos_token_id") or top.integers("bos_token_id")', 'text.integers("bos_token_id")', CHECKPOINT,
-    ),
-    mutant(
         "dtype-of-the-file-first", "a text config's dtype goes first", "weft/config/checkpoint.py",
         '((text, "dtype"), (text, "torch_dtype"), (top, "dtype"), (top, "torch_dtype"))',
         '((top, "dtype"), (top, "torch_dtype"), (text, "dtype"), (text, "torch_dtype"))', CHECKPOINT,

@@ -17,8 +17,8 @@ class Turn:
         new: token ids that no earlier request had.
         output_len: tokens to generate.
         parent: index of the earlier turn, or None.
-        cut: take over only so many leading tokens of the parent's prompt and output; None: all.
-        drop: leave out so many leading tokens of the parent's output (reasoning that a template drops).
+        cut: take over only this many leading tokens of the parent's prompt and output; None: all.
+        drop: leave out this many leading tokens of the parent's output (reasoning that a template drops).
         marks_boundary: the end of the prompt is known as a turn boundary, where the next one may diverge.
     """
 

@@ -31,7 +31,7 @@ from weft.preload import has_bytecode
 
 @dataclass(frozen=True, slots=True)
 class StartupWorkload:
-    """What is run: so many cold starts, each followed by so many warm ones."""
+    """What is run: cold starts, each followed by warm ones."""
 
     cold_repeats: int = 1
     warm_repeats: int = 3

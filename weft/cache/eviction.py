@@ -62,7 +62,7 @@ class LazyHeap(Generic[Item]):
         return None
 
     def rebuild(self) -> None:
-        """Compute every utility anew and drop outdated entries."""
+        """Compute every utility again and drop outdated entries."""
         items = {id(item): item for _, _, item in self._heap}.values()
         fresh = [(utility, next(self._numbers), item) for item in items if (utility := self._utility(item)) is not None]
         heapq.heapify(fresh)

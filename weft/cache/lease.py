@@ -63,7 +63,7 @@ class DraftStates:
         return [slot for _, slot in self.stored]
 
     def settle(self, num_accepted: int) -> int:
-        """Of the first unsettled step so many drafts were accepted. Returns the slot of the state after them."""
+        """The first unsettled step had ``num_accepted`` drafts accepted. Returns the slot of the state after them."""
         self.num_unsettled -= 1
         slots = [slot for _, slot in self.stored]
         position = self.stored[num_accepted][0]
@@ -147,7 +147,7 @@ class Lease:
         |   KV and state      |   KV is read only |                          |                             |
         |== shared pages, of the locked path ==|======== own pages, the first may begin as a copy =========|
 
-    Recomputed are tokens whose KV the tree holds but no state behind them; models without recurrent layers have none.
+    Recomputed are tokens whose KV the tree holds but no later state; models without recurrent layers have none.
     ``write_start`` is the end of the shared pages, or ``num_cached_tokens`` where that lies in an own page: then the
     tree's page was copied, and what is reused of it stays.
 

@@ -8,7 +8,7 @@ Does not know: tensors, batches, or why a request starts or stops. ::
     lease(match, …)          pin what was matched; a working slot; the copies to make: state fork, partial last page
     allocate(…)              grow the lease's pages, evicting what is least useful
     allocate_checkpoints(…)  slots for the states that the next step has to store
-    commit(…)                a step is launched: so many tokens will be in pages and state
+    commit(…)                a step is launched: how many tokens will be in pages and state
     drafts                   slots of the states after drafts (cache/draft_slots.py)
     states                   which states are to be stored, by whom (cache/state_plan.py)
     confirm(…)               a step is done and went well: what it computed is inserted into the tree

@@ -1,6 +1,6 @@
 """Eviction policies: a utility for every state and every KV tail, larger is kept longer.
 
-From "last used then, saves so many FLOPs, costs so much memory" to one utility.
+From last use, FLOPs saved and memory taken to one utility.
 
 ``lru`` is recency alone. ``flops`` adds the FLOPs that an entry saves per byte it holds, after Marconi (arXiv
 2411.19379): ``utility = recency + alpha x FLOP efficiency``. Efficiency is marginal to the nearest surviving ancestor
@@ -19,7 +19,7 @@ class EvictionPolicy(Protocol):
     """Utilities are comparable within one kind (states, or KV) and one ``epoch``."""
 
     epoch: int
-    """Changes when all utilities have to be computed anew."""
+    """Changes when all utilities have to be computed again."""
 
     def state_utility(self, last_used: int, flops_saved: float) -> float:
         """Of a checkpoint that saves ``flops_saved`` over the nearest ancestor state."""
@@ -100,7 +100,7 @@ class ReuseOdds:
         self._used: dict[tuple[str, int, int], int] = {}
 
     def add(self, kind: str, lineage: int, num_uses: int) -> None:
-        """There is one more state with so many uses."""
+        """There is one more state with ``num_uses`` uses."""
         key = _alike(kind, lineage, num_uses)
         self._seen[key] = self._seen.get(key, 0) + 1
 

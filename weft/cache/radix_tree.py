@@ -233,7 +233,7 @@ class RadixTree:
             self.watcher.offer_state(checkpoint)
 
     def touch(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """The path to ``node`` and ``checkpoint`` have been of use just now."""
+        """The path to ``node``, and ``checkpoint``, are used now."""
         for each in node.path():
             each.last_used = self.clock
         if checkpoint is not None:

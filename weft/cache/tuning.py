@@ -5,7 +5,7 @@ shadow caches (managers of the same sizes, which hold token ids only), one per c
 saves most. Does not know: tensors, schedulers, concurrency (replayed requests run one after another).
 
 Marconi (arXiv 2411.19379) tunes its ``alpha`` by replaying recent requests over a grid. Here the replay is spread over
-time: each request is replayed once per candidate when it has ended (the engine does it behind a launch, one request a
+time: each request is replayed once per candidate when it has ended (the engine does it after a launch, one request a
 step), so no step waits for a long search. Nothing is replayed before the first eviction: until then no choice was made
 that could have been better.
 """

@@ -115,7 +115,6 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         quantization=read_quantization(top, text),
         mtp_layers=_mtp_layers(text) if family.mtp else 0,
         vision=family.vision(top, text) if family.vision is not None else None,
-        bos_token_id=next(iter(text.integers("bos_token_id") or top.integers("bos_token_id")), None),
     )
 
 

@@ -94,8 +94,6 @@ def find_draft_profile(fits: Mapping[str, Any]) -> tuple[DraftProfile | None, st
     pairs = [(name, found.fits.get(name), fits.get(name)) for name in names]
     misfits = [f"{name} was {then!r} and is {now!r}" for name, then, now in pairs if then != now]
     if found.format != FORMAT or misfits:
-        return (
-            None,
-            f"the stored profile does not fit: {'; '.join(misfits) or 'another format'} (`weft tune` measures anew)",
-        )
+        why = "; ".join(misfits) or "another format"
+        return None, f"the stored profile does not fit: {why} (run `weft tune` to measure again)"
     return found, f"measured by `weft tune` on {found.date[:10]}"

@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
         intermediate_size=lfm2_intermediate_size,
     ),
     "Lfm2MoeForCausalLM": Family(_LFM2_MIXERS, layer_types=lfm2_layer_types, moe=read_lfm2_moe, keys=_LFM2_KEYS),
-    # OLMo-Hybrid: three Gated DeltaNet layers to one full-attention layer, whose norms stand behind it.
+    # OLMo-Hybrid: three Gated DeltaNet layers to one full-attention layer, whose norms come after it.
     "OlmoHybridForCausalLM": Family(
         {
             "full_attention": {"self_attn": partial(read_attention, qk_norm=True, qk_norm_spans_heads=True)},

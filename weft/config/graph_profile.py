@@ -35,7 +35,6 @@ SETTINGS = tuple(
 """Settings that change what a step costs in some mode."""
 
 _VERSIONED = ("weft", "torch", "triton")
-_NOT_GEOMETRY = ("eos_token_ids", "bos_token_id")
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -89,7 +88,8 @@ def empty_profile(values: Mapping[str, Any], model: ModelConfig) -> GraphProfile
 
 def model_hash(model: ModelConfig) -> str:
     """Sixteen hexadecimal digits of the model's geometry."""
-    geometry = {name: value for name, value in dataclasses.asdict(model).items() if name not in _NOT_GEOMETRY}
+    geometry = dataclasses.asdict(model)
+    del geometry["eos_token_ids"]
     return _hash(geometry)
 
 
@@ -120,7 +120,7 @@ def read_profile(path: Path) -> GraphProfile:
     Raises:
         ConfigError: it cannot be read, or is no profile of this version.
     """
-    remedy = "make it anew with `weft tune`, or give graph_profile='none'"
+    remedy = "measure again with `weft tune`, or give graph_profile='none'"
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=GraphProfile)
     except msgspec.MsgspecError as error:
@@ -161,7 +161,7 @@ def find_profile(values: Mapping[str, Any], model: ModelConfig) -> tuple[Path | 
             return path, "measured by `weft tune` for this device, model and version"
         misfits.append(found)
     nearest = min(misfits, key=len)
-    return None, f"no stored profile fits: {'; '.join(nearest)} (`weft tune` measures anew)"
+    return None, f"no stored profile fits: {'; '.join(nearest)} (run `weft tune` to measure again)"
 
 
 def _folder() -> Path:

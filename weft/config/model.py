@@ -124,7 +124,6 @@ class ModelConfig:
     dtype: str = "float32"
     state_dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     quantization: QuantizationConfig | None = None
     mtp_layers: int = 0
     runs_mtp: bool = False

@@ -14,8 +14,8 @@ class SigmoidRouting:
 
     Attributes:
         correction_bias: a learned bias takes part in the choice, not in the weights.
-        num_groups, top_groups: experts stand in so many equal groups, of which so many take part: those whose two best
-            experts score best together.
+        num_groups, top_groups: equal groups of experts, and how many of them take part: those whose two best experts
+            score best together.
         scale: the weights' factor (``routed_scaling_factor``).
         epsilon: added to the sum that weights are divided by.
     """

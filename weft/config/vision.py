@@ -51,8 +51,8 @@ class VisionConfig:
     """Geometry of a vision tower.
 
     Attributes:
-        patch_size, temporal_patch_size, in_channels: a patch is so many pixels squared, so many frames and channels.
-        spatial_merge_size: so many patches squared become one embedding.
+        patch_size, temporal_patch_size, in_channels: pixels on a side, frames and channels of a patch.
+        spatial_merge_size: side of the square of patches that becomes one embedding.
         out_hidden_size: of an embedding; the decoder's hidden size.
         num_position_embeddings: a square number: sides of the learned grid of positions, which is interpolated.
         deepstack_indexes: the blocks after which features are taken for the decoder's first layers, one layer each.

@@ -45,7 +45,7 @@ class TokenTimes(Protocol):
         """``count`` requests got a further token, so long after their token before."""
 
     def iteration(self, num_tokens: int) -> None:
-        """A step gave so many tokens, with those of the prompts that it finished."""
+        """A step gave ``num_tokens`` tokens, those of the prompts that it finished included."""
 
 
 class AsyncEngine:

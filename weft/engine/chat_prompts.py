@@ -35,7 +35,7 @@ _ANSWER = {"role": "assistant", "content": "\u2042 sentinel answer"}
 _QUESTION = {"role": "user", "content": "\u2051 sentinel question"}
 
 MAX_CACHED_TOKENS = 500_000
-"""Tokens whose encodings are kept, twice over: what was not used since the last so many is dropped."""
+"""Tokens of one generation of kept encodings; two are kept, and what the later one has not used is dropped."""
 
 _MAX_REMEMBERED = 256
 _MAX_TAIL = 2000
@@ -51,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """How prompts of one shape end: the text from the boundary's segment on, and the tokens behind the boundary."""
+    """How prompts of one shape end: the text from the boundary's segment on, and the tokens after the boundary."""
 
     text: str
     num_tokens: int
@@ -239,7 +239,7 @@ def _split_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 def _rendered(messages: Sequence[Message], render: Render) -> tuple[str, Sequence[Message]]:
     """The conversation as text, and the messages that the template took.
 
-    Some templates refuse a system message behind the first place, which agents send between turns: there it is shown
+    Some templates refuse a system message after the first place, which agents send between turns: there it is shown
     as the user's. Raises RequestError.
     """
     try:

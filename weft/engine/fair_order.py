@@ -26,7 +26,7 @@ class FairOrder:
     def place(self, caller: str, num_tokens: int) -> int:
         """The place of a new request, by the tokens that it asks for and those of its images."""
         place = max(self._now, self._last.get(caller, 0)) + min(num_tokens, MAX_COST)
-        if len(self._last) >= _MAX_CALLERS:  # callers behind the clock are like new ones
+        if len(self._last) >= _MAX_CALLERS:  # callers whose last place is past are like new ones
             self._last = {caller: last for caller, last in self._last.items() if last > self._now}
         self._last[caller] = place
         return place

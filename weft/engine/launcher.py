@@ -35,7 +35,7 @@ ENGINE_MODULE = "weft.engine.process"
 
 MAX_RESTARTS_IN_A_ROW = 3
 STABLE_AFTER_S = 60.0
-"""A process that was ready for so long counts as good: its restarts are counted anew."""
+"""A process that was ready for this long counts as good: its restarts are counted from zero again."""
 
 _FAILURE_TIMEOUT_S = 5.0
 """How long the message of an engine that has failed may be on its way, on a machine that is busy."""

@@ -153,7 +153,7 @@ class OutputStream:
             for token_id in new:
                 if completion.stop is None:
                     self._take_tokens(completion, [token_id])
-            if completion.stop is not None:  # what came in one step with it, behind it, is no part of the output
+            if completion.stop is not None:  # tokens of the same step after the stop string are no part of the output
                 del (
                     request.output_token_ids[completion.num_tokens_seen :],
                     request.logprobs[completion.num_tokens_seen :],

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BROKEN_STEPS = 3
-"""So many broken steps in a row end the process: the device or the program is beyond recovery."""
+"""Broken steps in a row that end the process: the device or the program is beyond recovery."""
 
 PREFIXES_EVERY_S = 1.0
 """Seconds between two messages about what is cached."""

@@ -64,7 +64,7 @@ class StepView(msgspec.Struct, frozen=True):
         seconds: since the step before ended, or since this one was launched, whichever is less.
         num_requests: requests in it, of which ``num_decodes`` ran one token, or one and its drafts.
         num_prefill_tokens: tokens of the others.
-        num_padding_tokens: rows computed for nobody, to fit a graph.
+        num_padding_tokens: padding rows, computed to fit a graph.
         mode: how it ran: NONE, PIECEWISE or FULL.
     """
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _LAST_LINES = 20
 
 _MOST_EARLY = 8
-"""Ranks that are started before anybody has looked whether there are so many GPUs."""
+"""Ranks that are started before it is known whether there are that many GPUs."""
 
 
 class RankProcess(ABC):

@@ -19,7 +19,7 @@ MAX_DECODE_SIZE = 1024
 """Largest decode batch that is captured by default."""
 
 _STEPS = ((8, 8), (16, 64), (32, 128), (64, 256), (128, 512))
-"""``(step, from)`` pairs behind 1, 2, 4, 8: spacing 8 up to 64, 16 up to 128, and so on: little padding."""
+"""``(step, from)`` pairs after 1, 2, 4, 8: spacing 8 up to 64, 16 up to 128, and so on: little padding."""
 
 
 def decode_sizes(max_num_seqs: int, given: Sequence[int] | None = None, largest: int | None = None) -> list[int]:

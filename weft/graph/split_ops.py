@@ -76,7 +76,8 @@ def split_op(name: str, *, width: Callable[[Any], int]) -> Callable[[Method], Me
 
     def decorate(method: Method) -> Method:
         assert name not in _OPS, f"split op {name!r} is defined twice"
-        op = _OPS[name] = _make(name, width, method)
+        _, *parameters = inspect.signature(method).parameters
+        op = _OPS[name] = _register(name, width, method, parameters)
 
         @functools.wraps(method)
         def call(layer: Any, *inputs: Tensor) -> Tensor:
@@ -99,12 +100,6 @@ def run_split_op(op: SplitOp, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
 def split_op_named(name: str) -> SplitOp:
     """The split op that is defined under ``name``."""
     return _OPS[name]
-
-
-def _make(name: str, width: Callable[[Any], int], method: Callable[..., Tensor]) -> SplitOp:
-    """The split op of a layer's method."""
-    _, *parameters = inspect.signature(method).parameters
-    return _register(name, width, method, parameters)
 
 
 def split_op_of_inputs(name: str, num_inputs: int) -> SplitOp:

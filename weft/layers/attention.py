@@ -27,7 +27,7 @@ from weft.ops.qk_norm_rope import qk_norm_rope
 
 
 class PagedAttention(WeightModule):
-    """A kind of attention over pages. Passes break at it, since the page table is gathered anew for every step.
+    """A kind of attention over pages. Passes break at it, since the page table is gathered for every step.
 
     Attributes:
         output_width: columns of what ``attend`` returns.

@@ -46,7 +46,7 @@ class ModelContext:
         custom_all_reduce: sum few rows over ranks through peer memory, where there is any.
         expert_parallel: ranks hold whole experts, not a share of each.
         max_model_len: longest sequence that will be run, in tokens.
-        num_media_rows: image tokens that a step may have; each has a row of its own behind those of the embedding and
+        num_media_rows: image tokens that a step may have; each has a row of its own after those of the embedding and
             of the rotary table (``models/vision_language.py``). 0: the model reads no images.
         rotary: tables that layers share.
     """

@@ -47,7 +47,7 @@ class Experts(WeightModule):
         clamped, interleaved: see ``MoeConfig``.
         shared_linears: ``gate_up`` and ``down`` of a shared expert with matrices of the same shape as the others', or
             None.
-        shared_joins: these matrices stand behind the others in memory, so that ids may reach them.
+        shared_joins: these matrices follow the others in memory, so that ids may reach them.
         joined: what ``allocate`` made, by parameter: all experts' matrices or scales, the shared one's included.
         gate_up_bias, down_bias: ``[E, 2 * I / tp]`` and ``[E, H]``, or None. Where ranks hold a share of every expert,
             the first alone has ``down_bias``.
@@ -90,7 +90,7 @@ class Experts(WeightModule):
         self, matrix: str, part: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocate ``weight`` or ``weight_scale`` of ``gate_up`` or ``down``, ``[E, *shape]``, as parameter ``gate_up``
-        or ``gate_up_scale`` and so on; if the shared expert joins, with a place for it behind the others."""
+        or ``gate_up_scale`` and so on; if the shared expert joins, with a place for it after the others."""
         count, name = len(self.local_experts), matrix if part == "weight" else f"{matrix}_scale"
         joined = torch.empty((count + self.shared_joins, *shape), dtype=dtype, device=device)
         self.register_parameter(name, nn.Parameter(joined[:count], requires_grad=False))
@@ -145,7 +145,7 @@ MOST_ROUTED_ROWS = 256
 products are large enough for the matrix library."""
 
 _NARROW, _MOST_ROUTED_ROWS_OF_NARROW = 256, 2048
-"""The same for experts of up to so many columns in two bytes, as on one of several ranks: 2 to 3% of a pass of 512 to
+"""The same for experts of up to 256 columns in two bytes, as on one of several ranks: 2 to 3% of a pass of 512 to
 2,048 rows, where measuring ended, of a quarter of Qwen3-Next's experts, 1.5% of half of them."""
 
 
@@ -202,7 +202,7 @@ class SparseMoe(WeightModule):
         return x.shape[0] <= most_routed_rows(self.experts)
 
     def _route(self, logits: Tensor, shared: bool, shared_gate: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``[T, E]`` -> the weights and local ids of each token's experts, ``[T, top_k]``, and of the shared one behind
+        """``[T, E]`` -> the weights and local ids of each token's experts, ``[T, top_k]``, and of the shared one after
         them."""
         moe, batch, local = self._moe, get_forward_context().batch, self.experts.local_experts
         num_tokens = batch.num_tokens if batch.token_count is None else batch.token_count

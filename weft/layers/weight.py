@@ -98,7 +98,7 @@ class RowMap:
         return sum(run.count for run in self.runs)
 
     def moved(self, rows: int) -> RowMap:
-        """To places so many rows further in the parameter."""
+        """The same rows, ``rows`` further down in the parameter."""
         return RowMap(self.total, tuple(RowRun(run.source, run.target + rows, run.count) for run in self.runs))
 
     def piece(self, parameter: Tensor, middle: tuple[int, ...] = ()) -> WeightPiece:

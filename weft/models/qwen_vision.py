@@ -132,7 +132,7 @@ class VisionTower(nn.Module):
             patches: ``[N, patch_dim]`` on the tower's device, the items' one after the other.
             places: ``[N, 6]`` int32 on the same device, as ``patch_places`` makes them.
             lengths: ``frame_lengths`` of the items; None: they are read from ``places`` on the device, as in a graph,
-                and there may be padding patches behind the real ones, with zeros for places, but in the last two
+                and there may be padding patches after the real ones, with zeros for places, but in the last two
                 columns the number of real patches.
 
         Returns:
@@ -164,7 +164,7 @@ def frame_lengths(grids: Sequence[Grid]) -> list[int]:
 
 def patch_places(grids: Sequence[Grid], merge: int) -> NDArray[np.int32]:
     """Where each patch of some items stands, in the processor's order, ``[N, 6]``: row and column; the last row and
-    column of its frame; the frame's first patch and the one behind its last."""
+    column of its frame; the frame's first patch and the one after its last."""
     places = np.empty((sum(t * h * w for t, h, w in grids), NUM_PLACES), dtype=np.int32)
     first = 0
     for t, h, w in grids:

@@ -53,7 +53,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """Position behind its last placeholder."""
+        """Position after its last placeholder."""
         offset, length = self.placeholders[-1]
         return offset + length
 

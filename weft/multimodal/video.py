@@ -116,7 +116,7 @@ class VideoSettings:
         )
 
     def grid(self, num_frames: int, height: int, width: int, param: str) -> tuple[int, int, int]:
-        """Patches of so many frames of one size. Raises RequestError."""
+        """Patches of ``num_frames`` frames of one size. Raises RequestError."""
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
         max_pixels = self.longest_edge

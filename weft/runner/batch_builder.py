@@ -189,11 +189,10 @@ class BatchBuilder:
         counts = np.array([r.num_samples for r in requests] if self.num_drafts else [r.samples for r in requests], int)
         rows, host, table = layout.rows.repeat(counts), self._host, self._rows
         n = len(rows)
-        # How far a position lies before the request's end:
-        behind = np.add.accumulate(counts).repeat(counts) - self._places[:n]
-        host["sample_indices"][:n] = layout.bounds[1:].repeat(counts) - behind
+        from_end = np.add.accumulate(counts).repeat(counts) - self._places[:n]
+        host["sample_indices"][:n] = layout.bounds[1:].repeat(counts) - from_end
         host["sample_rows"][:n] = rows
-        host["sample_positions"][:n] = layout.seq_lens.repeat(counts) + 1 - behind - table.num_prompt_tokens[rows]
+        host["sample_positions"][:n] = layout.seq_lens.repeat(counts) + 1 - from_end - table.num_prompt_tokens[rows]
         for name, values in (
             ("temperature", table.temperature), ("top_p", table.top_p), ("min_p", table.min_p), ("top_k", table.top_k),
             ("seeds", table.seed),
@@ -260,8 +259,9 @@ class BatchBuilder:
     # -- device --------------------------------------------------------------------------------------------------
 
     def selects_rows(self, shape: StepShape) -> bool:
-        """Whether it pays that the last layer computes only the rows from which a token may be sampled: where there are
-        fewer of them, or where padding, which meets no expert, then has its weights not read. Drafts need all rows."""
+        """Whether the last layer should compute only the rows from which a token may be sampled. It saves work if these
+        are fewer than the tokens, or if the layer has experts: padding rows choose none, so fewer weights are read.
+        Drafts need all rows."""
         return not self.num_drafts and (self._ends_sparse or shape.num_seqs < shape.num_tokens)
 
     def materialise(self, shape: StepShape, *, selects_rows: bool = False) -> StepInputs:

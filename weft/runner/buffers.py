@@ -5,7 +5,7 @@ host block may be filled again. Does not know: what the numbers mean.
 
 On a GPU there are two pinned host blocks, used in turn; a block is filled again only after the device has read it, so
 the next step can be prepared while the last one's inputs are still to be read. The event that says so is recorded
-behind the step's launches (``mark``): recording it costs the host time for which the device would wait. The device
+after the step's launches (``mark``): recording it costs the host time for which the device would wait. The device
 block never moves: a captured graph reads it. On the CPU host and device block are the same memory.
 """
 

@@ -158,7 +158,7 @@ class NgramDrafter:
         self, config: SpeculativeConfig, builder: BatchBuilder, rows: RowTable, max_model_len: int, backend: Backend
     ) -> None:
         self._config, self._builder, self._rows, self._backend = config, builder, rows, backend
-        # A step may sample so many tokens behind the longest sequence, which are written and do not count.
+        # A step may sample that many tokens past the longest sequence, which are written and do not count.
         width = max_model_len + 1 + config.num_speculative_tokens
         device = rows.last_token.device
         self.history = torch.zeros(rows.padding_row + 1, width, dtype=torch.int32, device=device)
@@ -176,7 +176,7 @@ class NgramDrafter:
         token_ids: Tensor | None,
         acceptance: Acceptance | None,
     ) -> Tensor:
-        """Requests with fewer drafts than others have places behind their tokens filled up."""
+        """Requests with fewer drafts than others are filled up after their tokens."""
         sampling = [request for request in requests if request.samples]
         if token_ids is None:
             return self._rows.last_token.new_empty(0, 0)

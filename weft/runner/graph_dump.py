@@ -30,7 +30,7 @@ from weft.runner.step_timing import StepMaker
 
 NUM_WARMUPS, NUM_REPEATS = 1, 5
 LARGEST_DEFAULT = 512
-"""The pass that is shown where the user names none has at most so many tokens, if a captured size is that small."""
+"""Most tokens of the pass that is shown where the user names no size, if a captured size is that small."""
 
 
 _STORED = ("weights[", "caches[")
@@ -124,7 +124,7 @@ def size_to_show(config: EngineConfig, num_tokens: int | None) -> int:
 
 
 def dump_graphs(config: EngineConfig, num_tokens: int) -> GraphDump:
-    """Capture a pass of ``num_tokens`` tokens in pieces, and run prompts of so many tokens in it.
+    """Capture a pass of ``num_tokens`` tokens in pieces, and run prompts of that many tokens in it.
 
     Args:
         config: of mode PIECEWISE; its sizes do not matter.

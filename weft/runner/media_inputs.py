@@ -59,7 +59,7 @@ class EncoderGraphs:
             self.encode(self._sizes[0])
 
     def size_for(self, num_patches: int) -> int | None:
-        """The captured size in which so many patches run; None if there is none."""
+        """The captured size in which ``num_patches`` patches run; None if there is none."""
         if self.graphs is None:
             return None
         size = smallest_fitting(self.graphs.sizes, num_patches)

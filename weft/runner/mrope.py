@@ -1,7 +1,7 @@
 """Positions of tokens in a prompt with images (M-RoPE, arXiv 2409.12191), and the rows of the rotary table for them.
 
 Text moves all three positions by one. An image stands at one temporal position and spreads over rows and columns; what
-follows it goes on behind the longer side. So tokens behind an image have positions that are smaller than their places
+follows it goes on after the longer side. So tokens after an image have positions that are smaller than their places
 in the sequence, by a difference that stays the same for all that is generated.
 """
 

@@ -52,7 +52,7 @@ class Padding:
             host["chunk_first"][real.num_seqs + 1 if real.num_chunks else 0 : padded.num_seqs + 1] = real.num_chunks
 
     def samples(self, host: Host, real: StepShape, size: int) -> None:
-        """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, for nobody."""
+        """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, unread."""
         pad = slice(real.num_samples, size)
         for name in ("sample_indices", "sample_positions", "temperature", "min_p", "top_k", "seeds"):
             host[name][pad] = 0

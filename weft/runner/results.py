@@ -98,12 +98,12 @@ class ResultMemory:
 class ResultBlock:
     """One step's results in a block of ``ResultMemory``, which is free with the end of this object.
 
-    The device may not have written them by then: those of the step that takes the block next come behind them, on the
+    The device may not have written them by then: those of the step that takes the block next come after them, on the
     same stream.
 
     Attributes:
         host: ``[NUM_RESULTS, max_results]`` int64, in the order of ``store_step_results``.
-        done: to be recorded behind all of the step's results; None on the CPU.
+        done: to be recorded after all of the step's results; None on the CPU.
     """
 
     __slots__ = ("_free", "done", "host")
@@ -133,7 +133,7 @@ class PendingStep:
         logprobs: of their sampled tokens, in that order, on the host.
         prompt_logprobs: row -> those of its prompt tokens, on the host.
         mode: how the step runs (NONE, PIECEWISE, FULL).
-        num_padding_tokens: rows that it computes for nobody.
+        num_padding_tokens: padding rows that it computes.
         encoder_time: of its images; None if it encodes none.
     """
 

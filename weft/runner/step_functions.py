@@ -1,11 +1,11 @@
-"""The functions behind full graphs: a decode step, the forward pass of any batch, and sampling.
+"""The functions that full graphs capture: a decode step, the forward pass of any batch, and sampling.
 
 Job: run each of them for a padded size, from the static step buffers, with device work only, so that a graph of it
 serves every batch that fits. Owns: the order of the work. Does not know: graphs, requests, which size a batch runs in.
 
-A decode step is one graph, from the packed inputs to the sampled token. A batch with prefill in it has as many tokens
-to sample as sequences that are through with their prompt, which is mostly few; so it runs as two graphs, one sized by
-its tokens and one by its samples.
+A decode step is one graph, from the packed inputs to the sampled token. In a batch with prefill only the sequences
+whose prompt ends in the step sample a token, which are mostly few; so it runs as two graphs, one sized by its tokens
+and one by its samples.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SampledLogits(NamedTuple):
 
 @dataclass(slots=True)
 class StepFunctions:
-    """The functions behind a runner's full graphs.
+    """The functions that a runner's full graphs capture.
 
     Attributes:
         context: from a batch to its forward context.

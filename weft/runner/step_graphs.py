@@ -71,7 +71,7 @@ class StepGraphs:
         return Choice(GraphMode.FULL, size)
 
     def sample_size(self, num_samples: int) -> int | None:
-        """The size of the sampling graph that takes so many tokens; None if there is none."""
+        """The size of the smallest sampling graph that takes ``num_samples`` tokens; None if there is none."""
         return smallest_fitting(self.samples.sizes, num_samples) if self.samples is not None else None
 
     @contextmanager

@@ -118,7 +118,7 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
 def step(
     sequences: list[tuple[int, int]], state_slot: int, sampling: RowSampling = GREEDY, num_drafts: int = 0
 ) -> SchedulerOutput:
-    """A step of sequences given as ``(start, num_tokens)``, decodes first, each with ``num_drafts`` drafts behind its
+    """A step of sequences given as ``(start, num_tokens)``, decodes first, each with ``num_drafts`` drafts after its
     tokens; they have no pages, so all use page 0."""
     new = [NewRequest(row, array("I", [0] * count), count, sampling) for row, (_, count) in enumerate(sequences)]
     requests = []

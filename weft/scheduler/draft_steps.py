@@ -1,7 +1,7 @@
 """Scheduling of steps that verify drafts.
 
 Puts drafts into a plan; says whether the next step has to wait for the results of the one in flight, or follows it
-without knowing how many drafts are accepted there; takes in what became of drafts.
+without knowing how many drafts are accepted there; settles which drafts were accepted.
 
 A step that follows another is planned as if all drafts of that one were accepted: pages, positions and the room for
 tokens are those of the most that there can be. The device knows what was accepted and begins where the sequence ends;
@@ -25,7 +25,7 @@ ON_DEVICE = -1
 
 
 def add_drafts(planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
-    """Drafts for the decoding requests of a plan, from what pages, slots and budget are left. Returns both anew."""
+    """Add drafts to a plan's decoding requests as pages, slots and budget allow. Returns the new plan and budget."""
     requests = [plan.running.request for plan in planned]
     decoding = [p for p, r in zip(planned, requests, strict=True) if r.num_tokens_to_compute == 1 and not r.num_pending]
     drafts = planner.plan([(p.running.request, p.running.lease) for p in decoding], len(planned), budget)
@@ -96,7 +96,7 @@ def following_step(
 
 
 def settle(planner: DraftPlanner, manager: Manager, launched: Launched, num_tokens: int) -> None:
-    """Drafts were verified, and ``num_tokens`` tokens came back: what was fed behind those accepted does not count."""
+    """Drafts were verified, and ``num_tokens`` tokens came back: those fed after the accepted drafts do not count."""
     request, num_accepted = launched.running.request, max(0, num_tokens - 1)
     request.num_computed_tokens -= launched.num_drafts - num_accepted
     manager.drafts.settle(launched.running.lease, launched.num_drafts, num_accepted)

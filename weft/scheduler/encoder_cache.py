@@ -1,6 +1,6 @@
 """The encoder cache: which images' embeddings are on the device, and which are encoded next.
 
-Job: give every image a stretch of rows in the encoder cache, by its content hash, and have it encoded once; say how far
+Job: give every image consecutive rows of the encoder cache, by its content hash, and have it encoded once; say how far
 a request can run with what is there. Owns: the rows, and the budget of the vision tower per step. Does not know:
 tensors, why a request runs.
 
@@ -123,7 +123,7 @@ class EncoderCache:
         return True
 
     def _make_room(self, num_rows: int) -> int | None:
-        """The first of so many rows in a stretch; None if images of this step are in the way."""
+        """The first of ``num_rows`` free consecutive rows; None if images of this step are in the way."""
         row = self._gap(num_rows)
         for key in list(self._entries):
             if row is not None:

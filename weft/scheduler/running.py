@@ -38,8 +38,8 @@ EMPTY: list[Any] = []
 
 
 class Planned(msgspec.Struct, gc=False):  # made for every request of every step
-    """One request's part of the next step: so many tokens, the drafts included, of which the first ``num_proposed`` are
-    meant (``ON_DEVICE``: unknown); ``follows`` as in ``ScheduledRequest``."""
+    """One request's part of the next step: ``num_tokens`` tokens, drafts included. The first ``num_proposed`` drafts
+    were proposed, the others fill up (``ON_DEVICE``: unknown); ``follows`` as in ``ScheduledRequest``."""
 
     running: Running
     num_tokens: int

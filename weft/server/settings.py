@@ -64,7 +64,7 @@ class ServerSettings:
     template_timeout_s: float = 2.0
     """Longest time to render a chat template."""
     model_aliases: tuple[str, ...] = ()
-    """Further names by which callers may ask for the model: those of ``--served-model-name`` behind the first."""
+    """Further names by which callers may ask for the model: those of ``--served-model-name`` after the first."""
 
     @property
     def is_loopback(self) -> bool:

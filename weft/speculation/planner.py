@@ -69,7 +69,7 @@ class AcceptanceLog:
 
 
 class Drafts(NamedTuple):
-    """Of one request and step: tokens, of which the first ``num_proposed`` are meant."""
+    """Of one request and step: tokens, of which the first ``num_proposed`` were proposed and the others fill up."""
 
     token_ids: list[int]
     num_proposed: int
@@ -158,7 +158,7 @@ class DraftPlanner:
         return plan
 
     def _fill_up(self, request: Request, lease: Lease, drafts: list[int], limit: int) -> list[int]:
-        """``drafts`` and any tokens behind them, ``limit`` in all if there is room; pages for what the head reads."""
+        """``drafts`` and any tokens after them, ``limit`` in all if there is room; pages for what the head reads."""
         room = self.room(request, lease, limit)
         if room > len(drafts):
             filler = request.output_token_ids[-1:] * (room - len(drafts))
