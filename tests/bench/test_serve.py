@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.server.running import RunningServer
 from weft.bench.http_client import Target
-from weft.bench.serve import Outcome, ServeWorkload, conversations, measure, summary
+from weft.bench.serve import Outcome, ServeWorkload, _body, conversations, measure, summary
 from weft.bench.serve_plot import panel
 from weft.cli import main
 from weft.errors import ConfigError
@@ -57,6 +60,10 @@ def test_figures() -> None:
     assert (figures["requests"], figures["failed"], figures["errors"]) == (11, 1, ["HTTP 429"])
     assert (figures["requests_per_s"], figures["output_tokens_per_s"], figures["goodput_per_s"]) == (5.0, 50.0, 2.5)
     assert (figures["ttft_ms"]["p50"], figures["ttft_ms"]["p99"], figures["tpot_ms"]["mean"]) == (500.0, 1000.0, 100.0)
+    assert (figures["ttft_ms"]["p90"], figures["ttft_ms"]["p95"], figures["e2e_ms"]["max"]) == (900.0, 1000.0, 1900.0)
+    assert (figures["seconds"], figures["prompt_tokens_per_s"], figures["itl_ms"]) == (2.0, 25.0, None)
+    for limit, goodput in ({"e2e": 1250}, 1.5), ({"tpot": 99}, 0), ({}, None):
+        assert summary(outcomes, 2.0, limit)["goodput_per_s"] == goodput  # type: ignore[arg-type]
     assert summary([], 1.0, {})["itl_ms"] is None
 
 
@@ -78,6 +85,42 @@ def test_the_verb(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureF
     assert [run["workload"]["seed"] for run in runs] == [0, 1], "the second run would find the first's prompts cached"
     assert [run["workload"]["concurrency"] for run in runs] == [1, None] and runs[0]["results"]["goodput_per_s"] > 0
     assert "Load on" in capsys.readouterr().out
+
+
+def test_every_flag_reaches_the_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    measured: list[tuple[Target, str | None, ServeWorkload]] = []
+
+    def measure(*given: Any) -> dict[str, Any]:
+        measured.append(given)
+        return summary([], 1.0, {})
+
+    monkeypatch.setattr("weft.bench.serve.measure", measure)
+    monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
+    words = "--base-url https://host:5/v1 --model m --kind multi-turn --num-requests 3 --request-rate 2 4 "
+    words += "--concurrency 6 --input-words 7 8 --max-tokens 9 --turns 10 --no-ignore-eos --temperature 0.5 --seed 11 "
+    words += '--slo ttft=12 e2e=13 --extra-body {"top_k":5}'
+    assert main(["bench", "serve", *words.split(), "--key", "k"]) == 0
+    wanted = ServeWorkload(
+        "multi-turn", 3, 2.0, 6, (7, 8), 9, 10, None, False, 0.5, 11, {"ttft": 12, "e2e": 13}, {"top_k": 5}
+    )
+    target = Target("host", 5, "/v1", True, "k")
+    second = replace(wanted, request_rate=4.0, seed=12)
+    assert measured == [(target, "m", wanted), (target, "m", second)]
+    assert main(["bench", "serve", "--kind", "trace", "--trace", "FILE"]) == 0
+    target = Target("127.0.0.1", 8000, "/v1", False, "of the environment")
+    assert measured[2:] == [(target, None, ServeWorkload(kind="trace", trace="FILE"))]
+    assert b"\r\nAuthorization: Bearer of the environment\r\n" in target.head("/x", 3)
+    assert target.head("/x", 3).startswith(b"POST /v1/x HTTP/1.1\r\nHost: 127.0.0.1:8000\r\n")
+
+
+def test_a_request_is_what_the_load_says() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    plain = {"messages": messages, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    workload = ServeWorkload(max_tokens=9, ignore_eos=False, temperature=0.5)
+    assert json.loads(_body(None, messages, 3, workload)) == plain | {"temperature": 0.5}
+    workload = ServeWorkload(extra_body={"top_k": 5, "temperature": 1})
+    more = {"model": "m", "ignore_eos": True, "top_k": 5, "temperature": 1}
+    assert json.loads(_body("m", messages, 3, workload)) == plain | more
 
 
 def test_a_sweep_of_rates_and_its_picture(server: RunningServer, tmp_path: Path) -> None:
@@ -153,6 +196,32 @@ def test_only_what_was_generated_counts(version: str, rate: float | None, monkey
         server.shutdown()
     assert figures["failed"] == 0 and figures["ttft_ms"]["p50"] >= 100
     assert figures["output_tokens_per_s"] * figures["seconds"] == pytest.approx(2 * 2, rel=0.05)
+
+
+def test_a_conversation_goes_on_with_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[dict[str, str]]] = []
+    asking = most = 0
+
+    async def ask(client: Any, body: bytes) -> Outcome:
+        nonlocal asking, most
+        sent.append(json.loads(body)["messages"])
+        asking += 1
+        most = max(most, asking)
+        await asyncio.sleep(0)
+        asking -= 1
+        return Outcome(text=f"answer {len(sent)}", output_tokens=1)
+
+    monkeypatch.setattr("weft.bench.serve._ask", ask)
+    for concurrency, limit in ((1, 1), (2, 2), (None, 3)):
+        sent, most = [], 0
+        workload = ServeWorkload(kind="multi-turn", num_requests=3, concurrency=concurrency, turns=2)
+        assert measure(Target.parse("http://x/v1"), None, workload)["requests"] == 6 and most == limit
+        if concurrency == 1:
+            first, second = sent[:2]
+            assert [m["role"] for m in second] == ["user", "assistant", "user"] and second[:1] == first
+            assert (
+                second[1]["content"] == "answer 1" and second[2]["content"] == conversations(workload)[0].questions[1]
+            )
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import RunWeft
 from weft.assets import MODEL_DIR
+from weft.bench import latency, prefill, prefix, scaling, startup, throughput
 from weft.bench.roofline import Ceilings
 from weft.engine.llm import LLM
+from weft.sampling_params import SamplingParams
+from weft.stats import EngineStats
 
 
 def test_latency(run_weft: RunWeft, tmp_path: Path) -> None:
@@ -28,6 +33,92 @@ def test_latency(run_weft: RunWeft, tmp_path: Path) -> None:
         assert len(row["repeats"]["all_tokens_ms"]) == len(row["repeats"]["one_token_ms"]) == 2
     assert {"benchmark", "device", "versions", "config", "workload", "command", "date"} <= set(figures)
     assert figures["config"]["dtype"] == "float32" and "torch" in figures["versions"]
+
+
+class Measured(Exception):
+    """What a benchmark was to measure."""
+
+
+@pytest.mark.parametrize(
+    ("words", "workload"),
+    [
+        (
+            "latency --batch-sizes 2 5 --prompt-len 7 --output-len 6 --temperature 0.25 --repeats 4",
+            latency.LatencyWorkload((2, 5), 7, 6, 0.25, 4),
+        ),
+        (
+            "throughput --num-prompts 3 --prompt-len 2 9 --output-len 4 8 --temperature 0.25 --warmups 5 --repeats 6",
+            throughput.ThroughputWorkload(3, (2, 9), (4, 8), 0.25, 5, 6),
+        ),
+        ("prefill --prompt-lens 3 9 --repeats 2", prefill.PrefillWorkload((3, 9), 2)),
+        ("startup --cold-repeats 4 --warm-repeats 5", startup.StartupWorkload(4, 5)),
+        ("prefix --workload fan-out --workload-seed 5", prefix.PrefixWorkload("fan-out", 5)),
+        (
+            "scaling --sizes 2x3 1x1 --batch-sizes 2 5 --prompt-len 7 --output-len 6 --num-prompts 3 --queue-len 4 8 "
+            "--warmups 9 --repeats 10",
+            scaling.ScalingWorkload(
+                ((2, 3), (1, 1)), throughput.ThroughputWorkload(3, (4, 8), (4, 8), warmups=9), (2, 5), 7, 6, 10
+            ),
+        ),
+    ],
+)
+def test_flags_of_a_workload_reach_the_measurement(
+    words: str, workload: Any, run_weft: RunWeft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, *flags = words.split()
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": name == "prefix"}
+    if name == "startup":  # its processes are as a user's, one request each
+        del settings["enable_prefix_caching"]
+
+    def measure(engine: Any, given: Any) -> None:
+        raise Measured(given, engine)
+
+    monkeypatch.setattr(f"weft.bench.{name}.measure", measure)
+    with pytest.raises(Measured) as got:
+        run_weft("bench", name, *flags, "--page-size", 8)
+    measured, engine = got.value.args
+    assert measured == workload
+    if name in ("startup", "scaling"):
+        assert engine == settings | {"page_size": 8}
+
+
+class StubLLM:
+    """Takes batches and generates nothing but as many tokens as asked for. ``batches``: prompts and parameters."""
+
+    config = SimpleNamespace(device="cpu", model_config=SimpleNamespace(vocab_size=50))
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[list[list[int]], list[SamplingParams]]] = []
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[Any]:
+        self.batches.append((prompts, params))
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * (p.max_tokens or 0))]) for p in params]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_preemptions=len(self.batches))
+
+
+def test_a_queue_is_run_as_often_as_asked_and_counts_what_it_ran() -> None:
+    workload = throughput.ThroughputWorkload(3, (2, 4), (5, 9), 0.25, warmups=2, repeats=4)
+    llm: Any = StubLLM()
+    results = throughput.measure(llm, workload)
+    prompts, lengths = workload.requests(50)
+    assert len(llm.batches) == 6 and all(batch == llm.batches[0] for batch in llm.batches)
+    assert llm.batches[0][0] == prompts and {token < 50 for prompt in prompts for token in prompt} == {True}
+    assert [(p.temperature, p.max_tokens, p.ignore_eos) for p in llm.batches[0][1]] == [
+        (0.25, n, True) for n in lengths
+    ]
+    assert {2 <= len(prompt) <= 4 for prompt in prompts} == {5 <= n <= 9 for n in lengths} == {True}
+    assert (results["num_prompt_tokens"], results["num_output_tokens"]) == (sum(map(len, prompts)), sum(lengths))
+    assert results["num_preemptions"] == 4, "those of the warm-ups do not count"
+    ratio = results["total_tokens_per_s"] / results["output_tokens_per_s"]
+    assert ratio == pytest.approx(1 + sum(map(len, prompts)) / sum(lengths), rel=1e-3)
+
+
+def test_every_batch_of_a_latency_has_new_seeds() -> None:
+    params = [latency._params(latency.LatencyWorkload(temperature=0.25, seed=7), 6, repeat, 2) for repeat in (0, 1)]
+    assert [p.seed for batch in params for p in batch] == [7, 8, 9, 10]
+    assert {(p.temperature, p.max_tokens, p.ignore_eos) for batch in params for p in batch} == {(0.25, 6, True)}
 
 
 def test_throughput(run_weft: RunWeft, tmp_path: Path) -> None:

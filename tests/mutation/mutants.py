@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
+from tests.mutation.fields_and_figures import FIELDS_AND_FIGURES
 from tests.mutation.mutant import mutant as _mutant
 from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
 from tests.mutation.settings_and_ends import SETTINGS_AND_ENDS
@@ -492,4 +493,5 @@ MUTANTS = (
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,
     *CONFIGS_AND_WEIGHTS,
+    *FIELDS_AND_FIGURES,
 )  # fmt: skip

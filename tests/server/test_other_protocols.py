@@ -63,9 +63,96 @@ def test_response_events_add_up(openai: OpenAI, text: str, kinds: list[str]) -> 
     assert events[-1].type == "response.completed" and last.output_text == whole.output_text
     done = [e.item for e in events if e.type == "response.output_item.done"]
     assert [item.id for item in done] == [item.id for item in last.output]
+    assert rebuilt([event.to_dict() for event in events[2:-1]]) == [item.to_dict() for item in last.output]
+    without_ids = [[item.to_dict() | {"id": None, "call_id": None} for item in r.output] for r in (whole, last)]
+    assert without_ids[0] == without_ids[1] == [ITEMS[kind](text) for kind in kinds]
     if "function_call" in kinds:
-        assert (whole.output[1].name, whole.output[1].arguments) == ("add", '{"a": 1}')
-        assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == '{"a": 1}'
+        assert whole.output[1].call_id and done[1].call_id == last.output[1].call_id != whole.output[1].call_id
+
+
+ITEMS: dict[str, Any] = {
+    "reasoning": lambda text: {
+        "id": None, "call_id": None, "type": "reasoning", "summary": [], "status": "completed",
+        "content": [{"type": "reasoning_text", "text": "hm, hm"}],
+    },
+    "message": lambda text: {
+        "id": None, "call_id": None, "type": "message", "role": "assistant", "status": "completed",
+        "content": [
+            {"type": "output_text", "annotations": [], "logprobs": [],
+             "text": {THOUGHT: "yes", TEXT: TEXT}.get(text, "do")}
+        ],
+    },
+    "function_call": lambda text: {
+        "id": None, "call_id": None, "type": "function_call", "status": "completed", "name": "add",
+        "arguments": '{"a": 1}',
+    },
+}  # fmt: skip
+"""What the items of an answer to a text are, but for their ids."""
+
+
+def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items that the events between the first two and the last build, as a client does it: each event says of
+    which item and part it is."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items) and event["item"]["status"] == "in_progress"
+            items.append(event["item"])
+            empty = {"content": []} if "content" in event["item"] else {"arguments": ""}
+            assert {name: event["item"][name] for name in empty} == empty
+            continue
+        item = items[event["output_index"]]
+        if kind == "output_item.done":
+            assert event["item"] == item | {"status": "completed"}
+            items[event["output_index"]] = event["item"]
+            continue
+        assert event["item_id"] == item["id"] and event.get("content_index", 0) == 0
+        assert ("content_index" in event) == (item["type"] != "function_call")
+        name, what = kind.rsplit(".", 1)
+        if what == "added":
+            assert event["part"] == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item["content"].append(event["part"])
+        elif kind == "content_part.done":
+            assert event["part"] == item["content"][0]
+        elif name == "function_call_arguments":
+            item["arguments"] += event.get("delta", "")
+            assert what == "delta" or event["arguments"] == item["arguments"]
+        else:
+            if name == "reasoning_text" and not item["content"]:  # its part is not announced
+                item["content"].append({"type": name, "text": ""})
+            assert item["content"][0]["type"] == name
+            item["content"][0]["text"] += event.get("delta", "")
+            assert what == "delta" or event["text"] == item["content"][0]["text"]
+    return items
+
+
+def test_a_response_repeats_what_was_asked(server: RunningServer) -> None:
+    asked: dict[str, Any] = {
+        "model": "other-name", "instructions": "be brief", "max_output_tokens": 2, "temperature": 0.25, "top_p": 0.5,
+        "tools": [FUNCTION], "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False,
+        "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}, "verbosity": "low"},
+    }  # fmt: skip
+    usual: dict[str, Any] = dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p")) | {
+        "model": "weft-mini", "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}},
+    }  # fmt: skip
+    always = {"object": "response", "error": None, "store": False, "previous_response_id": None}
+    for given, cut_off in ((asked, True), ({}, False)):
+        body = {"input": TEXT, "stream": True} | given
+        text = server.client.post("/v1/responses", json=body).text
+        events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+        first, last = events[0]["response"], events[-1]["response"]
+        assert events[-1]["type"] == ("response.incomplete" if cut_off else "response.completed")
+        for response in (first, events[1]["response"], last):
+            assert {name: response[name] for name in usual | always} == usual | always | given
+            assert response["id"] == last["id"] and response["created_at"] == last["created_at"] > 1e9
+        assert (first["status"], first["output"], first["usage"], first["weft"]) == ("in_progress", [], None, None)
+        assert first["incomplete_details"] is None and last["status"] == ("incomplete" if cut_off else "completed")
+        assert last["incomplete_details"] == ({"reason": "max_output_tokens"} if cut_off else None)
+        usage = last["usage"]
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] > usage["output_tokens"] > 0
+        assert usage["input_tokens_details"] == {"cached_tokens": 0} and len(last["weft"]["prompts"]) == 1
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])

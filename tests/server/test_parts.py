@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import logging
 import re
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from weft.cli import main
 from weft.cli.serve import add_parser, serve_engine_settings, server_settings
 from weft.config.aliases import SERVER_FLAGS
-from weft.engine.launcher import EngineCommand
+from weft.engine.channel import Address, EngineStart
+from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.supervisor import EngineSupervisor
 from weft.errors import ConfigError, RequestError
 from weft.log_format import LogFormatter
@@ -27,6 +30,7 @@ from weft.server.authentication import AuthenticationMiddleware
 from weft.server.chat import chat_prompt
 from weft.server.client import Client
 from weft.server.errors import ApiError, as_api_error
+from weft.server.main import serve
 from weft.server.openapi import openapi_document
 from weft.server.rendering import SMALL, RenderPool, TemplateTimeout
 from weft.server.service import Service
@@ -256,6 +260,61 @@ def parsed(words: str) -> tuple[ServerSettings, dict[str, Any]]:
     add_parser(parser.add_subparsers())
     args = parser.parse_args(["serve", *words.split()])
     return server_settings(args), serve_engine_settings(args)
+
+
+def test_every_flag_of_the_server_sets_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, each with a value that no other has."""
+    words: list[str] = []
+    expected: dict[str, Any] = {}
+    for number, field in enumerate((f for f in dataclasses.fields(ServerSettings) if f.metadata), start=3):
+        arguments, default = field.metadata["arguments"], field.default
+        flag = field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
+        if isinstance(default, bool):
+            expected[field.name], given = True, [flag]
+        elif isinstance(default, tuple):
+            expected[field.name] = names = (f"a{number}", f"b{number}")
+            given = [flag, *names] if "nargs" in arguments else [flag, names[0], flag, names[1]]
+        elif "choices" in arguments:
+            expected[field.name] = next(choice for choice in reversed(arguments["choices"]) if choice != default)
+            given = [flag, expected[field.name]]
+        else:
+            expected[field.name] = number if isinstance(default, int | float) else f"text{number}"
+            given = [flag, str(expected[field.name])]
+        words += given
+    settings, engine = parsed(" ".join(words))
+    assert settings == ServerSettings(**expected) and engine == {}
+    monkeypatch.setenv("WEFT_API_KEY", "secret")
+    assert parsed("--api-key a")[0].api_keys == ("a", "secret") and parsed("")[0].api_keys == ("secret",)
+
+
+def test_settings_of_server_and_engine_go_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("weft.server.main.serve", lambda *given, **more: served.append((*given, more)) or 7)
+    assert main(["serve", "DIR", "--port", "5", "--max-num-seqs", "3", "--verbose"]) == 7
+    assert served == [(ServerSettings(port=5), {"model": "DIR", "max_num_seqs": 3}, {"verbose": True})]
+
+
+@pytest.mark.parametrize(("log_format", "verbose", "restarts"), [("json", False, True), ("text", True, False)])
+def test_the_engine_is_started_as_the_server_is_told(
+    monkeypatch: pytest.MonkeyPatch, log_format: str, verbose: bool, restarts: bool
+) -> None:
+    class Started(Exception):
+        pass
+
+    def started(command: EngineCommand, restarts: bool) -> Any:
+        raise Started(command, restarts)
+
+    logs: list[Any] = []
+    monkeypatch.setattr("weft.server.main.EngineSupervisor", started)
+    monkeypatch.setattr("weft.server.main.configure_log", lambda *given: logs.append(given))
+    settings = ServerSettings(port=0, log_format=log_format, restart_engine=restarts)
+    with pytest.raises(Started) as got:
+        serve(settings, {"max_num_seqs": 3}, verbose=verbose)
+    as_json = log_format == "json"
+    assert got.value.args == (EngineCommand({"max_num_seqs": 3}, ENGINE_MODULE, verbose, as_json), restarts)
+    assert logs == [(as_json, verbose)]
+    start = got.value.args[0].start(Address("to", "from"), "beat", 5)
+    assert start == EngineStart(Address("to", "from"), "beat", 5, {"max_num_seqs": 3}, verbose, as_json)
 
 
 def test_flags_that_scripts_for_other_servers_carry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,7 @@ def _cache(service: Service) -> dict[str, str]:
     return {
         "block_size": str(capacity.page_size),
         "num_gpu_blocks": str(capacity.num_pages - 1),
-        "cache_dtype": config.dtype,
+        "cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching),
         "gpu_memory_utilization": str(config.gpu_memory_utilization),
         "kv_cache_size_tokens": str(num_tokens),

@@ -1,0 +1,144 @@
+"""Bugs to plant where a flag, a field of a request or a figure goes from one room to the next: flags to settings and
+workloads, protocols to chats, requests to metrics and logs."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import mutant
+
+_TRANSLATIONS = "tests/server/test_translations.py"
+_PROTOCOLS = "tests/server/test_other_protocols.py"
+_ACCOUNTS = "tests/server/test_accounts.py"
+_LOAD = "tests/bench/test_serve.py"
+
+FIELDS_AND_FIGURES = (
+    mutant(
+        "video-shapes-share-a-hash", "videos of equal patches in another shape are others",
+        "weft/multimodal/processor.py", 'f"video {grid} {self._settings}', 'f"video {self._settings}',
+        "tests/multimodal/test_processor.py::test_videos_of_equal_patches_in_another_shape_are_others",
+    ),
+    mutant(
+        "masks-end-at-a-refused-draft", "every draft has a mask, also behind one that the grammar refuses",
+        "weft/engine/grammars.py", "(1 + len(drafts) - len(masks))", "(len(drafts) - len(masks))",
+        "tests/engine/test_structured_outputs.py::test_masks_of_drafts",
+    ),
+    mutant(
+        "drafts-stay-in-the-matcher", "masks of drafts leave the grammar where the text is",
+        "weft/engine/grammars.py", "matcher.rollback(consumed)", "matcher.rollback(consumed - 1)",
+        "tests/engine/test_structured_outputs.py::test_masks_of_drafts",
+    ),
+    mutant(
+        "responses-drop-temperature", "a response's temperature is sampled with", "weft/server/responses.py",
+        "        temperature=request.temperature,\n", "", _TRANSLATIONS,
+    ),
+    mutant(
+        "responses-drop-instructions", "instructions are the system message", "weft/server/responses.py",
+        "    if request.instructions:\n", "    if False:\n", _TRANSLATIONS,
+    ),
+    mutant(
+        "responses-drop-parallel", "parallel_tool_calls of a response counts", "weft/server/responses.py",
+        "        parallel_tool_calls=request.parallel_tool_calls,\n", "", _TRANSLATIONS,
+    ),
+    mutant(
+        "responses-drop-formats", "text.format of a response constrains it", "weft/server/responses.py",
+        "        response_format=_format((request.text or {}).get(\"format\")),\n", "", _TRANSLATIONS,
+    ),
+    mutant(
+        "calls-lose-their-answers", "a call's output names the call", "weft/server/responses.py",
+        '"tool_call_id": item.get("call_id"), "content": output', '"tool_call_id": None, "content": output',
+        _TRANSLATIONS,
+    ),
+    mutant(
+        "calls-stand-alone", "calls belong to the assistant's message before them", "weft/server/responses.py",
+        "_assistant(messages, with_calls=True)", "_assistant(messages)", _TRANSLATIONS,
+    ),
+    mutant(
+        "events-of-no-item", "an event says of which item it is", "weft/server/responses.py",
+        'where = {"item_id": self._id(block), "output_index": index}', 'where = {"item_id": "", "output_index": index}',
+        _PROTOCOLS,
+    ),
+    mutant(
+        "parts-unannounced", "a text's part is announced before its deltas", "weft/server/responses.py",
+        '            if block.kind == "text":\n                yield self._event("response.content_part.added"',
+        '            if False:\n                yield self._event("response.content_part.added"', _PROTOCOLS,
+    ),
+    mutant(
+        "response-forgets-what-was-asked", "a response repeats what was asked", "weft/server/responses.py",
+        '"max_output_tokens": request.max_output_tokens,', '"max_output_tokens": None,', _PROTOCOLS,
+    ),
+    mutant(
+        "messages-swap-stop", "stop_sequences of a message are its stop strings", "weft/server/anthropic_messages.py",
+        "request.max_tokens, request.stop_sequences", "request.max_tokens, None", _TRANSLATIONS,
+    ),
+    mutant(
+        "messages-swap-top", "top_p and top_k of a message are its own", "weft/server/anthropic_messages.py",
+        "chat.temperature, chat.top_p, chat.top_k =", "chat.temperature, chat.top_k, chat.top_p =", _TRANSLATIONS,
+    ),
+    mutant(
+        "template-loses-to-thinking", "chat_template_kwargs of a message go before what thinking implies",
+        "weft/server/anthropic_messages.py", "thinks | (chat.chat_template_kwargs or {})",
+        "(chat.chat_template_kwargs or {}) | thinks", _TRANSLATIONS,
+    ),
+    mutant(
+        "cache-dtype-of-the-model", "the metric of the cache's settings has its dtype", "weft/server/metrics.py",
+        '"cache_dtype": config.kv_cache_dtype,', '"cache_dtype": config.dtype,', _ACCOUNTS,
+    ),
+    mutant(
+        "free-pages-for-cached", "each pool's figure has its own name", "weft/server/metrics.py",
+        '"KV pages kept for reuse only", stats.num_evictable_pages', '"KV pages kept for reuse only", '
+        "stats.num_free_pages", _ACCOUNTS,
+    ),
+    mutant(
+        "padding-counted-as-decode", "each kind of token is counted under its name", "weft/server/metrics.py",
+        '"decode": stats.num_decode_tokens,', '"decode": stats.num_padding_tokens,', _ACCOUNTS,
+    ),
+    mutant(
+        "decode-time-for-inference", "the inference time begins with the first schedule",
+        "weft/server/request_metrics.py",
+        '"request_inference_time_seconds", times.finished - times.first_scheduled',
+        '"request_inference_time_seconds", times.finished - (times.first_token or 0)', _ACCOUNTS,
+    ),
+    mutant(
+        "hits-counted-as-queries", "hits of the prefix cache are cached tokens", "weft/server/request_metrics.py",
+        'counters["prefix_cache_hits"] += request.num_cached_tokens',
+        'counters["prefix_cache_hits"] += request.num_prompt_tokens', _ACCOUNTS,
+    ),
+    mutant(
+        "log-counts-prompts-by-completion", "a prompt with several completions is logged once",
+        "weft/server/requestlog.py", "[o.requests[0] for o in stream.outputs]", "requests", _ACCOUNTS,
+    ),
+    mutant(
+        "log-without-the-first-token", "a call's line has the time to its first token", "weft/server/requestlog.py",
+        '"ttft_s": _since(times.arrival, times.first_token)', '"ttft_s": None', _ACCOUNTS,
+    ),
+    mutant(
+        "engine-log-is-text", "the engine logs in the server's format", "weft/server/main.py",
+        "engine_module, verbose, as_json)", "engine_module, verbose)", "tests/server/test_parts.py",
+    ),
+    mutant(
+        "serve-is-never-verbose", "--verbose reaches the server", "weft/cli/serve.py",
+        "serve_engine_settings(args), verbose=args.verbose)", "serve_engine_settings(args))",
+        "tests/server/test_parts.py",
+    ),
+    mutant(
+        "load-ignores-extra-body", "--extra-body is in every request", "weft/bench/serve.py",
+        "msgspec.json.encode(body | workload.extra_body)", "msgspec.json.encode(body)", _LOAD,
+    ),
+    mutant(
+        "load-is-greedy", "--temperature reaches the load", "weft/cli/bench_serve.py",
+        "        temperature=args.temperature,\n", "", _LOAD,
+    ),
+    mutant(
+        "turns-forget-answers", "a question follows the answer before it", "weft/bench/serve.py",
+        '{"role": "assistant", "content": outcome.text}', '{"role": "assistant", "content": ""}', _LOAD,
+    ),
+    mutant(
+        "scaling-repeats-as-usual", "--repeats reaches the benchmark", "weft/cli/bench_scaling.py",
+        "args.prompt_len, args.output_len, args.repeats", "args.prompt_len, args.output_len",
+        "tests/cli/test_bench.py",
+    ),
+    mutant(
+        "latency-is-greedy", "a batch is sampled at the workload's temperature", "weft/bench/latency.py",
+        "temperature=workload.temperature, max_tokens=output_len", "temperature=0.0, max_tokens=output_len",
+        "tests/cli/test_bench.py",
+    ),
+)  # fmt: skip
