@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.server.running import is_alive
 from weft.config import resolve
+from weft.engine.grammars import GrammarCompiler
 from weft.engine.structured_outputs import choice, json_schema, regex
 from weft.errors import RequestError
 from weft.server import grammar_check, grammar_worker
@@ -70,6 +72,28 @@ def test_arguments_of_a_forced_call_are_an_object(tokenizer: Tokenizer, paramete
 def test_parameters_that_are_no_object_are_refused(parameters: Any) -> None:
     with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters has type .*of type 'object'"):
         tool_schemas([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+
+
+@pytest.mark.parametrize(
+    ("folder", "eos", "words"),
+    [
+        (CONFIG.tokenizer_path, [], "p cannot be used: a constraint needs a token that ends the text"),
+        (Path("/nowhere"), [2041], "p cannot be used: llguidance cannot read /nowhere/tokenizer.json"),
+    ],
+)
+def test_checkpoints_that_cannot_be_constrained(folder: Path, eos: list[int], words: str) -> None:
+    """A caller is told why, and not that the machine is busy; the engine would say the same."""
+
+    async def main() -> None:
+        checker = GrammarChecker(folder, 2048, eos)
+        for grammar in ("start: /a/", "start: /b/"):
+            with pytest.raises(RequestError, match=words):
+                await checker.check(grammar, "p")
+        assert checker._worker is None
+
+    asyncio.run(main())
+    error = GrammarCompiler(folder, 2048, eos).compile("start: /a/").exception()
+    assert isinstance(error, RequestError) and str(error).startswith(words.removeprefix("p cannot be used: "))
 
 
 def test_a_worker_that_is_slow_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.engine.structured_outputs import grammar_tokenizer
 from weft.errors import RequestError
 from weft.messages import ScheduledRequest
 from weft.request import Request
@@ -50,11 +51,10 @@ class GrammarCompiler:
         return future
 
     def _compile(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLTokenizer
+        from llguidance import LLMatcher
 
         if self._tokenizer is None:
-            file = str(self._tokenizer_path / "tokenizer.json")
-            self._tokenizer = LLTokenizer(file, n_vocab=self._vocab_size, eos_token=self._eos)
+            self._tokenizer = grammar_tokenizer(self._tokenizer_path / "tokenizer.json", self._vocab_size, self._eos)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"the grammar does not compile: {matcher.get_error()[:500]}")

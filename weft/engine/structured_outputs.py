@@ -9,10 +9,14 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import RequestError
 from weft.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,21 @@ def choice(options: Sequence[str], param: str) -> Constraint:
     if not options or not all(options):
         raise RequestError(f"{param} needs at least one option, and none of them empty", param)
     return Constraint("answer: " + " | ".join(json.dumps(option) for option in options), param)
+
+
+def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """A ``tokenizer.json`` as llguidance reads it. Raises RequestError if it cannot, or if nothing ends a text."""
+    from llguidance import LLTokenizer
+
+    if not eos_token_ids:
+        raise RequestError(
+            "a constraint needs a token that ends the text, and this checkpoint names none; add eos_token_id to its "
+            "generation_config.json"
+        )
+    try:
+        return LLTokenizer(str(file), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except Exception as error:
+        raise RequestError(f"llguidance cannot read {file} ({error}); constraints need another checkpoint") from error
 
 
 def check_grammar(grammar: str, param: str) -> None:

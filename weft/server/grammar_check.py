@@ -71,7 +71,10 @@ class GrammarChecker:
 
     async def _ask(self, grammar: str) -> str:
         """What is wrong with the grammar, or nothing. Raises ApiError as above."""
-        worker = await self._running()
+        try:
+            worker = await self._running()
+        except _UnfitError as error:
+            return str(error)
         try:
             return await self._answer(worker, grammar)
         except _TooLongError:
@@ -114,13 +117,16 @@ class GrammarChecker:
             )
             try:
                 async with asyncio.timeout(_PATIENCE_S):
-                    await _exchange(self._worker, self._hello)
+                    problem = await _exchange(self._worker, self._hello)
             except (TimeoutError, EOFError, OSError) as error:
                 await self.close()
                 raise _busy() from error
             except asyncio.CancelledError:
                 self._kill()
                 raise
+            if problem:
+                await self.close()
+                raise _UnfitError(problem)
         return self._worker
 
     async def close(self) -> None:
@@ -153,6 +159,10 @@ def plain(problem: str) -> str:
 
 class _TooLongError(Exception):
     """The worker has used up its processor time."""
+
+
+class _UnfitError(Exception):
+    """No grammar can be tried for this tokenizer."""
 
 
 def _busy() -> ApiError:

@@ -2,7 +2,8 @@
 
 It may be killed at any time, and its memory is limited to what it needs when idle plus a fixed amount.
 
-One JSON line in, one out. First a ``Hello``, then one grammar per line; the answers are ``""`` or what is wrong.
+One JSON line in, one out. First a ``Hello``, then one grammar per line; the answers are ``""`` or what is wrong. If
+something is wrong with the tokenizer, it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
+from weft.engine.structured_outputs import grammar_tokenizer
+from weft.errors import RequestError
 from weft.lifeline import die_with_parent
 
 EXTRA_BYTES = 256 << 20
@@ -32,7 +35,11 @@ class Hello(msgspec.Struct, frozen=True):
 def main() -> None:
     hello = msgspec.json.decode(sys.stdin.buffer.readline(), type=Hello)
     die_with_parent(hello.parent_pid)
-    tokenizer = LLTokenizer(hello.tokenizer_file, n_vocab=hello.vocab_size, eos_token=hello.eos_token_ids)
+    try:
+        tokenizer = grammar_tokenizer(Path(hello.tokenizer_file), hello.vocab_size, hello.eos_token_ids)
+    except RequestError as error:
+        print(msgspec.json.encode(str(error)).decode(), flush=True)
+        return
     _try("start: /a*/", tokenizer)  # whatever is set up on first use belongs to the idle size
     limit = _virtual_bytes() + EXTRA_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
