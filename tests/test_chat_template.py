@@ -106,5 +106,5 @@ def test_the_sandbox_holds(template: str) -> None:
 
 
 def test_a_template_that_is_none_is_told_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"no valid template .Expected an expression"):
+    with pytest.raises(ConfigError, match=r"not a valid template .Expected an expression"):
         with_template("{% if %}").template.compile()

@@ -52,7 +52,7 @@ class ChatTemplate:
                 self._compiled = None if text is None else _Compiled(text, self._hf.special_tokens_map)
             except TemplateError as error:
                 raise ConfigError(
-                    f"the checkpoint's chat template is no valid template ({error}); fetch its files again"
+                    f"the checkpoint's chat template is not a valid template ({error}); fetch its files again"
                 ) from error
             self._compiled_text = text
 

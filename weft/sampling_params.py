@@ -172,7 +172,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
             for processor in self.logits_processors:
                 if not callable(processor):
                     raise RequestError(
-                        f"logits_processors holds {processor!r}, which is no callable", "logits_processors"
+                        f"logits_processors holds {processor!r}, which is not callable", "logits_processors"
                     )
 
     def _check_numbers(self) -> None:

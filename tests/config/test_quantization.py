@@ -157,7 +157,7 @@ def test_groups_of_different_schemes() -> None:
     [
         (compressed(config_groups={}), "config_groups is missing"),
         (compressed(ignore="lm_head"), "ignore='lm_head' is not valid; expected a list"),
-        (compressed(ignore=["re:(["]), r"ignore holds 're:\(\[', which is no valid pattern"),
+        (compressed(ignore=["re:(["]), r"ignore holds 're:\(\[', which is not a valid pattern"),
         (block(modules_to_not_convert=[1]), r"modules_to_not_convert=\[1\] is not valid"),
     ],
 )

@@ -54,8 +54,8 @@ def test_names_of_another_engine(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("{", "no JSON"),
-        ("3", "no mapping"),
+        ("{", "not JSON"),
+        ("3", "not a mapping"),
         ({}, "names no method"),
         ({"method": "eagle"}, "allowed: ngram, mtp"),
         ({"method": "mtp", "prompt_lookup_max": 3}, "no effect"),

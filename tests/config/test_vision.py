@@ -112,7 +112,7 @@ def test_what_images_cost_is_shown(tmp_path: Path) -> None:
         ({"encoder_cuda_graph_patches": [0, 64], "cuda_graph_mode": "FULL"}, "0 is not a multiple .* 0 alone for no"),
         ({"limit_mm_per_prompt": {"sound": 1}}, "unknown modality 'sound'"),
         ({"limit_mm_per_prompt": '{"image": -1}'}, "image=-1 is not a number of items"),
-        ({"limit_mm_per_prompt": "image=3"}, "is no JSON"),
+        ({"limit_mm_per_prompt": "image=3"}, "is not JSON"),
     ],
 )
 def test_contradictions(given: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_one_that_fails_ends_its_request_alone(llm: LLM, processor: Any, caplog:
 
 
 def test_what_is_no_callable_is_refused() -> None:
-    with pytest.raises(RequestError, match="holds 3, which is no callable"):
+    with pytest.raises(RequestError, match="holds 3, which is not callable"):
         SamplingParams(logits_processors=[3])
     with pytest.raises(RequestError, match="give a list of callables"):
         SamplingParams(logits_processors=len)  # type: ignore[arg-type]

@@ -327,7 +327,8 @@ MUTANTS = (
     ),
     _mutant(
         "own-budget", "ranks agree on the smallest budget", "weft/runner/model_runner.py",
-        "budget_bytes=self._tp.least(self._budget_of_all()),", "budget_bytes=self._budget_of_all(),",
+        "plan_for(self.config, self.spec, self._tp.least(self._budget_of_all()))",
+        "plan_for(self.config, self.spec, self._budget_of_all())",
         "tests/runner/test_memory.py::test_the_plan_is_that_of_the_rank_with_the_least_memory",
     ),
     # -- replicas ----------------------------------------------------------------------------------------------------

@@ -283,14 +283,13 @@ SETTINGS_AND_ENDS = (
         "tests/runner/test_memory.py::test_dummy_weights_follow_the_seed",
     ),
     mutant(
-        "plan-drops-slots", "the number of state slots is the one that was given", "weft/runner/model_runner.py",
-        "            num_state_slots=config.num_state_slots,\n", "            num_state_slots=None,\n",
+        "plan-drops-slots", "the number of state slots is the one that was given", "weft/cache/plan.py",
+        "        num_state_slots=config.num_state_slots,\n", "        num_state_slots=None,\n",
         "tests/runner/test_memory.py::test_pools_are_what_the_settings_ask_for",
     ),
     mutant(
-        "plan-drops-drafts", "states have room for drafts", "weft/runner/model_runner.py",
-        "            num_drafts_at=config.num_drafts_at,\n        )\n        return plan",
-        "            num_drafts_at=lambda n: 0,\n        )\n        return plan",
+        "plan-drops-drafts", "states have room for drafts", "weft/cache/plan.py",
+        "        num_drafts_at=config.num_drafts_at,\n", "        num_drafts_at=lambda n: 0,\n",
         "tests/runner/test_memory.py::test_pools_are_what_the_settings_ask_for",
     ),
     mutant(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.cache.spec import CacheSpec
+from weft.config import EngineConfig
 from weft.errors import CapacityError
 
 KEPT_STATES = (4, 256)
@@ -47,6 +48,20 @@ class CachePlan:
         return min(pages, self.max_num_seqs)
 
 
+def plan_for(config: EngineConfig, spec: CacheSpec, budget_bytes: int) -> CachePlan:
+    """``plan_caches`` by the settings of an engine."""
+    return plan_caches(
+        spec,
+        budget_bytes=budget_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        num_kv_pages=config.num_kv_pages,
+        num_state_slots=config.num_state_slots,
+        keeps_prefixes=config.enable_prefix_caching,
+        num_drafts_at=config.num_drafts_at,
+    )
+
+
 def plan_caches(
     spec: CacheSpec,
     *,
@@ -58,8 +73,8 @@ def plan_caches(
     keeps_prefixes: bool = False,
     num_drafts_at: Callable[[int], int] = lambda num_seqs: 0,
 ) -> CachePlan:
-    """Share ``budget_bytes`` between state slots (one per running request, and one for each of its drafts, of which
-    ``num_drafts_at`` says how many there are in a batch of so many) and KV pages (the rest).
+    """Share ``budget_bytes`` between state slots (one per running request, and one for each of its drafts, as
+    many as ``num_drafts_at`` says for a batch) and KV pages (the rest).
 
     With ``keeps_prefixes`` both pools get more than the running requests need, for the prefix cache: up to
     ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts.

@@ -11,9 +11,9 @@ import argparse
 import dataclasses
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+from weft import report
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.config.fields import OPTIONS, EngineConfig
@@ -53,14 +53,14 @@ def _check_split_ops(config: EngineConfig) -> None:
 
 
 def config_json(config: EngineConfig) -> dict[str, Any]:
-    """The config as plain values: settings, reasons, and what was found in the checkpoint."""
+    """Settings, reasons, and what was found in the checkpoint; JSON with ``_plain`` for other values."""
     return {
-        "settings": {name: _plain(getattr(config, name)) for name in OPTIONS},
+        "settings": report.settings(config),
         "reasons": dict(config.reasons),
         "model_path": str(config.model_path),
         "tokenizer_path": str(config.tokenizer_path),
-        "model_config": _plain(dataclasses.asdict(config.model_config)),
-        "generation": _plain(dataclasses.asdict(config.generation)),
+        "model_config": dataclasses.asdict(config.model_config),
+        "generation": dataclasses.asdict(config.generation),
     }
 
 
@@ -70,7 +70,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
     Beside them the bytes of the weights and, on a GPU, what these leave. ``reasons`` says why a number is what it is;
     ``error`` why nothing fits.
     """
-    from weft.cache.plan import plan_caches
+    from weft.cache.plan import plan_for
     from weft.cache.spec import CacheSpec
 
     spec = CacheSpec.of(config)
@@ -85,16 +85,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
         measured = {"num_kv_pages": MEASURED, "num_state_slots": MEASURED}
         return costs | on_gpu(weights, config.gpu_memory_utilization, gpu_bytes()) | {"reasons": measured}
     try:
-        plan = plan_caches(
-            spec,
-            budget_bytes=int(config.cpu_cache_gib * 2**30),
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            num_kv_pages=config.num_kv_pages,
-            num_state_slots=config.num_state_slots,
-            keeps_prefixes=config.enable_prefix_caching,
-            num_drafts_at=config.num_drafts_at,
-        )
+        plan = plan_for(config, spec, int(config.cpu_cache_gib * 2**30))
     except CapacityError as error:
         return costs | {"error": str(error)}
     return costs | {
@@ -137,17 +128,7 @@ def gpu_bytes() -> int:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mixers):
-        return value.as_dicts()
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (frozenset, set)):
-        return sorted(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return str(value) if isinstance(value, Path) else value
+    return value.as_dicts() if isinstance(value, Mixers) else sorted(value)  # a set
 
 
 def _print_tables(config: EngineConfig, given: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ class _Json(argparse.Action):
         try:
             value = json.loads(values)
         except json.JSONDecodeError as error:
-            parser.error(f"{option} {values!r} is no JSON: {error}")
+            parser.error(f"{option} {values!r} is not JSON: {error}")
         before = getattr(namespace, self.dest, {})
         setattr(namespace, self.dest, before | value if isinstance(value, dict) else value)
 

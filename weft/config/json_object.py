@@ -16,9 +16,9 @@ def json_setting(name: str, value: Any, example: str) -> Mapping[str, Any]:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{name}={value!r} is no JSON ({error}); give for example {example}") from error
+            raise ConfigError(f"{name}={value!r} is not JSON ({error}); give for example {example}") from error
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r} is no mapping; give for example {example}")
+        raise ConfigError(f"{name}={value!r} is not a mapping; give for example {example}")
     return value
 
 

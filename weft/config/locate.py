@@ -49,6 +49,6 @@ def _from_hub(name: str, patterns: list[str]) -> Path:
     except Exception as error:  # the client raises errors of many libraries: HTTP, validation, files
         reason = str(error).strip().split("\n", maxsplit=1)[0]
         raise ConfigError(
-            f"model {name!r}: there is no such folder, and it cannot be had from the hub ({type(error).__name__}: "
-            f"{reason}); check the name and the network, or give a local folder"
+            f"model {name!r}: there is no such folder, and it cannot be downloaded from the hub "
+            f"({type(error).__name__}: {reason}); check the name and the network, or give a local folder"
         ) from error

@@ -170,7 +170,8 @@ def _patterns(config: JsonObject, key: str) -> tuple[str, ...]:
         try:
             re.compile(value.removeprefix("re:"))
         except re.error as error:
-            raise ConfigError(f"{config.where}: {key} holds {value!r}, which is no valid pattern ({error})") from None
+            why = f"which is not a valid pattern ({error})"
+            raise ConfigError(f"{config.where}: {key} holds {value!r}, {why}") from None
     return tuple(values)
 
 

@@ -168,5 +168,5 @@ def _rate(keys: Mapping[str, Any]) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{NAME}: {name}={value!r} is no probability; allowed: 0 to 1")
+        raise ConfigError(f"{NAME}: {name}={value!r} is not a probability; allowed: 0 to 1")
     return float(value)

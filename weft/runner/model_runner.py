@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.cache.plan import CachePlan, mib, plan_caches
+from weft.cache.plan import CachePlan, mib, plan_for
 from weft.cache.spec import CacheSpec
 from weft.collector import objects_frozen
 from weft.config import EngineConfig
@@ -215,19 +215,10 @@ class ModelRunner:
     def _plan_within(self, limits: StepLimits) -> CachePlan:
         """The plan if no step is larger than ``limits``."""
         self._forget_steps()
-        self.config = config = replace(
+        self.config = replace(
             self.config, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs
         )
-        plan = plan_caches(
-            self.spec,
-            budget_bytes=self._tp.least(self._budget_of_all()),
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            num_kv_pages=config.num_kv_pages,
-            num_state_slots=config.num_state_slots,
-            keeps_prefixes=config.enable_prefix_caching,
-            num_drafts_at=config.num_drafts_at,
-        )
+        plan = plan_for(self.config, self.spec, self._tp.least(self._budget_of_all()))
         return plan if self.media is None else self._with_encoder_cache(plan, self.media.embeddings)
 
     def _with_encoder_cache(self, plan: CachePlan, embeddings: torch.Tensor) -> CachePlan:

@@ -41,7 +41,7 @@ def serve(
     """Serve until a signal ends it. Returns the exit status.
 
     Raises:
-        ConfigError: the settings are not valid, or the address cannot be had.
+        ConfigError: the settings are not valid, or the address cannot be bound.
     """
     settings.check()
     tracer = make_tracer(settings.otlp_traces_endpoint)

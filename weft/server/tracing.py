@@ -59,7 +59,7 @@ class Tracer:
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConfigError(
-                f"otlp_traces_endpoint={endpoint!r} is no URL of a collector; give one like http://localhost:4318"
+                f"otlp_traces_endpoint={endpoint!r} is not the URL of a collector; give one like http://localhost:4318"
             )
         if url.path in ("", "/"):
             endpoint = url._replace(path="/v1/traces").geturl()
