@@ -18,15 +18,13 @@ from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.decodes_first import decode_slots
+from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import RECURRENCE_RANGES, Layout, WeightModule, WeightPiece, empty_parameter, split_rows
 from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from weft.ops.norm import split_rms_norm
 from weft.ops.selective_scan import selective_scan, selective_scan_step
-
-_Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class PartNorms(WeightModule):
@@ -93,41 +91,37 @@ class Mamba(WeightModule):
         """Everything between the projections: ``[T, x | z] -> [T, num_channels]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
-        slots = decode_slots(batch)
+        backend, shape = self._backend, [self.num_channels]
         x, z = projected.chunk(2, dim=-1)
-        conv, backend = (self.conv1d.weight, self.conv1d.bias, cache["conv"]), self._backend
-        if batch.num_decodes == projected.shape[0]:
-            x = causal_conv1d_update(x, *conv, slots, backend=backend)
-            return selective_scan_step(*self._scanned(x, z), cache["recurrent"], slots, backend=backend)
-        count, decoding = slots.shape[0], x
-        if batch.chunks:
-            x = causal_conv1d(x, *conv, batch, backend=backend)
-        else:  # decodes and padding
-            x = projected.new_zeros(projected.shape[0], self.num_channels)
-        if count:
-            causal_conv1d_update(decoding[:count], *conv, slots, backend=backend, out=x[:count])
-        arguments = self._scanned(x, z)
-        if batch.chunks:
-            mixed = selective_scan(*arguments, cache["recurrent"], batch, backend=backend)
-        else:
-            mixed = torch.zeros_like(x)
-        if count:
-            x, z, dt, b, c, *weights = arguments
-            rows = (x[:count], z[:count], dt[:count], b[:count], c[:count])
-            a_log, skip, state = self.A_log, self.D, cache["recurrent"]
-            selective_scan_step(*rows, weights[0], a_log, skip, state, slots, backend=backend, out=mixed[:count])
-        return mixed
+        conv = self.conv1d.weight, self.conv1d.bias, cache["conv"]
+        x = mix_rows(
+            [x],
+            batch,
+            shape,
+            lambda x, *, slots, out: causal_conv1d_update(x, *conv, slots, backend=backend, out=out),
+            lambda x: causal_conv1d(x, *conv, batch, backend=backend),
+        )
+        bias = self.dt_proj.bias
+        assert bias is not None, "dt_proj has a bias, which is added in float32"
+        scan = bias, self.A_log, self.D, cache["recurrent"]
+        return mix_rows(
+            [x, z, *self._time_steps(x)],
+            batch,
+            shape,
+            lambda x, z, dt, b, c, *, slots, out: selective_scan_step(
+                x, z, dt, b, c, *scan, slots, backend=backend, out=out
+            ),
+            lambda x, z, dt, b, c: selective_scan(x, z, dt, b, c, *scan, batch, backend=backend),
+        )
 
-    def _scanned(self, x: Tensor, z: Tensor) -> _Arguments:
-        """The scan's arguments up to the state, from the convolution's output."""
+    def _time_steps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From the convolution's output ``[T, num_channels]``: time steps ``[T, num_channels]`` without their bias,
+        and B and C ``[T, state_size]``."""
         parts = self.x_proj(x)
         if self._all_reduce is not None:
             parts = self._all_reduce(parts)
         dt, b, c = self.part_norms(parts)
-        dt = self.dt_proj.quant_method.apply(self.dt_proj, dt, None)
-        bias = self.dt_proj.bias
-        assert bias is not None, "dt_proj has a bias, which is added in float32"
-        return x, z, dt, b, c, bias, self.A_log, self.D
+        return self.dt_proj.quant_method.apply(self.dt_proj, dt, None), b, c
 
     def layouts(self) -> tuple[Layout, ...]:
         return ({"A_log": self._channels.piece(self.A_log.t()), "D": self._channels.piece(self.D)},)

@@ -257,8 +257,14 @@ class Decoder(nn.Module):
             x = x * self._multiplier
         rows, last = get_forward_context().batch.logits_rows, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual) if rows is None or index < last else layer(x, residual, rows)
+            selected = rows if index == last else None
+            x, residual = layer(x, residual, selected)
+            residual = self.after_layer(index, residual, input_ids, selected)
         return self.norm.add(x, residual)[0]
+
+    def after_layer(self, index: int, residual: Tensor, input_ids: Tensor, rows: LogitsRows | None) -> Tensor:
+        """The residual after a layer, of ``rows`` alone if there are any; ``input_ids [T]``."""
+        return residual
 
 
 class CausalLM(LoadableModel):

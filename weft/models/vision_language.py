@@ -1,13 +1,13 @@
 """A decoder that also reads images: the vision tower, and how its embeddings enter the forward pass.
 
-Job: a causal language model with a tower. Owns: the static memory from which a step's tokens
-take embeddings of images. Does not know: requests, the cache of embeddings, graphs.
+Job: a causal language model with a tower. Owns: the static memory from which a step's tokens take embeddings of images.
+Does not know: requests, the cache of embeddings, graphs.
 
 A step's image tokens need no graphs of their own. Each has a row of its own after the vocabulary's rows of the
-embedding matrix, and after the rows of the rotary table, and its token id and position name
-these rows. The runner fills them before the step (``runner/media_inputs.py``); the kernels are those of text, and a
-step without images runs as it does in a text model. Features for the decoder's first layers (DeepStack) are added
-there to the tokens whose ids come after the vocabulary; steps of decodes, which have no such tokens, leave that out.
+embedding matrix, and after the rows of the rotary table, and its token id and position name these rows. The runner
+fills them before the step (``runner/media_inputs.py``); the kernels are those of text, and a step without images runs
+as it does in a text model. Features for the decoder's first layers (DeepStack) are added there to the tokens whose ids
+come after the vocabulary; steps of decodes, which have no such tokens, leave that out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.config.attention import AttentionConfig
 from weft.config.model import ModelConfig
-from weft.forward_context import get_forward_context
+from weft.forward_context import LogitsRows, get_forward_context
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM, Decoder
 from weft.models.qwen_vision import VisionTower
@@ -40,19 +40,13 @@ class VisionDecoder(Decoder):
         shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
         self.features = torch.zeros(shape, dtype=context.dtype, device=context.device)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x, residual = self.embed_tokens(input_ids), None
-        batch, last = get_forward_context().batch, len(self.layers) - 1
-        rows = batch.logits_rows
-        for index, layer in enumerate(self.layers):
-            if rows is None or index < last:
-                x, residual = layer(x, residual)
-            else:
-                (x, residual), input_ids = layer(x, residual, rows), rows.of(input_ids)
-            if batch.may_have_media and index < len(self.features):  # x may be part of a sum, the residual is whole
-                first_id, features = self.embed_tokens.vocab_size, self.features[index]
-                residual = add_media_features(residual, input_ids, features, first_id, backend=self._backend)
-        return self.norm.add(x, residual)[0]
+    def after_layer(self, index: int, residual: Tensor, input_ids: Tensor, rows: LogitsRows | None) -> Tensor:
+        """Adds features to the residual, which is whole where x may be part of a sum."""
+        if index >= len(self.features) or not get_forward_context().batch.may_have_media:
+            return residual
+        ids = input_ids if rows is None else rows.of(input_ids)
+        first_id, features = self.embed_tokens.vocab_size, self.features[index]
+        return add_media_features(residual, ids, features, first_id, backend=self._backend)
 
 
 class VisionLanguageModel(CausalLM):
