@@ -82,7 +82,7 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of figures, wider than the terminal rather than with a figure cut off."""
+    """Print a table, wider than the terminal rather than with a word cut off or broken."""
     from rich.console import Console
     from rich.table import Table
 
@@ -91,7 +91,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         grid.add_row(*row)
     console = Console()
     anything = console.options.update(width=10_000)
-    console.width = max(console.width, console.measure(grid, options=anything).minimum)
+    console.width = max(console.width, console.measure(grid, options=anything).maximum)
     console.print(grid)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.layers.sampler import BlockedTokens, LogitBias, LogitsProcessor, Penalties, SamplingBatch
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.sampling import filter_candidates
-from weft.runner.buffers import to_device
+from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
 from weft.runner.step_shape import SampleRows
 
@@ -252,7 +252,7 @@ class SamplingInputs:
         return to_device(torch.tensor(values, dtype=torch.float32), self._device)
 
     def _ints(self, values: list[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.int64), self._device)
+        return device_ints(values, self._device)
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
