@@ -41,7 +41,7 @@ def causal_conv1d(
     Returns:
         ``[T, C]`` in x's dtype; rows outside those sequences are zero.
     """
-    # Every sequence is laid out behind its state in one long buffer, with ``W - 1`` rows of state before its tokens.
+    # Every sequence is laid out after its state in one long buffer, with ``W - 1`` rows of state before its tokens.
     # The state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:

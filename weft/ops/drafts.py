@@ -52,7 +52,7 @@ def follow_step(
         follows: ``[S]`` int64, 1: the sequence follows its step before: its tokens are those of its row, and it begins
             earlier by the drafts that were rejected; 0: it is as laid out.
         slots: ``[S, Q]`` int32, where the states after each token go. A step that follows stores into the slots of the
-            one before, and so reads the slot that this one left behind its last accepted token.
+            one before, and so reads the slot in which that one left the state after its last accepted token.
         page_table: ``[R, P]`` int32 of all rows.
         state: of the rows.
     """
@@ -159,7 +159,7 @@ def places_ahead(
         positions: ``[T]`` int64, rotary positions; with images in the prompt they are not the places in the sequence.
         seq_lens: ``[N]`` int32, with all tokens of the step.
         page_table: ``[N, P]`` int32.
-        max_len: what lies behind so many tokens stands in the last place.
+        max_len: tokens beyond this many are placed at the last place.
     """
     ahead = torch.arange(1, num_ahead + 1, device=last.device)[:, None]
     places = (seq_lens - ends + last + ahead).clamp(min=0, max=max_len - 1)

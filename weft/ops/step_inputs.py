@@ -31,10 +31,10 @@ def load_step_inputs(
 
     Args:
         host: ``[B + U]`` int64, on a GPU pinned memory, not to be changed before the device has done this: what belongs
-            into ``block``, and behind it pairs of an index in the flat page table and a page.
+            into ``block``, and after it pairs of an index in the flat page table and a page.
         block: ``[B]`` int64 on the device; it may be the same memory as ``host[:B]``.
         page_table: int32 on the device, contiguous.
-        num_arrays, stride: ``block`` begins with so many arrays of ``stride`` numbers, of which only the first
+        num_arrays, stride: ``block`` begins with ``num_arrays`` arrays of ``stride`` numbers, of which only the first
             ``num_tokens`` need be copied.
     """
     size = len(block)

@@ -43,7 +43,7 @@ _LEAVE_S = 10.0
 """How long API processes get to leave once all is done, or the engine has died."""
 
 _NUMBERS = 1 << 40
-"""A process that is started again continues behind so many numbers."""
+"""Every life of a process has this many numbers, so one that is started again uses none a second time."""
 
 
 @dataclass(slots=True)
