@@ -143,10 +143,9 @@ STEPS_AND_IMAGES = (
         "tests/ops/test_triton_fp8_moe.py::test_experts_of_awkward_widths",
     ),
     mutant(
-        "budget-forgets-what-waits", "images that were to be encoded take from the next step's budget",
+        "images-of-no-step-stay", "what a step that was not launched was to encode keeps nobody waiting",
         "weft/scheduler/encoder_cache.py",
-        "self._budget = self._step_budget - sum(encoding.item.num_tokens for encoding in self._encodings)",
-        "self._budget = self._step_budget", "tests/scheduler/test_encoder_cache.py", IMAGES,
+        "        self.forget(self.take_encodings())\n", "", "tests/scheduler/test_encoder_cache.py", IMAGES,
     ),
     mutant(
         "first-used-evicted", "the image that was used longest ago makes room", "weft/scheduler/encoder_cache.py",

@@ -7,7 +7,9 @@ import random
 import pytest
 
 from tests.media import Prompt
+from tests.scheduler.test_scheduler import Rig, expect, make_request
 from weft.multimodal.items import MediaItem
+from weft.request import Request
 from weft.scheduler.encoder_cache import EncoderCache
 
 
@@ -57,15 +59,37 @@ def test_the_budget_of_a_step_stops_before_the_next_image() -> None:
     assert cache.reach(prompt.media, prompt.media[1].placeholders[0][0], 5) == 5
 
 
-def test_what_waits_to_be_encoded_takes_from_the_next_budget() -> None:
-    """The step that asked for it was not launched."""
+def test_what_a_step_that_was_not_launched_asked_for_is_forgotten() -> None:
     cache, first, second = EncoderCache(30, 10), image(6, 1), image(5, 2)
     cache.begin_step()
     assert cache.reach(first.media, 0, 6) == 6
     cache.begin_step()
-    assert cache.reach(second.media, 0, 5) == 0 and len(cache.take_encodings()) == 1
+    assert cache.reach(second.media, 0, 5) == 5 and len(cache.take_encodings()) == 1
     cache.begin_step()
-    assert cache.reach(second.media, 0, 5) == 5
+    assert cache.reach(first.media, 0, 6) == 6 and len(cache.take_encodings()) == 1
+
+
+def test_an_image_that_was_asked_for_by_one_that_has_gone_keeps_nobody_waiting() -> None:
+    """Its request found no page for it, as another one's last token was on its way: no step was launched."""
+    rig = Rig(pages=9, seqs=2, budget=2, hybrid=False)
+    rig.scheduler.encoder = cache = EncoderCache(num_rows=12, step_budget=6)
+    rig.scheduler.add(make_request("text", list(range(14)), max_tokens=9))
+    rig.scheduler.add(of_image("gone", Prompt().text(8).image(2, 8, 1, bare=True)))
+    for _ in range(20):
+        rig.step(1)
+        if cache._encodings:
+            break
+    assert cache._encodings and not rig.in_flight, "what the test is about does not come about"
+    rig.scheduler.finish("gone", "abort")
+    rig.scheduler.add(other := of_image("other", image(6, 2)))
+    rig.run(1, limit=50)
+    expect(other)
+
+
+def of_image(name: str, prompt: Prompt) -> Request:
+    request = make_request(name, prompt.token_ids, max_tokens=2, arrival=1)
+    request.media = prompt.media  # type: ignore[misc]  # no field of the spec alone
+    return request
 
 
 def test_the_image_used_longest_ago_makes_room() -> None:

@@ -59,9 +59,11 @@ class EncoderCache:
         }
 
     def begin_step(self) -> None:
-        """The images of the last step may go; the budget is whole again. What was to be encoded still is."""
-        self._in_use = {encoding.item.content_hash for encoding in self._encodings}
-        self._budget = self._step_budget - sum(encoding.item.num_tokens for encoding in self._encodings)
+        """The images of the last step may go; the budget is whole again. What it was to encode is forgotten if it was
+        not launched: whoever asked for it may have gone, and would keep others from being encoded."""
+        self.forget(self.take_encodings())
+        self._in_use.clear()
+        self._budget = self._step_budget
 
     def reach(self, media: Sequence[MediaItem], start: int, num_tokens: int) -> int:
         """How many of a request's next tokens can run in this step; their images are encoded in it, or there already.
@@ -99,7 +101,7 @@ class EncoderCache:
         return taken
 
     def forget(self, encodings: Sequence[Encoding]) -> None:
-        """The step that was to encode these broke: nothing is known of their rows."""
+        """The step that was to encode these broke, or was not launched: nothing is known of their rows."""
         for encoding in encodings:
             self._entries.pop(encoding.item.content_hash, None)
 
