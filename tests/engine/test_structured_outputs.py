@@ -125,7 +125,7 @@ def test_of_what_a_grammar_allows_only_allowed_tokens_come(llm: LLM) -> None:
 @pytest.mark.parametrize("speculative", [None, '{"method": "ngram", "num_speculative_tokens": 3}'])
 def test_options_that_leave_no_token_end_their_request_with_the_reason(speculative: str | None) -> None:
     """And nothing else: neighbours go on, and what was computed of the prompt is reused."""
-    prompt = "12 + 30 = 42, 12 + 31 = 43, ababab ababab: " * 3
+    prompt = "12 + 30 = 42, 12 + 31 = 43, ab aaaaaaaa aaaaaaaa: " * 3
     free = SamplingParams(temperature=0.0, max_tokens=12)
 
     def bound(**fields: Any) -> SamplingParams:
@@ -156,6 +156,16 @@ def test_options_that_leave_no_token_end_their_request_with_the_reason(speculati
             assert completion.finish_reason == "error" and str(completion.stop_reason).startswith(message)
             num_tokens = int(message.split()[1])
             assert completion.text == "a" * num_tokens and completion.token_ids == [a] * num_tokens
+        word = [token for letter in "aaac" for token in engine.tokenizer.encode(letter, add_special_tokens=False)]
+        stops = bound(
+            structured_outputs=StructuredOutputsParams(regex="[ab]{3}c"),
+            allowed_token_ids=word,
+            stop_token_ids=word[-1:],
+        )
+        (stopped,) = engine.generate([{"prompt_token_ids": word * 4}], stops, use_tqdm=False)
+        assert stopped.outputs[0].token_ids == word, "after a stop token nothing has to come"
+        assert stopped.outputs[0].finish_reason == "stop"
+        assert (stopped.metrics.num_accepted_tokens > 0) is (speculative is not None)
         again = engine.generate(prompt + "0", free, use_tqdm=False)[0]
         assert again.num_cached_tokens >= len(again.prompt_token_ids) - 1, "the prefix was forgotten"
         engine._core.manager.check()

@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     _mutant(
         "failed-row-confirmed", "nothing of a failing step is inserted", "weft/scheduler/scheduler.py",
-        "            if failed and reason is None:\n                running.failed = True\n            elif",
+        "            if failed and exclusion is None:\n                running.failed = True\n            elif",
         "            if",
         "tests/scheduler/test_prefix_reuse.py",
     ),

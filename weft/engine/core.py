@@ -150,16 +150,16 @@ class EngineCore:
         self._inspection.steps.ended(scheduler_output, launched, output.mode, output.num_padding_tokens)
         return output
 
-    def _no_token_left(self, request: Request, sampled: list[int]) -> str | None:
+    def _no_token_left(self, request: Request, sampled: list[int]) -> tuple[int, str] | None:
         """See ``Scheduler.update``. ``sampled``: with drafts, all tokens of the step."""
         drafts = sampled[:-1]
         masks: Sequence[bytes | None] = self._grammars.masks_after(request, drafts) or [None] * (1 + len(drafts))
         known = request.output_token_ids
-        reasons = (
-            no_token_left(request.sampling, [*known, *drafts[:count]], mask, self._vocab_size)
-            for count, mask in enumerate(masks)
-        )
-        return next((reason for reason in reasons if reason is not None), None)
+        for count, mask in enumerate(masks):
+            reason = no_token_left(request.sampling, [*known, *drafts[:count]], mask, self._vocab_size)
+            if reason is not None:
+                return count, reason
+        return None
 
     def _end_broken(self, scheduler_output: SchedulerOutput, error: BaseException) -> None:
         """End the requests of a step that raised; all requests if no step can run any more."""

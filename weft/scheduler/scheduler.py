@@ -319,13 +319,14 @@ class Scheduler:
     # -- a step's results come in --------------------------------------------------------------------------------
 
     def update(
-        self, output: ModelOutput, no_token_left: Callable[[Request, list[int]], str | None] | None = None
+        self, output: ModelOutput, no_token_left: Callable[[Request, list[int]], tuple[int, str] | None] | None = None
     ) -> list[Request]:
         """Take in the results of a launched step.
 
         Args:
-            no_token_left: why nothing could be sampled for a request of ``failed_rows`` after its known tokens, or
-                after some of those given, which the step sampled; None: what the step computed is at fault.
+            no_token_left: for a request of ``failed_rows`` and what the step sampled for it, how many of these tokens
+                there are before the place where its options leave none, and why; None: what the step computed is at
+                fault.
 
         Returns:
             The requests that got a token or ended by it. Tokens of requests that had ended meanwhile are dropped.
@@ -339,10 +340,10 @@ class Scheduler:
             running, request = launched.running, launched.running.request
             running.in_flight -= 1
             request.num_pending -= launched.samples + launched.num_drafts
-            failed, reason = running.row in output.failed_rows, None
+            failed, exclusion = running.row in output.failed_rows, None
             if failed and launched.samples and no_token_left is not None and request.finish_reason is None:
-                reason = no_token_left(request, runs.get(running.row, []))
-            if failed and reason is None:
+                exclusion = no_token_left(request, runs.get(running.row, []))
+            if failed and exclusion is None:
                 running.failed = True
             elif not running.failed:
                 self.manager.confirm(running.lease, launched.num_tokens)
@@ -352,8 +353,13 @@ class Scheduler:
                 self._give_back_if_idle(running)
                 continue
             request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
-            if failed:
-                request.finish_reason, request.stop_reason = "error", reason
+            if exclusion is not None:
+                num_tokens, reason = exclusion
+                request.extend(runs.get(running.row, [])[:num_tokens], output.logprobs.get(running.row, ()))
+                if request.finish_reason is None:  # none of these was the last one
+                    request.finish_reason, request.stop_reason = "error", reason
+            elif failed:
+                request.finish_reason = "error"
             elif self.drafts is not None:
                 request.extend(runs.get(running.row, ()), output.logprobs.get(running.row, ()))
                 request.draft_token_ids = output.draft_token_ids.get(running.row, [])
