@@ -39,6 +39,8 @@ def test_turns_build_one_conversation(run_weft: RunWeft, conversations: list[lis
         ["system", "user", "assistant", "user"],
     ]
     assert conversations[1][2]["content"] in out
+    assert [m["content"] for m in conversations[1][::2]] == ["Be brief.", conversations[1][2]["content"]]
+    assert [m["content"] for m in conversations[1][1::2]] == ["What is 2 + 3?", "And 4 more?"]
     assert out.count("from the cache") == 2 and "tokens/s" in out
 
 
@@ -46,6 +48,11 @@ def test_reset_help_exit(run_weft: RunWeft, conversations: list[list[dict[str, A
     out = chat(run_weft, "Hi", "/reset", "Hello", "/help", "/nonsense x", "/exit", "never asked")
     assert [[m["content"] for m in messages] for messages in conversations] == [["Hi"], ["Hello"]]
     assert "/reset  forget" in out and "no command /nonsense" in out
+    chat(run_weft, "Hi", "/reset", "Hello", flags=("--max-tokens", 1, "--system", "Be brief."))
+    assert [[m["content"] for m in messages] for messages in conversations[2:]] == [
+        ["Be brief.", "Hi"],
+        ["Be brief.", "Hello"],
+    ]
 
 
 def test_a_refused_turn_leaves_the_conversation(run_weft: RunWeft, conversations: list[list[dict[str, Any]]]) -> None:

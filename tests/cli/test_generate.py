@@ -41,6 +41,24 @@ def test_priorities_of_lines_reach_the_engine(run_weft: RunWeft, monkeypatch: py
     assert seen == [3, 0]
 
 
+def test_tools_and_variables_of_a_line_reach_its_template(run_weft: RunWeft, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    render = LLM.render_chat
+
+    def noted(self: LLM, *args: Any) -> dict[str, Any]:
+        seen.append(args)
+        return render(self, *args)
+
+    monkeypatch.setattr(LLM, "render_chat", noted)
+    line = {
+        "messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"enable_thinking": False},
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    }  # fmt: skip
+    for verb in ("generate", "inspect"):
+        assert run_weft(verb, "--input", "-", "--max-tokens", 1, stdin=json.dumps(line)).status == 0
+    assert seen == [(line["messages"], line["tools"], line["chat_template_kwargs"])] * 2
+
+
 def test_prompt_from_stdin(run_weft: RunWeft, engine: LLM) -> None:
     result = run_weft("generate", "-", "--max-tokens", 5, "--temperature", 0, "--quiet", stdin="12 + 30:")
     assert result.out == text_of(engine, "12 + 30:", 5) + "\n"

@@ -13,10 +13,11 @@ from weft.cache.manager import Manager
 from weft.cache.nodes import as_tokens
 from weft.engine import wire
 from weft.engine.inspection import Inspection, StepLog
-from weft.engine.snapshot import MAX_NODES, MAX_REQUESTS, MAX_STEPS
+from weft.engine.snapshot import MAX_NODES, MAX_REQUESTS, MAX_STEPS, PoolView, RequestView
 from weft.messages import RowSampling, ScheduledRequest, SchedulerOutput
-from weft.request import Request
-from weft.stats import EngineStats
+from weft.outputs import CacheReport
+from weft.request import Request, RequestTimes
+from weft.stats import EngineStats, SchedulerStats
 
 
 def stats_of(manager: Manager) -> EngineStats:
@@ -43,6 +44,48 @@ def test_steps_are_counted_and_only_the_latest_kept() -> None:
     assert latest.num_padding_tokens == 3 and latest.mode == "FULL"
     count = MAX_STEPS + 5
     assert (log.num_steps, log.num_decode_tokens, log.num_prefill_tokens) == (count, 2 * count, 65 * count)
+
+
+def test_verified_drafts_count_as_decodes() -> None:
+    log = StepLog()
+    verified = ScheduledRequest(1, 10, 3, [], 1, True, draft_token_ids=[5, 6])
+    log.ended(SchedulerOutput(4, [scheduled(0, 1), verified, scheduled(2, 65)]), time.monotonic(), "FULL", 3)
+    log.ended(SchedulerOutput(5, [scheduled(0, 1)]), time.monotonic(), "NONE", 0)
+    (step, _) = log.steps
+    assert (step.num_requests, step.num_decodes, step.num_prefill_tokens) == (3, 2, 65)
+    assert log.stats(SchedulerStats(num_waiting=8)) == EngineStats(
+        num_steps=2, num_prefill_tokens=65, num_decode_tokens=5, num_padding_tokens=3,
+        steps_by_mode={"FULL": 1, "NONE": 1}, num_waiting=8,
+    )  # fmt: skip
+
+
+def test_a_request_is_shown_with_its_own_figures() -> None:
+    manager, memory = make()
+    run(manager, memory, PROMPT)
+    inspection = Inspection(manager)
+    asked, salted = request("one", [*PROMPT, 1, 2]), request("two", [*PROMPT, 1, 2])
+    salted.cache_salt = "other"
+    asked.output_token_ids, asked.num_cached_tokens, asked.num_preemptions = [3] * 5, 6, 7
+    asked.cache_report = CacheReport(212, 210, None, 210, 0, "")
+    asked.times = RequestTimes(arrival=100.0, first_scheduled=102.0, first_token=105.0, finished=114.0)
+    inspection.added(asked)
+    inspection.added(salted)
+    pools = EngineStats(
+        num_free_pages=1, num_evictable_pages=2, num_evicted_pages=3,
+        num_free_slots=4, num_evictable_slots=5, num_evicted_states=6,
+    )  # fmt: skip
+    snapshot = inspection.snapshot(pools)
+    shown, other = snapshot.requests
+    assert len(shown.path) == 2 and len(other.path) < 2, "what is cached under another salt is not its own"
+    assert shown == RequestView(
+        request_id="one", status="waiting", num_prompt_tokens=212, num_output_tokens=5, num_cached_tokens=6,
+        num_preemptions=7, report=asked.cache_report, words=str(asked.cache_report), path=shown.path, arrived=100.0,
+        queue_s=2.0, first_token_s=5.0, e2e_s=14.0,
+    )  # fmt: skip
+    assert (other.words, other.queue_s, other.num_cached_tokens) == ("", None, 0)
+    assert snapshot.totals == pools
+    assert snapshot.pages == PoolView(manager.pages.capacity, 1, 2, 3)
+    assert snapshot.slots == PoolView(manager.slots.capacity, 4, 5, 6)
 
 
 def test_a_step_launched_ahead_counts_from_the_end_of_the_one_before() -> None:

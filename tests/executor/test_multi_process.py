@@ -1,4 +1,4 @@
-"""The executor of several ranks: its end, without processes."""
+"""The executor of several ranks: what it starts them with, and its end, without processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from weft.config import resolve
 from weft.errors import EngineDeadError
 from weft.executor import multi_process
 from weft.executor.multi_process import MultiProcessExecutor
+from weft.executor.worker import WorkerStart, decode_start, encode_start
 
 
 class Step:
@@ -48,6 +50,30 @@ def make(log: list[str], *steps: Step) -> tuple[MultiProcessExecutor, Ranks]:
     for name in ("_workers", "_ring", "_rank", "_folder"):
         setattr(executor, name, ranks)
     return executor, ranks
+
+
+@pytest.mark.parametrize(("verbose", "log_json"), [(True, False), (False, True)])
+def test_ranks_are_started_as_this_process_was(verbose: bool, log_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def start(executor: MultiProcessExecutor, start: WorkerStart, started: Any) -> Any:
+        raise Started(start, started, executor._ring.address)
+
+    threads: list[int] = []
+    monkeypatch.setattr(MultiProcessExecutor, "_gather", start)
+    monkeypatch.setattr(multi_process, "_is_verbose", lambda: verbose)
+    monkeypatch.setattr(multi_process, "logs_json", lambda: log_json)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 7)
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    config = resolve(device="cpu", tensor_parallel_size=2)
+    with pytest.raises(Started) as got:
+        MultiProcessExecutor(config, ["ranks"])  # type: ignore[list-item]
+    given, started, address = got.value.args
+    assert given == WorkerStart(2, config, address, 3, 0.0, verbose, log_json) and started == ["ranks"]
+    assert threads == [3], "all ranks share the processors, as many threads each"
+    assert decode_start(encode_start((given, 1, "store", 5))) == (given, 1, "store", 5)
 
 
 def test_the_end_waits_for_the_steps_in_flight() -> None:

@@ -8,6 +8,7 @@ from tests.mutation.mutant import mutant
 _TRANSLATIONS = "tests/server/test_translations.py"
 _PROTOCOLS = "tests/server/test_other_protocols.py"
 _ACCOUNTS = "tests/server/test_accounts.py"
+_ARRIVALS = "tests/server/test_arrivals.py"
 _LOAD = "tests/bench/test_serve.py"
 
 FIELDS_AND_FIGURES = (
@@ -140,5 +141,54 @@ FIELDS_AND_FIGURES = (
         "latency-is-greedy", "a batch is sampled at the workload's temperature", "weft/bench/latency.py",
         "temperature=workload.temperature, max_tokens=output_len", "temperature=0.0, max_tokens=output_len",
         "tests/cli/test_bench.py",
+    ),
+    mutant(
+        "parts-stay-open", "a part that was announced is closed", "weft/server/responses.py",
+        '            if block.kind == "text":\n                part = _part(block, block.text)',
+        "            if False:\n                part = _part(block, block.text)", _PROTOCOLS,
+    ),
+    mutant(
+        "completions-drop-positions", "checkpoint_positions of a completion count", "weft/server/completions.py",
+        '"checkpoint_positions": request.checkpoint_positions}', '"checkpoint_positions": None}', _ARRIVALS,
+    ),
+    mutant(
+        "completions-with-special-tokens", "add_special_tokens=false adds none", "weft/server/completions.py",
+        "if isinstance(prompt, str) and not special:", "if False:", _ARRIVALS,
+    ),
+    mutant(
+        "old-limit-goes-first", "max_completion_tokens goes before max_tokens", "weft/server/sampling.py",
+        '("max_tokens", "max_completion_tokens")', '("max_completion_tokens", "max_tokens")', _ARRIVALS,
+    ),
+    mutant(
+        "one-completion-fewer", "max_n completions are allowed", "weft/server/sampling.py",
+        "request.n > settings.max_n", "request.n >= settings.max_n", _ARRIVALS,
+    ),
+    mutant(
+        "accepted-stay-in-the-engine", "how many drafts were accepted reaches the caller", "weft/engine/process.py",
+        "            num_accepted_tokens=request.num_accepted_tokens,\n", "", "tests/server/test_async_engine.py",
+    ),
+    mutant(
+        "verifications-are-prompts", "sequences that verify drafts are decodes in the inspector",
+        "weft/engine/inspection.py", "num_decodes=num_decodes + len(verifying)", "num_decodes=num_decodes",
+        "tests/engine/test_inspection.py",
+    ),
+    mutant(
+        "foreign-salts-shown", "a request's path is under its own salt", "weft/engine/inspection.py",
+        "tree.match(as_tokens(keys), request.cache_salt)", "tree.match(as_tokens(keys))",
+        "tests/engine/test_inspection.py",
+    ),
+    mutant(
+        "ranks-log-text", "ranks log in this process's format", "weft/executor/multi_process.py",
+        "verbose=_is_verbose(), log_json=logs_json())", "verbose=_is_verbose())",
+        "tests/executor/test_multi_process.py",
+    ),
+    mutant(
+        "lines-drop-variables", "chat_template_kwargs of a line reach its template", "weft/cli/generate.py",
+        "job.messages, job.tools, job.chat_template_kwargs", "job.messages, job.tools", "tests/cli/test_generate.py",
+    ),
+    mutant(
+        "reset-forgets-the-system", "/reset keeps the system message", "weft/cli/chat.py",
+        '            elif text == "/reset":\n                self._reset()',
+        '            elif text == "/reset":\n                self._messages = []', "tests/cli/test_chat.py",
     ),
 )  # fmt: skip

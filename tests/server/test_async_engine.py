@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.media import item
-from tests.server.fake_engine import BREAK, FakeCore
+from tests.server.fake_engine import BREAK, CUT, FakeCore
 from tests.tiny_tokenizer import save_sentencepiece_tokenizer
 from weft.config import resolve
 from weft.engine import wire
@@ -23,6 +24,7 @@ from weft.engine.response_stream import PromptDelta, ResponseStream
 from weft.errors import EngineDeadError, RequestError
 from weft.messages import RowSampling
 from weft.multimodal.items import MediaItem
+from weft.outputs import CacheReport
 from weft.request import RequestSpec
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
@@ -77,6 +79,48 @@ def run(inputs: InputProcessor, body: Body) -> None:
 
 def submit(engine: AsyncEngine, text: str = TEXT, name: str = "r", **params: Any) -> ResponseStream:
     return engine.submit(name, [engine.inputs.prepare_prompt(text)], SamplingParams(**params))
+
+
+def test_every_figure_of_a_request_crosses_to_the_engine_and_back(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        prompt = inputs.prepare_prompt({"prompt": TEXT, "cache_salt": "salt", "checkpoint_positions": [2]})
+        params = SamplingParams(max_tokens=2, ignore_eos=True, stop_token_ids=[1], seed=3, min_p=0.125)
+        stream = engine.submit("r", [prompt], params, priority=CUT, grammar="start: /a/", caller="key")
+        messages, link.inbox = link.inbox, []
+        for message in messages:
+            link.loop._handle(message)  # type: ignore[arg-type]
+        (ours,), (theirs,) = stream.requests, link.core.requests.values()
+        assert replace(theirs.spec, arrival=ours.arrival) == ours.spec
+        assert (theirs.caller, theirs.sampling.grammar, theirs.priority) == ("key", "start: /a/", CUT)
+        figures = {
+            "num_cached_tokens": 3, "num_preemptions": 4, "num_draft_tokens": 5, "num_accepted_tokens": 6,
+            "no_drafts_because": "why", "cache_report": CacheReport(20, 16, None, 16, 0, ""),
+        }  # fmt: skip
+        for name, value in figures.items():
+            setattr(theirs, name, value)
+        theirs.times.first_scheduled = ours.times.arrival + 2
+        theirs.times.first_token = ours.times.arrival + 5
+        link.run()
+        assert {name: getattr(ours, name) for name in figures} == figures and ours.finish_reason is None
+        theirs.stop_reason = 1
+        link.run()
+        assert ours.output_token_ids == theirs.output_token_ids and len(ours.output_token_ids) == 2
+        assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, 1)
+        assert {name: getattr(ours, name) for name in figures} == figures
+        told, sent = ours.times, theirs.times
+        assert (told.first_scheduled, told.first_token, told.finished) == (
+            sent.first_scheduled, sent.first_token, sent.finished,
+        )  # fmt: skip
+        (result,) = await stream.results()
+        metrics = result.metrics
+        assert (metrics.time_in_queue, metrics.time_to_first_token) == (pytest.approx(2), pytest.approx(5))
+        assert metrics.e2e_latency == (sent.finished or 0) - ours.times.arrival
+        assert (metrics.num_preemptions, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (4, 5, 6)
+        assert (metrics.no_drafts_because, result.num_cached_tokens, result.cache_report) == (
+            "why", 3, figures["cache_report"],
+        )  # fmt: skip
+
+    run(inputs, body)
 
 
 @pytest.mark.parametrize("refuses", [False, True])

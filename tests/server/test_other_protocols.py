@@ -94,6 +94,7 @@ def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The items that the events between the first two and the last build, as a client does it: each event says of
     which item and part it is."""
     items: list[dict[str, Any]] = []
+    closed: list[str] = []
     for event in events:
         kind = event["type"].removeprefix("response.")
         if kind == "output_item.added":
@@ -105,6 +106,7 @@ def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         item = items[event["output_index"]]
         if kind == "output_item.done":
             assert event["item"] == item | {"status": "completed"}
+            assert (item["type"] == "message") == (item["id"] in closed), "a part that was announced is closed"
             items[event["output_index"]] = event["item"]
             continue
         assert event["item_id"] == item["id"] and event.get("content_index", 0) == 0
@@ -115,6 +117,7 @@ def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             item["content"].append(event["part"])
         elif kind == "content_part.done":
             assert event["part"] == item["content"][0]
+            closed.append(item["id"])
         elif name == "function_call_arguments":
             item["arguments"] += event.get("delta", "")
             assert what == "delta" or event["arguments"] == item["arguments"]
@@ -137,7 +140,13 @@ def test_a_response_repeats_what_was_asked(server: RunningServer) -> None:
         "model": "weft-mini", "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
         "reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}},
     }  # fmt: skip
-    always = {"object": "response", "error": None, "store": False, "previous_response_id": None}
+    always = {
+        "object": "response",
+        "error": None,
+        "store": False,
+        "previous_response_id": None,
+        "truncation": "disabled",
+    }
     for given, cut_off in ((asked, True), ({}, False)):
         body = {"input": TEXT, "stream": True} | given
         text = server.client.post("/v1/responses", json=body).text
@@ -146,7 +155,8 @@ def test_a_response_repeats_what_was_asked(server: RunningServer) -> None:
         assert events[-1]["type"] == ("response.incomplete" if cut_off else "response.completed")
         for response in (first, events[1]["response"], last):
             assert {name: response[name] for name in usual | always} == usual | always | given
-            assert response["id"] == last["id"] and response["created_at"] == last["created_at"] > 1e9
+            assert response["id"].startswith("resp-") and response["id"] == last["id"]
+            assert response["created_at"] == last["created_at"] > 1e9
         assert (first["status"], first["output"], first["usage"], first["weft"]) == ("in_progress", [], None, None)
         assert first["incomplete_details"] is None and last["status"] == ("incomplete" if cut_off else "completed")
         assert last["incomplete_details"] == ({"reason": "max_output_tokens"} if cut_off else None)
@@ -242,7 +252,7 @@ def create(claude: anthropic.Anthropic, content: Any = TEXT, **fields: Any) -> A
 
 def test_message(claude: anthropic.Anthropic, server: RunningServer) -> None:
     answer = create(claude, system="be brief")
-    assert answer.content[0].text == TEXT and answer.stop_reason == "end_turn"
+    assert answer.content[0].text == TEXT and answer.stop_reason == "end_turn" and answer.id.startswith("msg-")
     counted = claude.messages.count_tokens(
         model="weft-mini", system="be brief", messages=[{"role": "user", "content": TEXT}]
     )
@@ -312,8 +322,11 @@ def test_system_messages_stand_where_they_are_sent(claude: anthropic.Anthropic, 
 def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -> None:
     with pytest.raises(anthropic.BadRequestError, match="image"):
         create(claude, [{"role": "user", "content": [{"type": "image"}]}])
-    with pytest.raises(anthropic.NotFoundError):
-        create(claude, model="other")
+    for ask in (create, lambda client, **fields: client.messages.count_tokens(messages=[], **fields)):
+        with pytest.raises(anthropic.NotFoundError):
+            ask(claude, model="other")
+    with pytest.raises(anthropic.BadRequestError, match=r"format\.type='regex' is not json_schema"):
+        create(claude, extra_body={"output_config": {"format": {"type": "regex"}}})
     body = {"messages": [{"role": "user", "content": "x"}]}
     assert server.client.post("/v1/messages", json=body).json()["error"]["param"] == "max_tokens"
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": 5}]}
@@ -328,7 +341,9 @@ def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -
 def test_a_failure_within_a_stream_has_its_own_event(protocol: Any) -> None:
     builder = object.__new__(protocol)
     builder._num_events = 3  # those that were sent
-    name, _, data = builder.error_events(ApiError(500, "no", type="server_error")).decode().partition("\n")
-    value = json.loads(data.removeprefix("data: "))
-    assert name == "event: error" and value["type"] == "error"
-    assert value.get("sequence_number", 3) == 3
+    error = ApiError(500, "no", type="server_error", code="broken", param="input")
+    name, _, data = builder.error_events(error).decode().partition("\n")
+    told = {"code": "broken", "message": "no", "param": "input", "sequence_number": 3}
+    if protocol is MessagesBuilder:
+        told = {"error": {"type": "api_error", "message": "no"}}
+    assert name == "event: error" and json.loads(data.removeprefix("data: ")) == {"type": "error"} | told
