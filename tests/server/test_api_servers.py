@@ -30,6 +30,7 @@ from weft.server.http_server import listen
 from weft.server.process_reports import ReportGatherer
 from weft.server.request_metrics import Counts
 from weft.server.settings import ServerSettings
+from weft.stats import EngineStats
 
 Start = Callable[..., RunningServer]
 
@@ -384,3 +385,27 @@ def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
     for _ in range(3):
         servers._ended(victim, -9)
     assert started == [victim] * 3 and "so often" in gave_up[0].message
+
+
+def test_every_api_process_knows_the_figures_of_the_engine() -> None:
+    """Also one whose requests all wait, and one that takes the place of another: what ``/metrics`` counts must not fall
+    because another process answers."""
+    heard: list[list[Any]] = [[], [], []]
+    servers = object.__new__(ApiServers)  # no processes
+    servers._members = [ApiProcess(index, cast(Any, None), is_serving=index < 2) for index in range(3)]
+    for member in servers._members:
+        member.frames = cast(Any, SimpleNamespace(send=heard[member.index].append))
+    servers._members[1].open = {"waits"}
+    servers._stats, servers._has_opened = EngineStats(num_steps=5), True
+    servers._pulse = lambda: cast(Any, "pulse")  # type: ignore[method-assign]
+
+    async def beat_once() -> None:
+        beat = asyncio.create_task(servers._beat())
+        await asyncio.sleep(0)
+        beat.cancel()
+
+    asyncio.run(beat_once())
+    figures = wire.Outputs([], servers._stats)
+    assert heard == [["pulse", figures], ["pulse", figures], ["pulse"]]
+    servers._begins(servers._members[2])
+    assert heard[2][1:] == [figures, link.Open()]

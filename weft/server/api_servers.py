@@ -202,11 +202,11 @@ class ApiServers:
             self.ended.set()
 
     async def _beat(self) -> None:
-        """Send the state of the engine; to those without a request in it, its figures too."""
+        """Send the state of the engine and its figures, which a process whose requests wait gets in no other way."""
         while True:
             self._broadcast(self._pulse())
             for member in self._members:
-                if member.is_serving and not member.open:
+                if member.is_serving:
                     member.send(wire.Outputs([], self._stats))
             await asyncio.sleep(_PULSE_S)
 
@@ -300,6 +300,7 @@ class ApiServers:
         member.is_serving = True
         member.restarts.ready()
         if self._has_opened:
+            member.send(wire.Outputs([], self._stats))  # before it is asked for metrics
             member.send(link.Open())
         elif all(m.is_serving for m in self._members) and self._ready is not None:
             self._has_opened = True
