@@ -13,6 +13,8 @@ from openai import APIError, BadRequestError, NotFoundError, OpenAI
 
 from tests.server.fake_engine import BREAK, CUT, NAN, SLOW
 from tests.server.running import RunningServer, chat_body, wait_until
+from weft.outputs import Logprob
+from weft.server.logprobs import completion_logprobs
 from weft.server.protocol import CompletionRequest
 from weft.server.sampling import completion_params
 from weft.server.settings import ServerSettings
@@ -94,6 +96,30 @@ def test_every_chunk_has_the_same_form(server: RunningServer, with_ids: bool) ->
 def test_length_and_token_ids(server: RunningServer) -> None:
     choice = server.chat("one two three", max_completion_tokens=2, return_token_ids=True).json()["choices"][0]
     assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 2
+
+
+def test_alternatives_of_one_name_do_not_take_the_chosen_ones_place() -> None:
+    entry = {7: Logprob(-3.0, 3, "\ufffd"), 8: Logprob(-0.1, 1, "\ufffd"), 9: Logprob(-2.5, 2, "a")}
+    shown, _ = completion_logprobs([entry], 2, as_ids=False)
+    assert shown["top_logprobs"] == [{"\ufffd": -3.0, "a": -2.5}] and shown["token_logprobs"] == [-3.0]
+
+
+def test_without_a_tokenizer() -> None:
+    """Token ids in, token ids out; what needs text is refused by name."""
+    running = RunningServer("--skip-tokenizer-init")
+    try:
+        post = running.wait_ready().client.post
+        body = {"prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 2, "return_token_ids": True}
+        choice = post("/v1/completions", json=body).json()["choices"][0]
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+        assert all(len(alternatives) >= 2 for alternatives in choice["logprobs"]["top_logprobs"])
+        for field, value in (("echo", True), ("prompt", "a"), ("stop", "a"), ("bad_words", ["a"])):
+            for stream in (False, True):
+                refused = post("/v1/completions", json=body | {field: value, "logprobs": None, "stream": stream})
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == field
+                assert "skip_tokenizer_init" in refused.json()["error"]["message"]
+    finally:
+        running.close()
 
 
 def test_chat_logprobs(client: OpenAI) -> None:

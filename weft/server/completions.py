@@ -76,6 +76,12 @@ def _prepare(
 ) -> list[PreparedPrompt]:
     shared = {"cache_salt": client.cache_salt(request.cache_salt), "checkpoint_positions": request.checkpoint_positions}
     special = request.add_special_tokens is not False
+    if request.echo and engine.tokenizer is None:
+        raise RequestError(
+            "echo shows the prompt as text, which needs the tokenizer, but skip_tokenizer_init=True; return_token_ids "
+            "shows its ids",
+            "echo",
+        )
     prompts: list[PreparedPrompt] = []
     for prompt in given:
         fields: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}

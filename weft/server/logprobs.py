@@ -38,7 +38,8 @@ def _chat_token(token: int, value: Logprob, bytes_of: BytesOf, as_ids: bool) -> 
 
 
 def _name(token: int, value: Logprob, as_ids: bool) -> str:
-    return f"token_id:{token}" if as_ids else value.decoded_token or ""
+    """Without a tokenizer tokens have no text; equal names would take each other's place."""
+    return f"token_id:{token}" if as_ids or value.decoded_token is None else value.decoded_token
 
 
 def _likeliest(entry: LogprobsDict, top: int) -> list[int]:
@@ -75,13 +76,15 @@ def completion_logprobs(
     result: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for entry in entries:
         result["text_offset"].append(offset)
+        alternatives: dict[str, float] | None = None
         if entry is None:
-            name, logprob, alternatives = "", None, None
+            name, logprob = "", None
         else:
             chosen = next(iter(entry))
             name, logprob = _name(chosen, entry[chosen], as_ids), clamped(entry[chosen])
-            shown = _with_chosen(entry, top)
-            alternatives = {_name(token, entry[token], as_ids): clamped(entry[token]) for token in shown}
+            alternatives = {}
+            for token in _with_chosen(entry, top):  # several may have one name: the chosen one goes first
+                alternatives.setdefault(_name(token, entry[token], as_ids), clamped(entry[token]))
             offset += len(entry[chosen].decoded_token or "")
         result["tokens"].append(name)
         result["token_logprobs"].append(logprob)
