@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from weft import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from weft.errors import ConfigError, EngineDeadError, RequestError
+from weft.tokenizer import Tokenizer
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -179,6 +181,31 @@ def test_a_start_that_fails(tmp_path: Path) -> None:
         for settings, message in (({"max_num_seqz": 3}, "unknown setting"), ({"model": str(tmp_path)}, "config.json")):
             with pytest.raises(ConfigError, match=message):
                 await AsyncLLM(**settings).start()
+
+    asyncio.run(main())
+
+
+def test_calls_that_come_before_the_start_is_over_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them is cancelled while the tokenizer loads, which happens once."""
+    loads, load, began = list[Path](), Tokenizer.load, threading.Event()
+
+    def counted(path: Path) -> Tokenizer:
+        loads.append(path)
+        began.set()
+        return load(path)
+
+    monkeypatch.setattr(Tokenizer, "load", counted)
+
+    async def main() -> None:
+        llm = AsyncLLM(**SETTINGS)
+        calls = [asyncio.create_task(last(llm.generate("12 + 30:", GREEDY))) for _ in range(4)]
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        calls[0].cancel()
+        outputs = await asyncio.gather(*calls, return_exceptions=True)
+        await llm.shutdown()
+        assert isinstance(outputs[0], asyncio.CancelledError) and len(loads) == 1
+        assert [output.outputs[0].finish_reason for output in outputs[1:]] == ["length"] * 3  # type: ignore[union-attr]
 
     asyncio.run(main())
 

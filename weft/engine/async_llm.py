@@ -55,7 +55,8 @@ class AsyncLLM:
         self._settings = settings | ({} if model is None else {"model": model})
         self._process: EngineProcess | None = None
         self._engine: AsyncEngine | None = None
-        self._starting: asyncio.Future[wire.Capacity] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[wire.Capacity] | None = None
         self._failure: wire.Failed | None = None
         self._has_ended = False
         self._chats: ChatPrompts | None = None
@@ -66,7 +67,8 @@ class AsyncLLM:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> AsyncLLM:
-        """Start the engine and wait until it is ready. Does nothing if it has started.
+        """Start the engine and wait until it is ready. Does nothing if it has started. Calls that come meanwhile wait
+        for the same start; one that is cancelled does not end it.
 
         Raises:
             ConfigError: a setting is not valid, or pyzmq is missing.
@@ -77,9 +79,14 @@ class AsyncLLM:
             return self
         if self._starting is None:
             self._process = self._launch()
-            self._starting = asyncio.get_running_loop().create_future()
-        capacity = await asyncio.shield(self._starting)
-        assert self.config is not None and self._process is not None
+            self._ready = asyncio.get_running_loop().create_future()
+            self._starting = asyncio.create_task(self._finish_start(self._process, self._ready))
+        await asyncio.shield(self._starting)
+        return self
+
+    async def _finish_start(self, process: EngineProcess, ready: asyncio.Future[wire.Capacity]) -> None:
+        capacity = await ready
+        assert self.config is not None
         try:
             if not self.config.skip_tokenizer_init:
                 self.tokenizer = await asyncio.to_thread(Tokenizer.load, self.config.tokenizer_path)
@@ -90,10 +97,8 @@ class AsyncLLM:
             raise
         if self._has_ended and self._failure is not None:
             raise EngineDeadError(self._failure.message)
-        if self._engine is None:
-            inputs = InputProcessor(self.config, self.tokenizer, capacity.max_model_len, media=media)
-            self._engine = AsyncEngine(self._process, inputs, self.tokenizer)
-        return self
+        inputs = InputProcessor(self.config, self.tokenizer, capacity.max_model_len, media=media)
+        self._engine = AsyncEngine(process, inputs, self.tokenizer)
 
     def _launch(self) -> EngineProcess:
         try:
@@ -115,8 +120,8 @@ class AsyncLLM:
             case wire.Configured():
                 self.config = message.config
             case wire.Ready():
-                assert self._starting is not None
-                self._starting.set_result(message.capacity)
+                assert self._ready is not None
+                self._ready.set_result(message.capacity)
             case wire.Failed():
                 self._failure = message
 
@@ -126,9 +131,9 @@ class AsyncLLM:
         failure = self._failure = self._failure or wire.Failed(f"the engine process ended with status {status}")
         if self._engine is not None:
             self._engine.die(failure.message)
-        elif self._starting is not None and not self._starting.done():
+        elif self._ready is not None and not self._ready.done():
             error = ConfigError(failure.message) if failure.user_error else EngineDeadError(failure.message)
-            self._starting.set_exception(error)
+            self._ready.set_exception(error)
 
     async def shutdown(self) -> None:
         """End the engine; open requests end with ``EngineDeadError``."""
@@ -137,7 +142,11 @@ class AsyncLLM:
             await self._process.stop()
 
     async def __aenter__(self) -> AsyncLLM:
-        return await self.start()
+        try:
+            return await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
 
     async def __aexit__(self, *exception: object) -> None:
         await self.shutdown()
