@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
@@ -19,7 +20,7 @@ from tests.server.running import RunningServer
 from weft.bench.http_client import Target
 from weft.bench.serve import Outcome, ServeWorkload, _body, conversations, measure, summary
 from weft.bench.serve_plot import panel
-from weft.cli import main
+from weft.cli import bench_serve, main
 from weft.errors import ConfigError
 
 
@@ -34,7 +35,8 @@ def server() -> Iterator[RunningServer]:
 
 def test_workloads_are_what_they_say_and_the_same_for_a_seed() -> None:
     fixed = conversations(ServeWorkload(kind="fixed", num_requests=5, input_words=(2, 7)))
-    assert [len(c.questions[0].split()) for c in fixed] == [7] * 5 and {c.start_s for c in fixed} == {0.0}
+    assert [[len(question.split()) for question in c.questions] for c in fixed] == [[7]] * 5
+    assert {c.start_s for c in fixed} == {0.0}
     workload = ServeWorkload(num_requests=200, input_words=(2, 7), request_rate=10.0)
     loads = conversations(workload)
     assert loads == conversations(workload)
@@ -158,6 +160,10 @@ def test_points_stand_where_their_values_are() -> None:
         ["--request-rate", "0"],
         ["--extra-body", "[]"],
         ["--extra-body", "{"],
+        ["--trace", "FILE"],
+        ["--num-requests", "0"],
+        ["--max-tokens", "0"],
+        ["--turns", "0"],
     ],
 )
 def test_bad_flags(flags: list[str]) -> None:
@@ -222,6 +228,42 @@ def test_a_conversation_goes_on_with_its_answers(monkeypatch: pytest.MonkeyPatch
             assert (
                 second[1]["content"] == "answer 1" and second[2]["content"] == conversations(workload)[0].questions[1]
             )
+
+
+def test_conversations_begin_when_they_are_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(client: Any, body: bytes) -> Outcome:
+        return Outcome(output_tokens=1)
+
+    monkeypatch.setattr("weft.bench.serve._ask", ask)
+    workload = ServeWorkload(num_requests=4, request_rate=30.0, concurrency=None)
+    assert measure(Target.parse("http://x/v1"), None, workload)["seconds"] >= conversations(workload)[-1].start_s > 0.01
+
+
+def test_every_figure_stands_under_its_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+    latencies = {name: {"p50": i + 0.5, "p99": i + 50.5} for i, name in enumerate(names, start=1)}
+    results = {"requests_per_s": 11.0, "output_tokens_per_s": 12.0, "goodput_per_s": 13.0, "failed": 14, "errors": []}
+    bare = dict.fromkeys(names) | {"goodput_per_s": None, "errors": ["no tokens"]}
+    bench_serve._print("http://x", [
+        {"workload": {"request_rate": 9.0, "concurrency": 10}, "results": results | latencies},
+        {"workload": {"request_rate": None, "concurrency": None}, "results": results | bare},
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    heads, *rows = [
+        [cell.strip() for cell in re.split("[│┃]", line)[1:-1]]
+        for line in out.splitlines()
+        if "req" in line or "10" in line or "no limit" in line
+    ]
+    shown = [dict(zip(heads, row, strict=True)) for row in rows]
+    assert shown[0] == {
+        "rate": "9/s", "concurrency": "10", "requests/s": "11.0", "output tok/s": "12", "goodput/s": "13.0",
+        "failed": "14", "TTFT p50 p99": "1.5 51.5 ms", "TPOT p50 p99": "2.5 52.5 ms", "ITL p50 p99": "3.5 53.5 ms",
+        "E2E p50 p99": "4.5 54.5 ms",
+    }  # fmt: skip
+    assert (shown[1]["rate"], shown[1]["concurrency"], shown[1]["goodput/s"], shown[1]["ITL p50 p99"]) == (
+        "", "no limit", "", "",
+    )  # fmt: skip
+    assert "error: no tokens" in out
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -191,4 +191,30 @@ FIELDS_AND_FIGURES = (
         '            elif text == "/reset":\n                self._reset()',
         '            elif text == "/reset":\n                self._messages = []', "tests/cli/test_chat.py",
     ),
+    mutant(
+        "grammars-untried", "a grammar is tried before the engine gets it", "weft/server/api_call.py",
+        "            await service.grammars.check(grammar, constraint.param)\n", "", _ARRIVALS,
+    ),
+    mutant(
+        "grammar-forgets-reasoning", "a constraint begins behind reasoning that the template has opened",
+        "weft/server/api_call.py", "end_of_reasoning(need_tokenizer(engine)) if in_reasoning else None", "None",
+        _ARRIVALS,
+    ),
+    mutant(
+        "chats-drop-variables", "chat_template_kwargs reach the template", "weft/server/chat_completions.py",
+        "        template_kwargs=_template_kwargs(request),\n", "", _ARRIVALS,
+    ),
+    mutant(
+        "first-constraint-wins", "two constraints exclude each other", "weft/server/structured.py",
+        "    if len(found) > 1:\n", "    if False:\n", _ARRIVALS,
+    ),
+    mutant(
+        "load-comes-at-once", "conversations begin at their rate", "weft/bench/serve.py",
+        "max(0.0, conversation.start_s - (time.perf_counter() - began))", "0.0", _LOAD,
+    ),
+    mutant(
+        "columns-swapped", "each figure of a load stands under its heading", "weft/cli/bench_serve.py",
+        'for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")',
+        'for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")', _LOAD,
+    ),
 )  # fmt: skip

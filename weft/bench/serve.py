@@ -71,9 +71,8 @@ class Conversation:
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, in seconds."""
+    """One request, in seconds from its beginning."""
 
-    start_s: float = 0.0
     ttft_s: float = 0.0
     e2e_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
@@ -141,7 +140,6 @@ async def _measure(target: Target, model: str | None, workload: ServeWorkload) -
             for question in conversation.questions:
                 messages.append({"role": "user", "content": question})
                 outcome = await _ask(client, _body(model, messages, conversation.max_tokens, workload))
-                outcome.start_s -= began
                 outcomes.append(outcome)
                 messages.append({"role": "assistant", "content": outcome.text})
         return outcomes
@@ -168,11 +166,11 @@ def _body(model: str | None, messages: list[dict[str, str]], max_tokens: int, wo
 
 
 async def _ask(client: HttpClient, body: bytes) -> Outcome:
-    outcome = Outcome(start_s=time.perf_counter())
+    outcome, began = Outcome(), time.perf_counter()
     last, texts = 0.0, []
     try:
         async for data in client.events("/chat/completions", body):
-            now = time.perf_counter() - outcome.start_s
+            now = time.perf_counter() - began
             event = msgspec.json.decode(data)
             if "error" in event:
                 outcome.error = str(event["error"])[:200]
