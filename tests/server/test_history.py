@@ -58,6 +58,17 @@ def test_rates_are_differences_of_the_engines_counters(clock: Clock, history: Hi
     ]  # fmt: skip
 
 
+def test_what_the_engine_did_before_is_not_what_it_does_now(clock: Clock, history: History) -> None:
+    """A process that takes the place of another one would show all of it as done within a second."""
+    history.join()
+    history.engine_reported(EngineStats(num_steps=900, num_prefill_tokens=50_000))
+    clock.now += 1
+    history.engine_reported(EngineStats(num_steps=901, num_prefill_tokens=50_007))
+    clock.now += 1
+    points = history.view("recent", [history.report("recent")])["points"]
+    assert sum(point["prefill"] for point in points) == 7
+
+
 def test_accepted_drafts_over_time(clock: Clock, history: History) -> None:
     history.engine_reported(stats(1, 5, 0))
     clock.now += 1

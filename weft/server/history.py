@@ -184,16 +184,20 @@ class History:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._stats = EngineStats()
+        self._stats: EngineStats | None = EngineStats()
         self._recent, self._hour = Track(FINE_S, RECENT_S), Track(COARSE_S, HOUR_S)
         self._fine = self._coarse = Interval(0)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
+    def join(self) -> None:
+        """The engine may have run before: what it did until its next report was not done since then."""
+        self._stats = None
+
     def engine_reported(self, stats: EngineStats) -> None:
         """After a step. Counters of a restarted engine begin again from zero."""
         interval = self._current()
-        before, self._stats = self._stats, stats
+        before, self._stats = self._stats or stats, stats
         if stats.num_steps < before.num_steps:
             before = EngineStats()
         interval.num_prefill_tokens += stats.num_prefill_tokens - before.num_prefill_tokens
