@@ -5,6 +5,7 @@ Owns what is remembered of a waiting request between steps. Does not know: rows,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,16 +46,17 @@ class PrefixLookups:
         """Assert that nothing is remembered of a request that does not wait."""
         assert self._lookups.keys() <= set(waiting), "a lookup has outlived its wait"
 
-    def candidates(self, requests: Iterable[Request], policy: SchedulePolicy, step: int) -> list[Request]:
+    def candidates(self, requests: Iterable[Request], policy: SchedulePolicy, step: int) -> Iterable[Request]:
         """Waiting ``requests``, from first to last, in the order in which they are tried in a step."""
-        waiting = list(requests)
         if policy != "lpm":
-            return waiting
-        window, rest = waiting[:LPM_WINDOW], waiting[LPM_WINDOW:]
+            return requests
+        rest = iter(requests)
+        window = list(itertools.islice(rest, LPM_WINDOW))
         # The oldest goes first every so often, so that a stream of better matches cannot keep it waiting for ever.
         oldest_first = step % LPM_WINDOW == 0
         head, window = (window[:1], window[1:]) if oldest_first else ([], window)
-        return head + sorted(window, key=lambda request: -self.match(request).num_tokens) + rest
+        best_first = sorted(window, key=lambda request: -self.match(request).num_tokens)
+        return itertools.chain(head, best_first, rest)
 
     def match(self, request: Request) -> Match:
         """What the cache has of the request now."""

@@ -20,20 +20,31 @@ def sort_key(policy: SchedulePolicy, request: Request) -> tuple[int, int]:
 
 
 class WaitingQueue:
-    """Waiting requests in policy order. A preempted request keeps its arrival, so it returns ahead of newer ones."""
+    """Waiting requests in policy order. A preempted request keeps its arrival, so it returns ahead of newer ones.
+
+    They are kept from last to first: there may be very many, and the first ones go without a look at the others.
+    """
 
     def __init__(self, policy: SchedulePolicy) -> None:
         self.policy: SchedulePolicy = policy
-        self._entries: list[tuple[tuple[int, int], Request]] = []
+        self._requests: list[Request] = []
+
+    def _key(self, request: Request) -> tuple[int, int]:
+        priority, arrival = sort_key(self.policy, request)
+        return -priority, -arrival
 
     def push(self, request: Request) -> None:
-        bisect.insort(self._entries, (sort_key(self.policy, request), request), key=lambda entry: entry[0])
+        bisect.insort_left(self._requests, request, key=self._key)
 
     def remove(self, request: Request) -> None:
-        self._entries = [entry for entry in self._entries if entry[1] is not request]
+        place = bisect.bisect_left(self._requests, self._key(request), key=self._key)
+        while self._requests[place] is not request:
+            place += 1
+        del self._requests[place]
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in self._entries)
+        """From first to last; those that have come out may be removed meanwhile."""
+        return reversed(self._requests)
