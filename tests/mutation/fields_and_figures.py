@@ -217,4 +217,22 @@ FIELDS_AND_FIGURES = (
         'for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")',
         'for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")', _LOAD,
     ),
+    mutant(
+        "percentiles-forget-buckets", "a percentile counts all that lies below it", "weft/server/history.py",
+        "            seen += self[bucket]\n", "            seen = self[bucket]\n", "tests/server/test_history.py",
+    ),
+    mutant(
+        "intervals-forget-who-waits", "an interval has the most that waited in it", "weft/server/history.py",
+        "        interval.num_waiting = max(interval.num_waiting, stats.num_waiting)\n", "",
+        "tests/server/test_history.py",
+    ),
+    mutant(
+        "spans-swap-penalties", "a span has each penalty under its name", "weft/server/tracing.py",
+        '"gen_ai.request.frequency_penalty": params.frequency_penalty',
+        '"gen_ai.request.frequency_penalty": params.presence_penalty', "tests/server/test_tracing.py",
+    ),
+    mutant(
+        "padding-is-told-as-room", "an engine tells the pages that requests can get", "weft/engine/process.py",
+        "num_pages=plan.num_pages - 1,", "num_pages=plan.num_pages,", "tests/server/test_async_engine.py",
+    ),
 )  # fmt: skip

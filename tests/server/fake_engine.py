@@ -25,7 +25,7 @@ SLOW, NAN, BREAK, CRASH, CUT = 7, 17, 18, 13, 19
 
 IM_START, IM_END, NEWLINE = 2040, 2041, 198
 CONTEXT = int(os.environ.get("WEFT_FAKE_CONTEXT", "4096"))
-CAPACITY = wire.Capacity(max_model_len=CONTEXT, max_num_seqs=8, num_pages=257, page_size=16, num_slots=9)
+CAPACITY = wire.Capacity(max_model_len=CONTEXT, max_num_seqs=8, num_pages=256, page_size=16, num_slots=8)
 
 
 def reply(prompt: list[int]) -> list[int]:

@@ -125,7 +125,7 @@ def test_the_field_weft_tells_where_the_time_went() -> None:
 
 # -- the engine ------------------------------------------------------------------------------------------------------
 
-CAPACITY = wire.Capacity(max_model_len=64, max_num_seqs=4, num_pages=101, page_size=16, num_slots=21)
+CAPACITY = wire.Capacity(max_model_len=64, max_num_seqs=4, num_pages=100, page_size=16, num_slots=20)
 MODEL = {"model_name": "mini", "engine": "0"}
 
 

@@ -18,8 +18,9 @@ from tests.tiny_tokenizer import save_sentencepiece_tokenizer
 from weft.config import resolve
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
+from weft.engine.channel import Address, EngineStart
 from weft.engine.inputs import InputProcessor
-from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop
+from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop, start_core
 from weft.engine.response_stream import PromptDelta, ResponseStream
 from weft.errors import EngineDeadError, RequestError
 from weft.messages import RowSampling
@@ -79,6 +80,18 @@ def run(inputs: InputProcessor, body: Body) -> None:
 
 def submit(engine: AsyncEngine, text: str = TEXT, name: str = "r", **params: Any) -> ResponseStream:
     return engine.submit(name, [engine.inputs.prepare_prompt(text)], SamplingParams(**params))
+
+
+def test_the_engine_tells_what_requests_can_get_of_it() -> None:
+    settings = {"device": "cpu", "num_kv_pages": 21, "num_state_slots": 12, "page_size": 8, "load_format": "dummy"}
+    start = EngineStart(Address("", ""), "", 0, settings | {"max_num_seqs": 3, "max_model_len": 64}, False, False)
+    told: list[Any] = []
+    core, capacity = start_core(start, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
+    stats = core.stats()
+    core.shutdown()
+    assert capacity == wire.Capacity(max_model_len=64, max_num_seqs=3, num_pages=20, page_size=8, num_slots=11)
+    assert (stats.num_free_pages, stats.num_free_slots) == (20, 11), "all are free"
+    assert [type(message) for message in told] == [wire.Configured, wire.Stage, wire.Stage]
 
 
 def test_every_figure_of_a_request_crosses_to_the_engine_and_back(inputs: InputProcessor) -> None:

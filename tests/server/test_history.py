@@ -33,7 +33,8 @@ def stats(num_steps: int, prefill: int, decode: int, running: int = 1) -> Engine
 
 
 def test_percentiles_are_exact_to_four_percent() -> None:
-    values = [random.Random(1).lognormvariate(-4, 1.5) for _ in range(5000)]
+    rng = random.Random(1)
+    values = [rng.lognormvariate(-4, 1.5) for _ in range(5000)]
     histogram = LatencyHistogram()
     for value in values:
         histogram.observe(value)
@@ -67,6 +68,29 @@ def test_what_the_engine_did_before_is_not_what_it_does_now(clock: Clock, histor
     clock.now += 1
     points = history.view("recent", [history.report("recent")])["points"]
     assert sum(point["prefill"] for point in points) == 7
+
+
+def test_every_figure_of_an_interval_has_its_name(clock: Clock, history: History) -> None:
+    """What the engine did is known to every process; calls are those of all of them."""
+    another = History(clock)
+    for reporting in (history, another):
+        reporting.engine_reported(EngineStats(num_steps=1, num_running=5, num_waiting=7, num_prefill_tokens=11))
+        reporting.engine_reported(EngineStats(num_steps=2, num_running=3, num_waiting=6, num_prefill_tokens=11))
+        for status in (200, 429):
+            reporting.responded(status)
+        reporting.first_token(0.5)
+        reporting.next_tokens(0.02, 3)
+    another.first_token(0.5)
+    clock.now += 10
+    for name, length, span, rate in (("recent", 1, RECENT_S, 11.0), ("hour", 10, HOUR_S, 1.1)):
+        view = history.view(name, [each.report(name) for each in (history, another)])
+        first, inter = ([pytest.approx(seconds, rel=0.04)] * 3 for seconds in (0.5, 0.02))
+        calls = {"responses": {"ok": 2, "overloaded": 2}, "first_token": first, "inter_token": inter}
+        point = {"start": 1000, "prefill": rate, "decode": 0.0, "accepted_length": None, "running": 5, "waiting": 7}
+        assert view == calls | {
+            "began": 1000.0, "interval_s": length, "span_s": span, "points": [point | calls], "num_first_tokens": 3,
+            "num_inter_tokens": 6,
+        }  # fmt: skip
 
 
 def test_accepted_drafts_over_time(clock: Clock, history: History) -> None:

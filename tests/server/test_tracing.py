@@ -20,6 +20,7 @@ from tests.patience import stretched
 from tests.server.fake_engine import NAN
 from tests.server.running import RunningServer, chat_body
 from tests.server.test_async_engine import Link
+from weft import __version__
 from weft.config import resolve
 from weft.engine.async_engine import AsyncEngine
 from weft.engine.inputs import InputProcessor
@@ -81,6 +82,24 @@ def test_a_span_says_what_was_asked_and_answered_and_where_the_time_went(inputs:
     assert now <= (call.start_time or 0) <= now + 10e9
     total = sum(v for name, v in said.items() if name.startswith("gen_ai.latency.time_in_"))  # type: ignore[misc]
     assert total == pytest.approx(said["gen_ai.latency.e2e"])
+
+
+def test_what_was_asked_is_told_as_asked(inputs: InputProcessor) -> None:
+    params = SamplingParams(
+        temperature=0.0, top_p=0.75, top_k=3, frequency_penalty=0.25, presence_penalty=0.5, seed=11, max_tokens=2
+    )
+    *_, call = spans_of(inputs, params)
+    said = {name.removeprefix("gen_ai.request."): value for name, value in (call.attributes or {}).items()}
+    asked = {"temperature": 0.0, "top_p": 0.75, "top_k": 3, "frequency_penalty": 0.25, "presence_penalty": 0.5}
+    assert {name: said.get(name) for name in asked} == asked and said["seed"] == 11 and "choice.count" not in said
+    assert call.resource.attributes["service.name"] == "weft"
+    assert call.resource.attributes["service.version"] == __version__
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://localhost", "http:///v1/traces", ""])
+def test_an_endpoint_that_is_no_collectors(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="is not the URL of a collector"):
+        Tracer.towards(endpoint)
 
 
 def test_the_parent_is_followed_also_in_what_it_samples(inputs: InputProcessor) -> None:

@@ -219,9 +219,9 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
     capacity = wire.Capacity(
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
-        num_pages=plan.num_pages,
+        num_pages=plan.num_pages - 1,
         page_size=config.page_size,
-        num_slots=plan.num_slots,
+        num_slots=max(0, plan.num_slots - 1),
     )
     return core, capacity
 

@@ -246,7 +246,7 @@ class ReplicaSet:
     def _became_ready(self, member: Member, capacity: wire.Capacity) -> None:
         member.capacity = capacity
         member.restarts.ready()
-        member.stats = EngineStats(num_free_pages=capacity.num_pages - 1, num_free_slots=max(0, capacity.num_slots - 1))
+        member.stats = EngineStats(num_free_pages=capacity.num_pages, num_free_slots=capacity.num_slots)
         self._router.max_num_seqs = capacity.max_num_seqs
         self._router.up(member.index)
         known = [m.capacity for m in self.members if m.capacity is not None]

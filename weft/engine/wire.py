@@ -87,7 +87,8 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What the engine can hold, after clamping to memory."""
+    """What the engine can hold, after clamping to memory. Pages and state slots are those that requests can get: of a
+    set of replicas the sums, without the ones that each has for padding."""
 
     max_model_len: int
     max_num_seqs: int

@@ -119,7 +119,7 @@ class _EngineCollector(Collector):
             return
         stats, capacity = engine.stats, service.capacity
         labels = {"model_name": service.model_name, "engine": "0"}
-        pages, slots = capacity.num_pages - 1, max(0, capacity.num_slots - 1)
+        pages, slots = capacity.num_pages, capacity.num_slots
         if not stats.num_steps:  # it has not reported yet
             stats = replace(stats, num_free_pages=pages, num_free_slots=slots)
         used = 1.0 - (stats.num_free_pages + stats.num_evictable_pages) / max(1, pages)
@@ -198,10 +198,10 @@ def _gauges(name: str, help: str, label: str, values: dict[str, int], labels: di
 def _cache(service: Service) -> dict[str, str]:
     """Settings of the cache, under vLLM's names."""
     config, capacity = service.config, service.capacity
-    num_tokens = (capacity.num_pages - 1) * capacity.page_size
+    num_tokens = capacity.num_pages * capacity.page_size
     return {
         "block_size": str(capacity.page_size),
-        "num_gpu_blocks": str(capacity.num_pages - 1),
+        "num_gpu_blocks": str(capacity.num_pages),
         "cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching),
         "gpu_memory_utilization": str(config.gpu_memory_utilization),

@@ -294,5 +294,5 @@ def describe(capacity: wire.Capacity) -> str:
     """For the one who starts the server."""
     return (
         f"{capacity.max_num_seqs} requests at a time, context of {capacity.max_model_len:,} tokens, "
-        f"{(capacity.num_pages - 1) * capacity.page_size:,} tokens of KV"
+        f"{capacity.num_pages * capacity.page_size:,} tokens of KV"
     )
