@@ -235,4 +235,26 @@ FIELDS_AND_FIGURES = (
         "padding-is-told-as-room", "an engine tells the pages that requests can get", "weft/engine/process.py",
         "num_pages=plan.num_pages - 1,", "num_pages=plan.num_pages,", "tests/server/test_async_engine.py",
     ),
+    mutant(
+        "strangers-have-a-name", "a key that is none of ours names nobody", "weft/server/authentication.py",
+        "identity_of(given) if given is not None and is_known else None",
+        "identity_of(given) if given is not None else None", "tests/server/test_parts.py",
+    ),
+    mutant(
+        "preflights-reach-the-application", "a browser's question about an origin is answered by the gate",
+        "weft/server/authentication.py", 'if is_let_in and scope["method"] == "OPTIONS":',
+        'if not is_let_in and scope["method"] == "OPTIONS":', "tests/server/test_parts.py",
+    ),
+    mutant(
+        "callers-name-metrics", "a path that a caller made up is no label", "weft/server/authentication.py",
+        'scope["path"] if scope["path"] in self._routes else "other"', 'scope["path"]', "tests/server/test_parts.py",
+    ),
+    mutant(
+        "errors-lose-their-field", "an error names the field that is to blame", "weft/server/errors.py",
+        '"param": error.param, "code": error.code', '"param": None, "code": error.code', "tests/server/test_parts.py",
+    ),
+    mutant(
+        "second-call-passes", "parallel_tool_calls=false leaves one call", "weft/server/output_parser.py",
+        "elif self._several or not self.num_calls:", "else:", "tests/server/test_output_parser.py",
+    ),
 )  # fmt: skip

@@ -56,6 +56,18 @@ def test_parts(text: str, reasoning: str, content: str, calls: list[tuple[str, s
         assert parse(pieces, reasoning=True, tools=TOOLS) == (reasoning, content, calls)
 
 
+@pytest.mark.parametrize(("several", "num_calls"), [(True, 2), (False, 1)])
+def test_one_call_alone_if_no_more_were_asked_for(several: bool, num_calls: int) -> None:
+    text = f"{CALL}\n{CALL.replace('1', '2')}"
+    for pieces in ([text], list(text)):
+        parser, parts = OutputParser(tools=TOOLS, several=several), Parts()
+        for piece in pieces:
+            parts.add(parser.feed(piece))
+        parts.add(parser.finish())
+        arguments = [call.arguments for call in parts.calls or ()]
+        assert arguments == ['{"a": 1}', '{"a": 2}'][:num_calls] and parser.num_calls == num_calls
+
+
 def test_a_prompt_that_has_opened_the_reasoning() -> None:
     assert parse(list("\nhm\n</think>\n\nyes"), reasoning=True, in_reasoning=True) == ("hm", "yes", [])
 

@@ -22,14 +22,14 @@ from weft.config.aliases import SERVER_FLAGS
 from weft.engine.channel import Address, EngineStart
 from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.supervisor import EngineSupervisor
-from weft.errors import ConfigError, RequestError
+from weft.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
 from weft.log_format import LogFormatter
 from weft.server.admission import Admission
 from weft.server.app import POSTS, build_app, media_types
-from weft.server.authentication import AuthenticationMiddleware
+from weft.server.authentication import AuthenticationMiddleware, presented_key
 from weft.server.chat import chat_prompt
-from weft.server.client import Client
-from weft.server.errors import ApiError, as_api_error
+from weft.server.client import Client, identity_of
+from weft.server.errors import ApiError, as_api_error, error_response
 from weft.server.main import serve
 from weft.server.openapi import openapi_document
 from weft.server.rendering import SMALL, RenderPool, TemplateTimeout
@@ -193,6 +193,107 @@ def test_callers_with_different_keys_share_no_cache() -> None:
     assert Client().cache_salt("x") == "x" and Client().cache_salt(None) is None
     with pytest.raises(RequestError, match="cache_salt='' is not a non-empty text; leave it out"):
         Client().cache_salt("")
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({b"authorization": b"Bearer a"}, b"a"),
+        ({b"authorization": b"bearer  a ", b"x-api-key": b"b"}, b"a"),
+        ({b"authorization": b"Basic a", b"x-api-key": b"b"}, b"b"),
+        ({b"authorization": b"Bearer ", b"x-api-key": b"b"}, b"b"),
+        ({b"authorization": b"Bearer "}, None),
+        ({b"x-api-key": b""}, None),
+        ({}, None),
+    ],
+)
+def test_keys_that_are_presented(headers: dict[bytes, bytes], key: bytes | None) -> None:
+    assert presented_key(headers) == key
+
+
+def test_a_caller_is_known_by_its_key_alone() -> None:
+    """With nothing but an admin key everybody is let in, and a key that is none of ours names nobody."""
+    settings = ServerSettings(admin_key="root")
+    assert knock(settings, host="localhost", x_api_key="other") == (0, Client())
+    admin = knock(settings, host="localhost", x_api_key="root")[1]
+    assert admin is not None and admin.is_admin and admin.identity == identity_of(b"root")
+    for path, status in (("/v1/models", 401), ("/health", 0)):
+        assert knock(ServerSettings(api_keys=("a",)), path, host="localhost", x_api_key="b")[0] == status
+
+
+def answers(settings: ServerSettings, path: str, method: str = "GET", **headers: str) -> tuple[Any, ...]:
+    """What is counted of a request, the status and headers of its answer, and who called the application, which says
+    204."""
+    counted: list[tuple[str, int]] = []
+    sent: list[Any] = []
+    callers: list[Client] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        callers.append(scope["weft.client"])
+        await send({"type": "http.response.start", "status": 204, "headers": [(b"x", b"y")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    gate = AuthenticationMiddleware(app, settings, ["/known"], lambda *response: counted.append(response))
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": path, "headers": raw, "method": method, "client": ("1.2.3.4", 5)}
+    asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
+    return counted, sent[0]["status"], dict(sent[0]["headers"]), callers
+
+
+def test_responses_are_counted_by_route_whoever_gave_them() -> None:
+    settings = ServerSettings(api_keys=("a",))
+    caller = Client(identity_of(b"a"), connection="1.2.3.4:5")
+    assert answers(settings, "/known", host="localhost", x_api_key="a") == (
+        [("/known", 204)], 204, {b"x": b"y"}, [caller],
+    )  # fmt: skip
+    assert answers(settings, "/made/up", host="localhost", x_api_key="a")[0] == [("other", 204)]
+    counted, status, headers, callers = answers(settings, "/known", host="localhost")
+    assert (counted, status, callers) == ([("/known", 401)], 401, []) and headers[b"www-authenticate"] == b"Bearer"
+    assert answers(settings, "/known", host="localhost:port", x_api_key="a")[:2] == ([("/known", 403)], 403)
+
+
+def test_pages_of_other_origins_are_let_in_by_name() -> None:
+    settings = ServerSettings(allowed_origins=("https://a.example/",))
+    for method, origin, is_let_in in (
+        ("POST", "https://A.example", True), ("GET", "https://b.example", False),
+        ("OPTIONS", "https://b.example", False),
+    ):  # fmt: skip
+        _, status, headers, callers = answers(settings, "/known", method, host="localhost", origin=origin)
+        assert status == 204 and len(callers) == 1
+        shared = {b"access-control-allow-origin": origin.encode(), b"vary": b"Origin"} if is_let_in else {}
+        assert headers == {b"x": b"y"} | shared
+    asked = {"origin": "https://a.example", "access_control_request_headers": "x-api-key"}
+    counted, status, headers, callers = answers(settings, "/known", "OPTIONS", host="localhost", **asked)
+    assert (counted, status, callers) == ([("/known", 204)], 204, []), "the application is not asked"
+    assert headers[b"access-control-allow-origin"] == b"https://a.example"
+    assert headers[b"access-control-allow-headers"] == b"x-api-key"
+    assert headers[b"access-control-allow-methods"] == b"GET, POST"
+    everybody = ServerSettings(allowed_origins=("*",))
+    assert b"vary" in answers(everybody, "/known", "POST", host="localhost", origin="https://b.example")[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told", "headers"),
+    [
+        (ContextLengthError("m", "prompt"), 400, ("invalid_request_error", "prompt", "context_length_exceeded"), {}),
+        (RequestError("m", "n"), 400, ("invalid_request_error", "n", None), {}),
+        (EngineDeadError("m"), 503, ("server_error", None, "engine_dead"), {}),
+        (ApiError(429, "m", type="t", param="p", code="c", retry_after_s=3), 429, ("t", "p", "c"),
+         {"retry-after": "3"}),
+        (ApiError(401, "m", retry_after_s=0), 401, ("invalid_request_error", None, None),
+         {"www-authenticate": "Bearer", "retry-after": "0"}),
+    ],
+)  # fmt: skip
+def test_errors_as_responses(error: Exception, status: int, told: tuple[Any, ...], headers: dict[str, str]) -> None:
+    response = error_response(error)
+    kind, param, code = told
+    expected = {"message": "m", "type": kind, "param": param, "code": code}
+    assert response.status_code == status and json.loads(response.body) == {"type": "error", "error": expected}
+    found = {name: value for name, value in response.headers.items() if name != "content-length"}
+    assert found == headers | {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize(
