@@ -1,8 +1,8 @@
-"""Compiles two kernels for a GPU that is not there, as a start does:
+"""Compiles four kernels for a GPU that is not there, as a start does:
 
     python -m tests.runner.compile_twice [broken | asleep]
 
-There is a third kernel, which is broken, or the processes fall asleep instead of compiling.
+There is one more kernel, which is broken, or the processes fall asleep instead of compiling.
 
 A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, how many kernels there
 are, how many were compiled in this process, how often one was given to others, and how many of these are left. Every
@@ -39,6 +39,27 @@ def _kernel(x, y, COMBINE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no
     tl.store(y + at, COMBINE(tl.load(x + at), 1.0))
 
 
+_FACTOR = tl.constexpr(2)
+
+
+@triton.jit
+def _scaled(x):  # type: ignore[no-untyped-def]
+    """Triton's keys of kernels that call this depend on the order in which they were met."""
+    return x * _FACTOR
+
+
+@jit
+def _scaling_kernel(x, y, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, _scaled(tl.load(x + at)))
+
+
+@jit
+def _adding_kernel(x, y, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, tl.load(y + at) + _scaled(tl.load(x + at)))
+
+
 @jit
 def _broken_kernel(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(x + tl.arange(0, SIZE), unknown)  # type: ignore[name-defined]  # noqa: F821
@@ -52,6 +73,7 @@ def main(what: str = "") -> None:
     if what == "asleep":
         compile_processes._compile, compile_processes.STUCK_S = _sleep, 0.5
     driver.set_active(AbsentGpu())
+    compile_processes.compile_seconds = lambda name: float(name == "_adding_kernel")  # in another order
     compiled_here: list[bool] = []
 
     def note(*, cache_hit: bool, **rest: Any) -> None:
@@ -74,6 +96,8 @@ def main(what: str = "") -> None:
     def walk() -> None:
         for size in (32, 64):
             _kernel[(1,)](x, x, COMBINE=_plus, SIZE=size)
+        _scaling_kernel[(1,)](x, x, SIZE=64)
+        _adding_kernel[(1,)](x, x, SIZE=64)
         if what == "broken":
             _broken_kernel[(1,)](x, SIZE=64)
 

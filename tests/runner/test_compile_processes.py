@@ -11,17 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import triton
 
+import weft.ops.triton
 from weft.errors import ConfigError
-from weft.runner import compile_processes
+from weft.runner import compile_order, compile_processes
 from weft.runner.compile_processes import kernel_lock, wait_for_lock
 
 
@@ -32,12 +35,12 @@ def test_two_first_starts_compile_every_kernel_once_and_a_later_start_none(tmp_p
     here, shipped = tmp_path / "kernels", tmp_path / "shipped"
     with ThreadPoolExecutor(2) as threads:
         runs = list(threads.map(lambda _: _run(here, ""), range(2)))
-    assert len((here / "compiled").read_text().splitlines()) == 2 and not list(here.glob("**/*.ptx"))
+    assert len((here / "compiled").read_text().splitlines()) == 4 and not list(here.glob("**/*.ptx"))
     here.rename(shipped)
     shutil.copytree(shipped, here, copy_function=shutil.copyfile)
     runs.append(_run(here, "broken"))
     assert runs[-1]["given_away"] == 1 and runs[-1]["error"] == "CompilationError"
-    assert all(run["compiled_here"] == 0 and run["kernels"] == 2 and run["left"] == 0 for run in runs)
+    assert all(run["compiled_here"] == 0 and run["kernels"] == 4 and run["left"] == 0 for run in runs)
 
 
 def test_a_kernel_is_locked_while_another_process_compiles_it_and_no_longer(
@@ -98,13 +101,67 @@ def test_where_every_lock_is_refused_this_process_compiles(tmp_path: Path, monke
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(compile_processes.fcntl, "lockf", refuse)
-    missing, others = compile_processes._MissingError(), Future[bool]()
+    missing = compile_processes._MissingError()
     missing.src, missing.options = SimpleNamespace(hash=lambda: "a"), {}
-    others.set_result(False)
-    with compile_processes.CompileProcesses(1, lambda kernel: None, builds_launchers=False) as processes:
+    with compile_processes.CompileProcesses(1, lambda kernel: None) as processes:
         monkeypatch.setattr(processes, "_compiled_elsewhere", lambda *missing: pytest.fail("again"))
-        kernel: Any = SimpleNamespace()
-        assert processes._when_compiled(others, missing, lambda: kernel) is kernel
+        kernel: Any = SimpleNamespace(src=SimpleNamespace(signature={}))
+        assert processes._when_compiled(False, missing, lambda: kernel) is kernel
+
+
+def test_the_slowest_kernel_that_waits_is_compiled_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal ones the first; the one that has begun goes on. Later ones find the launcher that the first of their
+    signature left behind."""
+    begins, first_loads = Event(), Event()
+    begun: list[str] = []
+    loaded: list[str] = []
+
+    def compiled(self: Any, src: Any, options: Any) -> bool:
+        begun.append(src.name)
+        begins.wait(60)
+        return True
+
+    def load(kernel: Any) -> None:
+        if kernel.name == "other":
+            first_loads.wait(60)
+        loaded.append(kernel.name)
+        if kernel.name == "different":
+            first_loads.set()
+
+    def missed(name: str, kind: str, signature: str) -> Callable[[], Any]:
+        missing = compile_processes._MissingError()
+        missing.src = SimpleNamespace(fn=SimpleNamespace(__name__=kind), name=name, signature=signature)
+        missing.options, misses = {}, [missing]
+
+        def compile_function() -> Any:
+            if misses:
+                raise misses.pop()
+            return SimpleNamespace(name=name, src=missing.src)
+
+        return compile_function
+
+    monkeypatch.setattr(compile_processes.CompileProcesses, "_processes", lambda self: None)
+    monkeypatch.setattr(compile_processes.CompileProcesses, "_compiled_elsewhere", compiled)
+    monkeypatch.setattr(compile_processes, "compile_seconds", {"slow": 2.0, "slower": 3.0, "fast": 0.0}.__getitem__)
+    kernels = [
+        ("other", "fast", "i32"), ("same", "fast", "i32"), ("slow", "slow", "i32"), ("slower", "slower", "i32"),
+        ("different", "slow", "i64"),
+    ]  # fmt: skip
+    with compile_processes.CompileProcesses(1, load) as processes:
+        futures = [processes.submit(missed(*kernels[0]))]
+        while not begun:
+            time.sleep(0.001)
+        futures += [processes.submit(missed(*kernel)) for kernel in kernels[1:]]
+        begins.set()
+        assert [future.result(60).name for future in futures] == [name for name, *_ in kernels]
+    assert begun == ["other", "slower", "slow", "different", "same"]
+    assert loaded[:2] == ["different", "other"] and set(loaded[2:]) == {"slower", "slow", "same"}
+
+
+def test_every_kernel_with_a_place_in_the_order_is_there() -> None:
+    source = "".join(path.read_text() for path in Path(weft.ops.triton.__path__[0]).glob("*.py"))
+    assert all(f"def {name}(" in source for name in compile_order._SECONDS)
+    assert compile_order.compile_seconds("_prefill_hopper_kernel") > compile_order.compile_seconds("unknown") == 0.0
 
 
 def test_a_compiler_that_ends_by_a_timeout_of_its_own_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +169,7 @@ def test_a_compiler_that_ends_by_a_timeout_of_its_own_is_not_waited_for(monkeypa
     ended: Future[bool] = Future()
     ended.set_exception(TimeoutError())
     monkeypatch.setattr(compile_processes, "STUCK_S", 0.0)
-    with compile_processes.CompileProcesses(1, lambda kernel: None, builds_launchers=False) as processes:
+    with compile_processes.CompileProcesses(1, lambda kernel: None) as processes:
         monkeypatch.setattr(processes, "_kill", pytest.fail)
         with pytest.raises(TimeoutError):
             processes._wait(ended)
@@ -120,7 +177,7 @@ def test_a_compiler_that_ends_by_a_timeout_of_its_own_is_not_waited_for(monkeypa
 
 def test_processes_that_do_not_answer_are_given_up(tmp_path: Path) -> None:
     run = _run(tmp_path, "asleep")
-    assert (run["given_away"], run["compiled_here"], run["left"]) == (2, 2, 0)
+    assert (run["given_away"], run["compiled_here"], run["left"]) == (4, 4, 0)
     assert "given up" in run["said"]
 
 
@@ -138,12 +195,12 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(triton, "compile", refuse)
     said = f"No space left on device; kernels are kept in {tmp_path}"
-    with compile_processes.CompileProcesses(1, refuse, builds_launchers=False) as processes:
-        source = SimpleNamespace()
+    with compile_processes.CompileProcesses(1, refuse) as processes:
+        source, kernel = SimpleNamespace(), cast("Any", SimpleNamespace(src=SimpleNamespace(signature={})))
         for attempt in (
             lambda: processes.compile(source),
             processes._threads.submit(processes.compile, source).result,
-            lambda: processes._loaded(SimpleNamespace()),  # type: ignore[arg-type]
+            lambda: processes._loaded(kernel),
         ):
             with pytest.raises(ConfigError, match=re.escape(said)):
                 attempt()

@@ -13,6 +13,9 @@ and children that answer nothing for ``STUCK_S`` are given up: what they should 
 Ranks and replicas that start together miss the same kernels. Each is compiled by the process that locks it first; the
 others compile other kernels meanwhile. The locks are bytes of an empty file beside Triton's cache, one for each kernel,
 so that a process that ends leaves nothing locked; where files cannot be locked, every process compiles for itself.
+
+Of the kernels that wait for a process, the slowest is compiled next: one that begins last is waited for alone. The C
+code that launches a kernel is compiled when its binary is loaded, once for all kernels of one signature.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from importlib import import_module
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from queue import PriorityQueue
 from typing import IO, Any, NoReturn
 
 import triton
@@ -46,6 +50,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 from weft import preload
 from weft.errors import ConfigError
 from weft.lifeline import die_with_parent
+from weft.runner.compile_order import compile_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,8 @@ STUCK_S = 60.0
 """Seconds. The slowest kernels take three."""
 
 _LOOK_S = 0.02
+_THREADS = 4
+"""For each process: most wait for a launcher, or for a kernel that another rank compiles."""
 _NAME = "weft-compiling.lock"
 _FLOCK = "@hhqqi4x"
 """C's ``struct flock``: type, whence, start, length, process id."""
@@ -63,19 +70,21 @@ class CompileProcesses:
     Made by the thread that submits. The body ends when all is compiled.
 
     Args:
-        count: processes, and threads.
-        load: puts a kernel on the device; called in threads.
-        builds_launchers: compile the C code that launches a kernel in the processes too; it needs the CUDA driver's
-            library.
+        count: of processes.
+        load: puts a kernel on the device and compiles its launcher; called in threads.
     """
 
-    def __init__(self, count: int, load: Callable[[CompiledKernel], None], *, builds_launchers: bool) -> None:
-        self._count, self._load, self._builds_launchers = count, load, builds_launchers
-        self._threads = ThreadPoolExecutor(count)
+    def __init__(self, count: int, load: Callable[[CompiledKernel], None]) -> None:
+        self._count, self._load = count, load
+        self._threads, self._loaders = ThreadPoolExecutor(_THREADS * count), ThreadPoolExecutor(count)
+        self._free = threading.Semaphore(count)  # processes
+        self._waiting: PriorityQueue[_Waiting] = PriorityQueue()
+        self._launchers: dict[str, threading.Event] = {}
         self._loading: list[Future[CompiledKernel]] = []
         self._pool: ProcessPoolExecutor | None = None
         self._children: list[BaseProcess] = []
         self._answered = 0.0
+        self._submitted = 0
         self._submitter = threading.get_ident()
 
     def submit(self, compile_function: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
@@ -83,9 +92,14 @@ class CompileProcesses:
         try:
             kernel = compile_function()
         except _MissingError as missing:
-            compiled = self._compiled_elsewhere(missing.src, missing.options)
-            return self._threads.submit(self._when_compiled, compiled, missing, compile_function)
-        self._loading.append(self._threads.submit(self._loaded, kernel))
+            with suppress(BrokenProcessPool):
+                self._processes()
+            kernel_of, self._submitted = Future[CompiledKernel](), self._submitted + 1
+            order = -compile_seconds(missing.src.fn.__name__), self._submitted
+            self._waiting.put((*order, missing, compile_function, kernel_of))
+            self._threads.submit(self._compile_slowest)
+            return kernel_of
+        self._loading.append(self._loaders.submit(self._loaded, kernel))
         return self._loading[-1]
 
     def compile(self, src: Any, **options: Any) -> CompiledKernel:
@@ -108,13 +122,24 @@ class CompileProcesses:
         finally:
             del src.make_ir
 
-    def _compiled_elsewhere(self, src: Any, options: dict[str, Any]) -> Future[bool] | None:
-        """Done when the kernel is in Triton's cache (True), or turns out to be compiled by processes of others (False);
-        None if this process has to compile it."""
+    def _compile_slowest(self) -> None:
+        """Of what waits now, in the next process that is free."""
+        with self._free:
+            *_, missing, compile_function, kernel_of = self._waiting.get_nowait()
+            is_compiled = self._compiled_elsewhere(missing.src, missing.options)
+        try:
+            kernel_of.set_result(self._when_compiled(is_compiled, missing, compile_function))
+        except BaseException as error:
+            kernel_of.set_exception(error)
+
+    def _compiled_elsewhere(self, src: Any, options: dict[str, Any]) -> bool:
+        """The kernel is in Triton's cache, or this process has to compile it: another was killed, or the kernel is
+        wrong. False: processes of others compile it."""
         ForkingPickler.register(type(src.fn), _by_name)
-        with suppress(BrokenProcessPool):
-            return self._processes().submit(_compile, src, options, self._builds_launchers)
-        return None
+        try:
+            return self._wait(self._processes().submit(_compile, src, options))
+        except Exception:
+            return True
 
     def _processes(self) -> ProcessPoolExecutor:
         if self._pool is None:
@@ -128,12 +153,11 @@ class CompileProcesses:
         return self._pool
 
     def _when_compiled(
-        self, compiled: Future[bool] | None, missing: _MissingError, compile_function: Callable[[], CompiledKernel]
+        self, is_compiled: bool, missing: _MissingError, compile_function: Callable[[], CompiledKernel]
     ) -> CompiledKernel:
-        with suppress(Exception):  # a process was killed, or the kernel is wrong: then this thread compiles
-            while compiled is not None and not self._wait(compiled):
-                is_free = wait_for_lock(missing.src, missing.options)
-                compiled = self._compiled_elsewhere(missing.src, missing.options) if is_free else None
+        while not is_compiled and wait_for_lock(missing.src, missing.options):
+            with self._free:
+                is_compiled = self._compiled_elsewhere(missing.src, missing.options)
         return self._loaded(compile_function())
 
     def _wait(self, compiled: Future[bool]) -> bool:
@@ -156,14 +180,23 @@ class CompileProcesses:
             child.kill()
 
     def _loaded(self, kernel: CompiledKernel) -> CompiledKernel:
-        with _cache_in_use():  # the launcher is compiled into it
-            self._load(kernel)
+        """The first kernel of a signature before the others, which then find its launcher in the cache."""
+        mine = threading.Event()
+        built = self._launchers.setdefault(str(kernel.src.signature), mine)
+        if built is not mine:
+            built.wait()
+        try:
+            with _cache_in_use():
+                self._load(kernel)
+        finally:
+            mine.set()
         return kernel
 
     def __enter__(self) -> CompileProcesses:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._loaders.shutdown()
         self._threads.shutdown()
         if self._pool is not None:
             self._kill()  # they have nothing left to do
@@ -175,6 +208,10 @@ class _MissingError(Exception):
 
     src: Any
     options: dict[str, Any]
+
+
+_Waiting = tuple[float, int, _MissingError, Callable[[], CompiledKernel], Future[CompiledKernel]]
+"""Less the earlier, the number of the submission, what is missing, how it is compiled here, and what waits for it."""
 
 
 def _raise_missing(*args: Any, **options: Any) -> NoReturn:
@@ -209,25 +246,24 @@ def _obey(parent_pid: int) -> None:
     die_with_parent(parent_pid)
 
 
-def _compile(src: Any, options: dict[str, Any], builds_launcher: bool) -> bool:
+def _compile(src: Any, options: dict[str, Any]) -> bool:
     """Leave the kernel in Triton's cache. False: another process is doing that."""
     with kernel_lock(src, options) as is_mine:
         if is_mine:
-            kernel = triton.compile(src, **options)
-            if builds_launcher:
-                from triton.backends.nvidia.driver import CudaLauncher
-
-                CudaLauncher(src, kernel.metadata)
+            triton.compile(src, **options)
         return is_mine
 
 
 def _by_name(function: JITCallable) -> tuple[Any, ...]:
-    """How a function of Triton travels: the process has it under the same name."""
-    return _find, (function.fn.__module__, function.fn.__qualname__)
+    """How a function of Triton travels: the process has it under the same name. With the key that it has here: Triton's
+    key of a function depends on which functions it has met before, and the kernel would not be found under another."""
+    return _find, (function.fn.__module__, function.fn.__qualname__, function.cache_key)
 
 
-def _find(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
+def _find(module: str, name: str, cache_key: str) -> Any:
+    function = getattr(import_module(module), name)
+    function.hash = cache_key
+    return function
 
 
 for kind in (JITFunction, GluonJITFunction):

@@ -183,14 +183,14 @@ def compiled_meanwhile(walk: Callable[[], None], device: torch.device) -> Iterat
 
     prepare_triton(device).result()
     count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    with _compilers(count, load, builds_launchers=on_gpu) as compilers, triton.AsyncCompileMode(compilers):
+    with _compilers(count, load) as compilers, triton.AsyncCompileMode(compilers):
         with _no_launches():
             walk()
         yield
 
 
 @contextmanager
-def _compilers(count: int, load: Callable[[Any], None], *, builds_launchers: bool) -> Iterator[Any]:
+def _compilers(count: int, load: Callable[[Any], None]) -> Iterator[Any]:
     """What ``triton.AsyncCompileMode`` submits to: processes, or threads under a Triton that is not known.
 
     Args:
@@ -205,7 +205,7 @@ def _compilers(count: int, load: Callable[[Any], None], *, builds_launchers: boo
     from weft.ops.triton.launch import compiled_by
     from weft.runner.compile_processes import CompileProcesses
 
-    with CompileProcesses(count, load, builds_launchers=builds_launchers) as processes, compiled_by(processes.compile):
+    with CompileProcesses(count, load) as processes, compiled_by(processes.compile):
         yield processes
 
 

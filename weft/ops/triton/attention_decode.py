@@ -338,7 +338,7 @@ def launch_decode(
     decodes = num_seqs if batch.mixture is None else min(num_seqs, _MIXTURE_DECODES)
     double_from = most_short_tokens(decodes, num_kv_heads, head_dim) if double_from is None else double_from
     max_splits = most_splits(table_tokens, double_from, split)
-    splits_last = num_seqs * num_kv_heads <= _MANY_SEQUENCES
+    splits_last = batch.mixture is None and num_seqs * num_kv_heads <= _MANY_SEQUENCES
     if aim is None:
         aim = _HELD_PROGRAMS if tile.held_splits else _FEW_PROGRAMS if splits_last else _MANY_PROGRAMS
     programs = min(max_splits, next_power_of_2(cdiv(aim, num_seqs * num_kv_heads)))

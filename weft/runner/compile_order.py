@@ -1,0 +1,36 @@
+"""Which kernels are compiled first: those that take longest, so that no start ends with one of them.
+
+Job: the seconds of those that take half a second or more. Does not know: how a kernel is compiled, nor its arguments,
+by which kernels of one name differ.
+"""
+
+from __future__ import annotations
+
+_SECONDS = {
+    "_prefill_hopper_kernel": 3.4,
+    "_scan_hopper_kernel": 2.3,
+    "_choose_kernel": 2.2,
+    "_prefill_kernel": 1.7,
+    "_gdn_decode_kernel": 1.7,
+    "_decode_kernel": 1.5,
+    "_down_kernel": 1.4,
+    "_gated_hopper_kernel": 1.3,
+    "_skinny_linear_kernel": 1.3,
+    "_conv_kernel": 1.0,
+    "_prepare_kernel": 1.0,
+    "_decode_states_kernel": 0.7,
+    "_latent_attention_kernel": 0.7,
+    "_scan_kernel": 0.7,
+    "_up_kernel": 0.7,
+    "_gdn_verify_kernel": 0.6,
+    "_selective_scan_gluon_kernel": 0.6,
+    "_qk_norm_rope_kernel": 0.5,
+    "_verify_states_kernel": 0.5,
+    "_window_prefill_kernel": 0.5,
+}
+"""Processor seconds of the slowest of each name, for an H200."""
+
+
+def compile_seconds(name: str) -> float:
+    """About how long the kernel of this name takes at most; 0 if that is little, or not known."""
+    return _SECONDS.get(name, 0.0)
