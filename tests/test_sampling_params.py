@@ -33,6 +33,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": "12"}, r"stop_token_ids='12' is a str; give a list"),
     ({"bad_words": "word"}, r"bad_words='word' is a str; give a list of texts"),
     ({"bad_words": [" "]}, r"bad_words holds ' '; every entry must be a non-empty text"),
+    ({"bad_words": ["a", "b" * 1001]}, r"bad_words holds a text of 1,001 characters; at most 1,000 are allowed"),
     ({"seed": 2**64}, r"seed=18446744073709551616 is outside"),
     ({"seed": 1.5}, r"seed=1\.5 is not an integer"),
     ({"stop": ""}, r"stop holds ''; every stop string needs at least one character"),

@@ -20,6 +20,9 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow long before it changed what is sampled."""
 
 
+LONGEST_BAD_WORD = 1000
+"""Characters. Every step compares all beginnings of bad words, as long as the longest, with the latest tokens."""
+
 SMALLEST_REPETITION_PENALTY = 1e-6
 """Logits divided by less leave the range of float32."""
 
@@ -250,6 +253,11 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
             for word in self.bad_words:
                 if not isinstance(word, str) or not word.strip():
                     raise RequestError(f"bad_words holds {word!r}; every entry must be a non-empty text", "bad_words")
+                if len(word) > LONGEST_BAD_WORD:
+                    raise RequestError(
+                        f"bad_words holds a text of {len(word):,} characters; at most {LONGEST_BAD_WORD:,} are allowed",
+                        "bad_words",
+                    )
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:

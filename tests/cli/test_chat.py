@@ -55,6 +55,11 @@ def test_reset_help_exit(run_weft: RunWeft, conversations: list[list[dict[str, A
     ]
 
 
+def test_an_answer_that_cannot_go_on_says_why(run_weft: RunWeft) -> None:
+    out = chat(run_weft, "Hi", flags=("--allowed-token-ids", 64, "--bad-words", "aa"))
+    assert "(after 1 generated tokens, allowed_token_ids and bad_words leave no token" in out and "NaN" not in out
+
+
 def test_a_refused_turn_leaves_the_conversation(run_weft: RunWeft, conversations: list[list[dict[str, Any]]]) -> None:
     out = chat(run_weft, "1 " * 5000, "Hi")
     assert "error: This model's maximum context length is" in out

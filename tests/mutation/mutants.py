@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     _mutant(
         "min-tokens-one-more", "an end is allowed after min_tokens", "weft/runner/sampling_inputs.py",
-        "if count < p.min_tokens and", "if count <= p.min_tokens and", "tests/engine/test_sampling.py",
+        "and count < p.min_tokens:", "and count <= p.min_tokens:", "tests/engine/test_sampling.py",
     ),
     _mutant(
         "penalties-forget-the-past", "a resumed request is penalised for what it generated before",

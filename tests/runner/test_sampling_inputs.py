@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import pytest
 import torch
 
 from weft.layers.sampler import SamplingBatch
@@ -141,6 +142,18 @@ def test_ends_are_blocked_before_min_tokens_only() -> None:
     assert blocked(rig.build(0)) == {(0, 10), (0, 11)}
     rig.sample({0: 5})
     assert blocked(rig.build(0)) == set()
+
+
+def test_long_lists_are_converted_once_and_not_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.fill(1, [1], logit_bias={4: 1.5}, min_tokens=2, blocked_before_min=[3, 5], bad_words=[[7], [8]])
+    for name in ("_ints", "_floats"):
+        monkeypatch.setattr(rig.inputs, name, lambda values: pytest.fail("converted again"))
+    batch = rig.build(1)
+    assert blocked(batch) == {(0, 3), (0, 5), (0, 7), (0, 8)}
+    assert batch.bias is not None and batch.bias.tokens.tolist() == [4]
+    rig.inputs.forget(1)
+    assert rig.build(1).bias is None and blocked(rig.build(1)) == set()
 
 
 def test_bias_and_allowed_ids_stand_in_their_rows() -> None:

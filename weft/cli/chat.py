@@ -101,7 +101,7 @@ class Conversation:
         """Print the answer to the conversation as it comes, then its figures. Returns it."""
         meter = Meter()
         request_id = self._llm.add_request(self._llm.render_chat(self._messages), self._params)
-        text, reason = "", None
+        text, reason, why = "", None, None
         with _interrupts() as interrupted:
             while not self._llm.is_finished():
                 if interrupted:
@@ -113,8 +113,9 @@ class Conversation:
                 for output in outputs:
                     completion = output.outputs[0]
                     print(completion.text[len(text) :], end="", flush=True)
-                    text, reason = completion.text, completion.finish_reason
-        print("\n" + _dim(f"({_ENDINGS.get(reason, '')}{meter.summary()})"))
+                    text, reason, why = completion.text, completion.finish_reason, completion.stop_reason
+        ending = f"{why}; " if reason == "error" and why is not None else _ENDINGS.get(reason, "")
+        print("\n" + _dim(f"({ending}{meter.summary()})"))
         return text
 
 

@@ -66,6 +66,8 @@ class SamplingInputs:
         self._counts: dict[int, Counts] = {}
         self._bad_words: dict[int, BadWords] = {}
         self._allowed: dict[int, Tensor] = {}
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # token ids and values
+        self._ends: dict[int, Tensor] = {}  # ids that may not be sampled before min_tokens
         self._editing: set[int] = set()
         self._num_logprobs: dict[int, int] = {}
         self._step_masks: dict[int, list[Tensor]] = {}
@@ -86,6 +88,11 @@ class SamplingInputs:
             allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
             allowed[params.allowed_token_ids] = True
             self._allowed[new.row] = to_device(allowed, self._device)
+        if params.logit_bias:
+            tokens, values = list(params.logit_bias), list(params.logit_bias.values())
+            self._biases[new.row] = self._ints(tokens), self._floats(values)
+        if params.min_tokens and params.blocked_before_min:
+            self._ends[new.row] = self._ints(params.blocked_before_min)
         if params.edits_logits:
             self._editing.add(new.row)
         if params.logprobs is not None:
@@ -106,7 +113,7 @@ class SamplingInputs:
         return (packed[:, None] >> shifts & 1).bool().flatten()[: self._vocab_size]
 
     def forget(self, row: int) -> None:
-        for table in (self._counts, self._bad_words, self._allowed, self._num_logprobs):
+        for table in (self._counts, self._bad_words, self._allowed, self._biases, self._ends, self._num_logprobs):
             table.pop(row, None)
         self._editing.discard(row)
 
@@ -181,7 +188,7 @@ class SamplingInputs:
         return dataclasses.replace(
             self.plain(sampled, rows),
             penalties=self._penalties(sampled, params),
-            bias=self._bias(params),
+            bias=self._bias(sampled),
             allowed=self._allowed_mask(sampled),
             blocked=self._blocked(sampled, params, generated),
             processors=processors or None,
@@ -211,12 +218,12 @@ class SamplingInputs:
         times = torch.ones(len(drafts), dtype=torch.int32, device=self._device)
         return Counts(counts.output.index_add(0, self._ints(drafts), times), counts.prompt)
 
-    def _bias(self, params: list[RowSampling]) -> LogitBias | None:
-        entries = [(i, token, value) for i, p in enumerate(params) for token, value in (p.logit_bias or {}).items()]
-        if not entries:
+    def _bias(self, sampled: Sequence[ScheduledRequest]) -> LogitBias | None:
+        found = [(i, *self._biases[r.row]) for i, r in enumerate(sampled) if r.row in self._biases]
+        if not found:
             return None
-        rows, tokens, values = zip(*entries, strict=True)
-        return LogitBias(self._ints(list(rows)), self._ints(list(tokens)), self._floats(list(values)))
+        rows = torch.cat([torch.full_like(tokens, place) for place, tokens, _ in found])
+        return LogitBias(rows, torch.cat([tokens for _, tokens, _ in found]), torch.cat([bias for *_, bias in found]))
 
     def _allowed_mask(self, sampled: Sequence[ScheduledRequest]) -> Tensor | None:
         steps = [self._step_masks.get(r.row) for r in sampled]
@@ -231,22 +238,22 @@ class SamplingInputs:
         self, sampled: Sequence[ScheduledRequest], params: list[RowSampling], generated: list[int]
     ) -> BlockedTokens | None:
         """Ends before ``min_tokens``, and last tokens of bad words, active where their beginning was just generated."""
-        rows: list[int] = []
-        tokens, active = [], []
+        rows, tokens, active = [], [], []
         for i, (request, p, count) in enumerate(zip(sampled, params, generated, strict=True)):
-            if count < p.min_tokens and p.blocked_before_min:
-                rows += [i] * len(p.blocked_before_min)
-                tokens.append(self._ints(p.blocked_before_min))
-                active.append(torch.ones_like(tokens[-1], dtype=torch.bool))
+            ends = self._ends.get(request.row)
+            if ends is not None and count < p.min_tokens:
+                rows.append(torch.full_like(ends, i))
+                tokens.append(ends)
+                active.append(torch.ones_like(ends, dtype=torch.bool))
             words = self._bad_words.get(request.row)
             if words is not None:
-                rows += [i] * len(words.last)
+                rows.append(torch.full_like(words.last, i))
                 tokens.append(words.last)
                 drafts = request.draft_token_ids
                 active.append((words.after(self._ints(drafts)) if drafts else words).blocked())
         if not rows:
             return None
-        return BlockedTokens(self._ints(rows), torch.cat(tokens), torch.cat(active))
+        return BlockedTokens(torch.cat(rows), torch.cat(tokens), torch.cat(active))
 
     def _floats(self, values: list[float]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.float32), self._device)
