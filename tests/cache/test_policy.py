@@ -9,6 +9,7 @@ import pytest
 from tests.cache.fake_memory import FakeMemory
 from tests.cache.test_manager import PROMPT, begin, make, run
 from tests.cache.test_manager_fuzz import make_spec
+from weft.cache import state_plan
 from weft.cache.dump import dump_tree
 from weft.cache.manager import EndedRequest, Manager
 from weft.cache.nodes import as_tokens
@@ -220,6 +221,17 @@ def test_a_running_prefill_stores_no_more_for_others_than_its_limit() -> None:
         manager, _ = make()
         running = begin(manager, PROMPT, boundaries=boundaries)
         assert manager.states.shareable(manager.match([*PROMPT[:100], 7]), running.lease) == found
+
+
+def test_most_prefills_share_too_little_by_one_look_at_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, _ = make()
+    running, match = begin(manager, PROMPT), manager.match([*PROMPT[:100], 7])
+    for least, found in ((1, 100), (100, 100), (101, 0), (5000, 0)):
+        assert manager.states.shareable(match, running.lease, least) == found
+    assert manager.states.shareable(manager.match(PROMPT[:100]), running.lease, 99) == 99
+    assert manager.states.shareable(manager.match(PROMPT[:100]), running.lease, 100) == 0  # one is left to compute
+    monkeypatch.setattr(state_plan, "common_prefix", None)
+    assert manager.states.shareable(match, running.lease, 101) == 0
 
 
 def test_dump_shows_spans_leases_and_states() -> None:

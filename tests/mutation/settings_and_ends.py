@@ -52,7 +52,7 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "awaits-any-match", "few shared tokens are not waited for", "weft/scheduler/lookups.py",
-        ">= MIN_IN_FLIGHT_MATCH", ">= 1",
+        "match.num_tokens + MIN_IN_FLIGHT_MATCH", "match.num_tokens + 1",
         "tests/scheduler/test_prefix_reuse.py::test_few_shared_tokens_are_not_waited_for",
     ),
     mutant(

@@ -62,19 +62,22 @@ class StatePlan:
         )
         return LeaseCheckpoints(positions, kinds, match.checkpoint.lineage + 1 if match.checkpoint is not None else 0)
 
-    def shareable(self, match: Match, lease: Lease) -> int:
-        """How many tokens of ``match`` a running prefill makes reusable once it is confirmed. Changes nothing."""
+    def shareable(self, match: Match, lease: Lease, least: int = 1) -> int:
+        """How many tokens of ``match`` a running prefill makes reusable once it is confirmed; 0 if they are fewer than
+        ``least``. Changes nothing."""
         if lease.is_inserted or lease.node is None or lease.salt != match.salt or not match.reuse:
             return 0
-        shared = min(common_prefix(match.tokens, lease.tokens), len(match.tokens) - 1)
-        if not self._needs_state:
-            return shared
-        positions = [p for p in lease.checkpoints.pending() if p <= shared]
-        return shared if self._can_store(lease, shared) else max(positions, default=0)
+        tokens, theirs = match.tokens, lease.tokens
+        most = min(len(tokens) - 1, len(theirs))
+        if least > most or tokens[least - 1] != theirs[least - 1]:
+            return 0  # one look at one token shows it of most prefills, of which there may be hundreds
+        shared = min(common_prefix(tokens, theirs), most)
+        if self._needs_state and not self._can_store(lease, shared):
+            shared = max((p for p in lease.checkpoints.pending() if p <= shared), default=0)
+        return shared if shared >= least else 0
 
-    def share(self, match: Match, lease: Lease) -> None:
-        """Let a running prefill store a state where ``match`` leaves it, if it has not come that far."""
-        position = self.shareable(match, lease)
+    def share(self, lease: Lease, position: int) -> None:
+        """Let a running prefill store a state at ``position``, from ``shareable``, if it has not come that far."""
         if self._needs_state and position not in lease.checkpoints.pending() and self._can_store(lease, position):
             lease.checkpoints.add(position, "divergence")
 

@@ -74,8 +74,9 @@ class PrefixLookups:
 
     def await_in_flight_match(self, request: Request, match: Match, running: Sequence[Running]) -> None:
         """If a prefill in flight will make much more of this prompt reusable, wait for it and have it store a state."""
+        states, least = self._manager.states, match.num_tokens + MIN_IN_FLIGHT_MATCH
         for each in running:
-            if self._manager.states.shareable(match, each.lease) - match.num_tokens >= MIN_IN_FLIGHT_MATCH:
-                self._manager.states.share(match, each.lease)
+            if position := states.shareable(match, each.lease, least):
+                states.share(each.lease, position)
                 self._lookups[request].awaited = each
                 return
