@@ -111,6 +111,9 @@ def test_every_flag_reaches_the_load(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["bench", "serve", "--kind", "trace", "--trace", "FILE"]) == 0
     target = Target("127.0.0.1", 8000, "/v1", False, "of the environment")
     assert measured[2:] == [(target, None, ServeWorkload(kind="trace", trace="FILE"))]
+    capsys.readouterr()
+    assert main(["bench", "serve", "--kind", "trace", "--trace", "FILE", "--request-rate", "2"]) == 2
+    assert len(measured) == 3 and "--request-rate has no effect with a trace" in capsys.readouterr().err
     assert b"\r\nAuthorization: Bearer of the environment\r\n" in target.head("/x", 3)
     assert target.head("/x", 3).startswith(b"POST /v1/x HTTP/1.1\r\nHost: 127.0.0.1:8000\r\n")
 

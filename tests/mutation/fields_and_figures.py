@@ -257,4 +257,13 @@ FIELDS_AND_FIGURES = (
         "second-call-passes", "parallel_tool_calls=false leaves one call", "weft/server/output_parser.py",
         "elif self._several or not self.num_calls:", "else:", "tests/server/test_output_parser.py",
     ),
+    mutant(
+        "readers-wait-for-more", "what came before a reader is read without a wait", "weft/engine/response_stream.py",
+        "            if not self._undelivered and not self._has_updates:\n", "            if not self._undelivered:\n",
+        "tests/server/test_async_engine.py",
+    ),
+    mutant(
+        "rates-of-traces-pass", "a rate beside a trace is refused", "weft/cli/bench_serve.py",
+        "if args.trace is not None and rate is not None:", "if False:", _LOAD,
+    ),
 )  # fmt: skip

@@ -82,6 +82,21 @@ def submit(engine: AsyncEngine, text: str = TEXT, name: str = "r", **params: Any
     return engine.submit(name, [engine.inputs.prepare_prompt(text)], SamplingParams(**params))
 
 
+def test_what_came_before_the_reader_is_read_without_a_wait(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        stream = submit(engine, max_tokens=5, ignore_eos=True)
+        link.run(2)
+        await asyncio.sleep(0.001)  # nobody waits when it is announced
+        ((_, delta),) = await anext(stream)
+        assert len(delta.token_ids) == 2 and delta.finish_reason is None
+        link.run(3)
+        await asyncio.sleep(0.001)
+        (deltas,) = [deltas async for deltas in stream]
+        assert [(len(delta.token_ids), delta.finish_reason) for _, delta in deltas] == [(3, "length")]
+
+    run(inputs, body)
+
+
 def test_the_engine_tells_what_requests_can_get_of_it() -> None:
     settings = {"device": "cpu", "num_kv_pages": 21, "num_state_slots": 12, "page_size": 8, "load_format": "dummy"}
     start = EngineStart(Address("", ""), "", 0, settings | {"max_num_seqs": 3, "max_model_len": 64}, False, False)

@@ -96,6 +96,8 @@ def _workload(args: argparse.Namespace, number: int, rate: float | None, concurr
         raise ConfigError(f"--request-rate {rate}: give more than 0, or leave it out")
     if (args.kind == "trace") != (args.trace is not None):
         raise ConfigError("--trace FILE and --kind trace go together")
+    if args.trace is not None and rate is not None:
+        raise ConfigError("--request-rate has no effect with a trace, whose timestamps say when; leave it out")
     return ServeWorkload(
         kind=args.kind,
         num_requests=args.num_requests,
