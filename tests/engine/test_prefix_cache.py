@@ -159,7 +159,7 @@ def test_the_eviction_policy_is_the_one_that_was_chosen(name: str, policy: type,
 def test_eviction_is_tuned_behind_a_launch(cramped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """By every request that has ended, but no token waits for it."""
     core, order = cramped._core, list[str]()
-    monkeypatch.setattr(core, "_tuner", lambda fed, num_prompt_tokens, *_: order.append(f"tune {num_prompt_tokens}"))
+    monkeypatch.setattr(core, "_tuner", lambda ended: order.append(f"tune {ended.num_prompt_tokens}"))
     for room in ("launch", "result"):
         method = getattr(core._executor, room)
         monkeypatch.setattr(core._executor, room, lambda *a, m=method, r=room: order.append(r) or m(*a))
@@ -172,7 +172,7 @@ def test_eviction_is_tuned_behind_a_launch(cramped: LLM, monkeypatch: pytest.Mon
 def test_eviction_is_tuned_by_one_request_a_step(cramped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next first token does not wait for all requests that ended together."""
     core, tuned = cramped._core, list[int]()
-    monkeypatch.setattr(core, "_tuner", lambda fed, num_prompt_tokens, *_: tuned.append(num_prompt_tokens))
+    monkeypatch.setattr(core, "_tuner", lambda ended: tuned.append(ended.num_prompt_tokens))
     run(cramped, *([token] * token for token in (7, 8, 9)), max_tokens=1)
     tuned.clear()
     left = len(core._ended)
