@@ -110,7 +110,7 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "async-submit-drops-caller", "the fair order knows whose a call is", "weft/engine/async_engine.py",
-        "priority, grammar=grammar, caller=caller)", "priority, grammar=grammar)",
+        "resolved, priority, caller=caller)", "resolved, priority)",
         "tests/server/test_async_engine.py",
     ),
     mutant(

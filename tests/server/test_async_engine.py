@@ -109,6 +109,28 @@ def test_the_engine_tells_what_requests_can_get_of_it() -> None:
     assert [type(message) for message in told] == [wire.Configured, wire.Stage, wire.Stage]
 
 
+def test_parameters_are_resolved_once_for_all_prompts_of_a_call(
+    inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizing the bad words again for each of a thousand prompts would keep the event loop for seconds."""
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, **named: Any) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, **named)
+
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        prompts = [inputs.prepare_prompt(TEXT) for _ in range(5)]
+        monkeypatch.setattr(Tokenizer, "encode", noted)
+        stream = engine.submit("r", prompts, SamplingParams(bad_words=["word"], max_tokens=2))
+        assert encoded == ["word", " word"]
+        assert len({id(request) for request in stream.requests}) == 5
+        assert len({request.sampling.seed for request in stream.requests}) == 5
+
+    run(inputs, body)
+
+
 def test_every_figure_of_a_request_crosses_to_the_engine_and_back(inputs: InputProcessor) -> None:
     async def body(engine: AsyncEngine, link: Link) -> None:
         prompt = inputs.prepare_prompt({"prompt": TEXT, "cache_salt": "salt", "checkpoint_positions": [2]})

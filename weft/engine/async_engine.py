@@ -103,7 +103,7 @@ class AsyncEngine:
         """Start a call: all of its prompts, or none if one is refused.
 
         Args:
-            grammar, caller: see ``InputProcessor.make_requests``.
+            grammar, caller: see ``InputProcessor.resolve`` and ``make_requests``.
 
         Raises:
             RequestError: the id is in use, or the parameters do not fit the model.
@@ -113,9 +113,10 @@ class AsyncEngine:
             raise self._death
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
+        resolved = self.inputs.resolve(params, grammar)
         outputs = []
         for prompt in prompts:
-            requests = self.inputs.make_requests(request_id, prompt, params, priority, grammar=grammar, caller=caller)
+            requests = self.inputs.make_requests(request_id, prompt, params, resolved, priority, caller=caller)
             outputs.append(OutputStream(request_id, prompt, requests, params, self.tokenizer))
         stream = self._streams[request_id] = ResponseStream(self, request_id, outputs)
         for index, output in enumerate(outputs):

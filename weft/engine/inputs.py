@@ -231,26 +231,19 @@ class InputProcessor:
         request_id: str,
         prompt: PreparedPrompt,
         params: SamplingParams,
+        resolved: RowSampling,
         priority: int = 0,
         *,
-        grammar: str | None = None,
         caller: str = "",
     ) -> list[Request]:
         """One ``Request`` per completion, with ids that were never used before: ``<request_id>/<arrival>``.
 
         Args:
-            grammar: in place of ``params.structured_outputs``; one that is known to compile.
+            resolved: ``params``, from ``resolve``.
             caller: as in ``RequestSpec``.
-
-        Raises:
-            RequestError: parameters that do not fit this model.
         """
-        self._check_params(params)
         number = next(self._prompts)
         seed = params.seed if params.seed is not None else derive_seed(self._seed, number)
-        resolved = self._resolve(params)
-        if grammar is not None:
-            resolved = replace(resolved, grammar=grammar)
         samplings = [replace(resolved, seed=_sample_seed(seed, i)) for i in range(params.n)]
         ids = array("I", prompt.token_ids)
         return [self._make(request_id, prompt, ids, params, sampling, priority, caller) for sampling in samplings]
@@ -284,8 +277,17 @@ class InputProcessor:
             logits_processors=tuple(params.logits_processors or ()),
         )
 
-    def _resolve(self, params: SamplingParams) -> RowSampling:
-        """Fill in the checkpoint's generation defaults; see ``SamplingParams``. The seed is left to the caller."""
+    def resolve(self, params: SamplingParams, grammar: str | None = None) -> RowSampling:
+        """With the checkpoint's generation defaults; see ``SamplingParams``. The seed is left to ``make_requests``.
+        Once for all prompts of a call, since bad words are tokenized here.
+
+        Args:
+            grammar: in place of ``params.structured_outputs``; one that is known to compile.
+
+        Raises:
+            RequestError: parameters that do not fit this model.
+        """
+        self._check_params(params)
         defaults = self._generation
         top_k = int(_first(params.top_k, defaults.top_k, 0))
         sampling = RowSampling(
@@ -303,7 +305,7 @@ class InputProcessor:
             blocked_before_min=sorted(self._ends(params)) if params.min_tokens else [],
             logprobs=self.num_logprobs("logprobs", params.logprobs),
             prompt_logprobs=self.num_logprobs("prompt_logprobs", params.prompt_logprobs),
-            grammar=self._grammar(params),
+            grammar=self._grammar(params) if grammar is None else grammar,
         )
         _check_allowed(sampling)
         return sampling
