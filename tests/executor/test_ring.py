@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.patience import GUARD_S
+from weft.executor import ring
 from weft.executor.ring import NUM_SLOTS, SLOT_BYTES, Reader, Writer
 
 ECHO = """
@@ -93,6 +94,22 @@ def test_what_is_half_written_is_not_read() -> None:
     slot[18:19] = b"l"
     thread.join(2)
     assert received == [b"hello"]
+    writer.close()
+
+
+def test_a_reader_that_sleeps_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_NAP_MS", 1000 * GUARD_S)
+    writer = Writer(1)
+    reader = Reader(writer.address, 0, 0.0)
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.append(reader.receive()), daemon=True)
+    thread.start()
+    while not writer._memory.number(0, ring._SLEEPS):
+        time.sleep(1e-3)
+    time.sleep(0.05)
+    writer.send(b"step", never)
+    thread.join(GUARD_S / 2)
+    assert got == [b"step"], "it would have slept on"
     writer.close()
 
 

@@ -266,4 +266,9 @@ FIELDS_AND_FIGURES = (
         "rates-of-traces-pass", "a rate beside a trace is refused", "weft/cli/bench_serve.py",
         "if args.trace is not None and rate is not None:", "if False:", _LOAD,
     ),
+    mutant(
+        "sleepers-are-not-woken", "a rank that sleeps is woken by a step", "weft/executor/ring.py",
+        '                    os.write(write_end, b"\\0")\n', "                    pass\n",
+        "tests/executor/test_ring.py::test_a_reader_that_sleeps_is_woken",
+    ),
 )  # fmt: skip
