@@ -222,8 +222,8 @@ class SamplingInputs:
         found = [(i, *self._biases[r.row]) for i, r in enumerate(sampled) if r.row in self._biases]
         if not found:
             return None
-        rows = torch.cat([torch.full_like(tokens, place) for place, tokens, _ in found])
-        return LogitBias(rows, torch.cat([tokens for _, tokens, _ in found]), torch.cat([bias for *_, bias in found]))
+        places, tokens, values = zip(*found, strict=True)
+        return LogitBias(self._rows_of(places, tokens), torch.cat(tokens), torch.cat(values))
 
     def _allowed_mask(self, sampled: Sequence[ScheduledRequest]) -> Tensor | None:
         steps = [self._step_masks.get(r.row) for r in sampled]
@@ -238,22 +238,28 @@ class SamplingInputs:
         self, sampled: Sequence[ScheduledRequest], params: list[RowSampling], generated: list[int]
     ) -> BlockedTokens | None:
         """Ends before ``min_tokens``, and last tokens of bad words, active where their beginning was just generated."""
-        rows, tokens, active = [], [], []
+        places: list[int] = []
+        tokens, active = [], []
         for i, (request, p, count) in enumerate(zip(sampled, params, generated, strict=True)):
             ends = self._ends.get(request.row)
             if ends is not None and count < p.min_tokens:
-                rows.append(torch.full_like(ends, i))
+                places.append(i)
                 tokens.append(ends)
                 active.append(torch.ones_like(ends, dtype=torch.bool))
             words = self._bad_words.get(request.row)
             if words is not None:
-                rows.append(torch.full_like(words.last, i))
+                places.append(i)
                 tokens.append(words.last)
                 drafts = request.draft_token_ids
                 active.append((words.after(self._ints(drafts)) if drafts else words).blocked())
-        if not rows:
+        if not places:
             return None
-        return BlockedTokens(torch.cat(rows), torch.cat(tokens), torch.cat(active))
+        return BlockedTokens(self._rows_of(places, tokens), torch.cat(tokens), torch.cat(active))
+
+    def _rows_of(self, places: Sequence[int], tokens: Sequence[Tensor]) -> Tensor:
+        """Each place as often as it has tokens, in one copy to the device."""
+        counts = torch.tensor([len(each) for each in tokens])
+        return to_device(torch.tensor(places).repeat_interleave(counts), self._device)
 
     def _floats(self, values: list[float]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.float32), self._device)
