@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anthropic
@@ -15,6 +16,7 @@ from weft.server.anthropic_messages import MessagesBuilder
 from weft.server.chat_completions import _of_content
 from weft.server.errors import ApiError
 from weft.server.responses import ResponsesBuilder
+from weft.server.sse import JsonResponse, StreamResponse
 
 TEXT = "Grüße, 東京 😀"
 THOUGHT = "<think>\nhm, hm\n</think>\n\nyes"
@@ -335,6 +337,46 @@ def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -
     call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": [1]}]}
     with pytest.raises(anthropic.BadRequestError, match=r"input is no object: \[1\]"):
         create(claude, [{"role": "user", "content": "x"}, call])
+
+
+def test_errors_of_messages_have_the_types_of_that_protocol(server: RunningServer) -> None:
+    """Whoever refuses: the handler, the reading of the body, the table of routes, the gate before them."""
+    url, body = "/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": TEXT}]}
+    answers = [
+        server.client.post(url, json=body | {"model": "other"}),
+        server.client.post(url, content=b"x" * (9 << 20)),
+        server.client.get(f"{url}/nothing"),
+        server.client.post(url, json=body, headers={"Host": "evil.example"}),
+    ]
+    assert [(answer.status_code, answer.json()["error"]["type"]) for answer in answers] == [
+        (404, "not_found_error"), (413, "request_too_large"), (404, "not_found_error"), (403, "permission_error"),
+    ]  # fmt: skip
+    assert server.client.post("/v1/responses", json={"input": "x", "model": "other"}).json()["error"]["type"] == (
+        "invalid_request_error"
+    )
+
+
+@pytest.mark.parametrize("kind", [JsonResponse, StreamResponse])
+def test_a_message_that_fails_before_anything_was_sent(kind: Any) -> None:
+    sent: list[Any] = []
+
+    async def body() -> Any:
+        raise ApiError(503, "no", type="server_error")
+
+    async def events() -> AsyncIterator[bytes]:
+        raise ApiError(503, "no", type="server_error")
+        yield b""
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def answer() -> None:
+        response = kind(events() if kind is StreamResponse else body, lambda: None, 10.0)
+        scope: Any = {"type": "http", "path": "/v1/messages", "headers": []}
+        await response(scope | {"weft.chunks": None, "weft.on_disconnect": lambda call: None}, None, send)
+
+    asyncio.run(answer())
+    assert (sent[0]["status"], json.loads(sent[1]["body"])["error"]["type"]) == (503, "api_error")
 
 
 @pytest.mark.parametrize("protocol", [MessagesBuilder, ResponsesBuilder])

@@ -288,12 +288,24 @@ def test_pages_of_other_origins_are_let_in_by_name() -> None:
     ],
 )  # fmt: skip
 def test_errors_as_responses(error: Exception, status: int, told: tuple[Any, ...], headers: dict[str, str]) -> None:
-    response = error_response(error)
+    response = error_response(error, "/v1/responses")
     kind, param, code = told
     expected = {"message": "m", "type": kind, "param": param, "code": code}
     assert response.status_code == status and json.loads(response.body) == {"type": "error", "error": expected}
     found = {name: value for name, value in response.headers.items() if name != "content-length"}
     assert found == headers | {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
+     (404, "not_found_error"), (405, "invalid_request_error"), (413, "request_too_large"), (429, "rate_limit_error"),
+     (500, "api_error"), (503, "api_error"), (504, "timeout_error"), (529, "overloaded_error")],
+)  # fmt: skip
+def test_types_of_errors_in_the_anthropic_protocol(status: int, kind: str) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        error = json.loads(error_response(ApiError(status, "m", type="t"), path).body)["error"]
+        assert (error["type"], error["message"]) == (kind, "m")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from weft.server.api_call import Context, check_model
 from weft.server.chat_completions import render_chat, start_chat
 from weft.server.client import Client
 from weft.server.content_blocks import Block, BlockEvent, BlockResponseBuilder
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, anthropic_type
 from weft.server.protocol import ChatCompletionRequest, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
 from weft.server.tool_use import tool_use
@@ -252,8 +252,8 @@ class MessagesBuilder(BlockResponseBuilder):
         yield named_event("message_stop", {"type": "message_stop"})
 
     def error_events(self, error: ApiError) -> bytes:
-        kind = "api_error" if error.type == "server_error" else error.type
-        return named_event("error", {"type": "error", "error": {"type": kind, "message": str(error)}})
+        told = {"type": anthropic_type(error), "message": str(error)}
+        return named_event("error", {"type": "error", "error": told})
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         call = self.chat.call

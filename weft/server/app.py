@@ -108,7 +108,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
         try:
             return _json(utility.change_replica(context, request), 202)
         except Exception as error:
-            return _failure(error)
+            return _failure(error, request.url.path)
 
     inspector = Inspector(service)
 
@@ -116,7 +116,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
         try:
             return _json(await inspector.answer(request))
         except Exception as error:
-            return _failure(error)
+            return _failure(error, request.url.path)
 
     direct = {("POST", path): _post(context, handler) for path, (handler, _) in POSTS.items()}
     direct |= {("GET", path): _get(context, handler) for path, handler in GETS.items()}
@@ -165,7 +165,7 @@ def _post(context: Context, handler: PostHandler) -> DirectEndpoint:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody is there to read it
         except Exception as error:
-            return _failure(error)
+            return _failure(error, scope["path"])
         return result if isinstance(result, Response) else _json(result)
 
     return endpoint
@@ -185,7 +185,7 @@ def _get(context: Context, handler: Callable[[Context], Any]) -> DirectEndpoint:
         try:
             result = handler(context)
         except Exception as error:
-            return _failure(error)
+            return _failure(error, scope["path"])
         return _json(result[1], result[0]) if isinstance(result, tuple) else _json(result)
 
     return endpoint
@@ -237,10 +237,10 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than this server takes: {limit:,} bytes", code="body_too_large")
 
 
-def _failure(error: Exception) -> Response:
+def _failure(error: Exception, path: str) -> Response:
     if as_api_error(error).status == 500:
         logger.error("a request failed", exc_info=error)
-    return error_response(error)
+    return error_response(error, path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -250,11 +250,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: f"there is nothing at {request.url.path[:200]}; /openapi.json lists what there is",
         405: f"{request.method} is not allowed here; allowed: {allowed}",
     }
-    response = error_response(ApiError(error.status_code, message.get(error.status_code, error.detail)))
+    known = ApiError(error.status_code, message.get(error.status_code, error.detail))
+    response = error_response(known, request.url.path)
     if allowed:
         response.headers["Allow"] = allowed
     return response
 
 
 async def _any_error(request: Request, error: Exception) -> Response:
-    return _failure(error)
+    return _failure(error, request.url.path)

@@ -79,7 +79,7 @@ class AuthenticationMiddleware:
                 return
             scope["weft.client"] = self._identify(scope["path"], headers, scope.get("client"))
         except ApiError as refusal:
-            await error_response(refusal)(scope, receive, counting)
+            await error_response(refusal, scope["path"])(scope, receive, counting)
             return
         await self._app(scope, receive, counting)
 

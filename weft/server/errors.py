@@ -1,4 +1,4 @@
-"""Errors on the wire, in the shape of the OpenAI API."""
+"""Errors on the wire, in the shape of the OpenAI API, with Anthropic's types on its paths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import msgspec
 from starlette.responses import Response
 
 from weft.errors import ContextLengthError, EngineDeadError, RequestError, WeftError
+
+MESSAGES_PATH = "/v1/messages"
+"""The paths of the Anthropic protocol begin so."""
 
 
 class ApiError(WeftError):
@@ -53,19 +56,36 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server made a mistake; its log says more", type="server_error")
 
 
-def error_body(error: ApiError) -> dict[str, object]:
-    """OpenAI's shape; with the ``type`` beside it, it is Anthropic's too."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def anthropic_type(error: ApiError) -> str:
+    """Anthropic's type of an error, which follows from the status."""
+    return _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+
+
+def error_body(error: ApiError, path: str = "") -> dict[str, object]:
+    """OpenAI's shape; with the ``type`` beside it, it is Anthropic's too. ``path``: what was called, if it is known."""
+    kind = anthropic_type(error) if path.startswith(MESSAGES_PATH) else error.type
     return {
         "type": "error",
-        "error": {"message": str(error), "type": error.type, "param": error.param, "code": error.code},
+        "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code},
     }
 
 
-def error_response(error: Exception) -> Response:
-    """The whole response to a request that failed before anything was sent."""
+def error_response(error: Exception, path: str) -> Response:
+    """The whole response to a request to ``path`` that failed before anything was sent."""
     known = as_api_error(error)
     headers = {} if known.retry_after_s is None else {"Retry-After": str(known.retry_after_s)}
     if known.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = msgspec.json.encode(error_body(known))
+    body = msgspec.json.encode(error_body(known, path))
     return Response(body, known.status, headers, media_type="application/json")

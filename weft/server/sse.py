@@ -131,7 +131,7 @@ class StreamResponse(Response):
             known = _explain(watch.reason(error), self._timeout_s)
             watch.allow(_END_TIMEOUT_S)
             if not sender.started:
-                await error_response(known)(scope, receive, send)
+                await error_response(known, scope["path"])(scope, receive, send)
                 return
             end = self._error_events(known)
         watch.allow(_END_TIMEOUT_S)
@@ -216,17 +216,17 @@ class JsonResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with Watch(scope, self._timeout_s) as watch:
-                response = await self._response(watch)
+                response = await self._response(watch, scope["path"])
                 watch.allow(_END_TIMEOUT_S)
                 await response(scope, receive, send)
         finally:
             self._close()
 
-    async def _response(self, watch: Watch) -> Response:
+    async def _response(self, watch: Watch, path: str) -> Response:
         try:
             body = msgspec.json.encode(await self._work())
         except (Exception, asyncio.CancelledError) as error:
-            return error_response(_explain(watch.reason(error), self._timeout_s))
+            return error_response(_explain(watch.reason(error), self._timeout_s), path)
         return Response(body, headers=self._extra_headers, media_type="application/json")
 
 
