@@ -72,6 +72,30 @@ def test_response_events_add_up(openai: OpenAI, text: str, kinds: list[str]) -> 
         assert whole.output[1].call_id and done[1].call_id == last.output[1].call_id != whole.output[1].call_id
 
 
+@pytest.mark.parametrize(
+    ("text", "missing", "items"),
+    [
+        (TEXT, 2, [("message", "incomplete")]),
+        (THOUGHT, 4, [("reasoning", "incomplete")]),
+        (f"<think>\nhm\n</think>\n\n{TEXT}", 2, [("reasoning", "completed"), ("message", "incomplete")]),
+        (f"do\n{CALL}", 9, [("message", "incomplete")]),  # half a call is left out
+        (f"do\n{CALL}", 1, [("message", "completed"), ("function_call", "completed")]),
+        (CALL, 9, [("message", "incomplete")]),
+    ],
+)
+def test_the_item_in_which_a_response_is_cut_off_is_incomplete(
+    openai: OpenAI, text: str, missing: int, items: list[tuple[str, str]]
+) -> None:
+    asked: dict[str, Any] = {"model": "weft-mini", "input": text, "tools": [FUNCTION]}
+    asked["max_output_tokens"] = openai.responses.create(**asked).usage.output_tokens - missing
+    whole = openai.responses.create(**asked)
+    events = list(openai.responses.create(**asked, stream=True))
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert whole.status == events[-1].response.status == "incomplete"
+    for output in (whole.output, events[-1].response.output, done):
+        assert [(item.type, item.status) for item in output] == items
+
+
 ITEMS: dict[str, Any] = {
     "reasoning": lambda text: {
         "id": None, "call_id": None, "type": "reasoning", "summary": [], "status": "completed",

@@ -21,13 +21,15 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """``text`` is the reasoning, the text, or the arguments of the call; ``logprobs``: of the text's tokens."""
+    """``text`` is the reasoning, the text, or the arguments of the call; ``logprobs``: of the text's tokens;
+    ``is_cut_off``: more would have come. A call is always whole."""
 
     index: int
     kind: Kind
     text: str = ""
     call: ToolCall | None = None
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    is_cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,12 @@ class Blocks:
             yield from self._open("call", call)
             yield from self._delta(call.arguments)
 
-    def finish(self) -> Iterator[BlockEvent]:
-        """The answer has ended; one without anything in it is an empty text."""
-        if self._current is None and not self.done:
+    def finish(self, *, is_cut_off: bool) -> Iterator[BlockEvent]:
+        """The answer has ended (``is_cut_off``: by ``max_tokens``); one without anything in it is an empty text."""
+        if self._current is None:
             yield from self._open("text", None)
+        assert self._current is not None
+        self._current.is_cut_off = is_cut_off and self._current.call is None
         yield from self._close()
 
     def _grow(self, kind: Kind, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[BlockEvent]:
@@ -119,7 +123,7 @@ class BlockResponseBuilder(ResponseBuilder):
         async for deltas in self.call.stream:
             for parts in self.chat.parts(deltas):
                 list(self.blocks.feed(parts))
-        list(self.blocks.finish())
+        list(self._finish())
         return self.whole()
 
     def content(self, deltas: list[PromptDelta]) -> bytes:
@@ -133,5 +137,8 @@ class BlockResponseBuilder(ResponseBuilder):
         return b"".join(encoded)
 
     def last_events(self) -> bytes:
-        ends = (encoded for event in self.blocks.finish() for encoded in self.block_events(event))
+        ends = (encoded for event in self._finish() for encoded in self.block_events(event))
         return b"".join((*ends, *self.closing()))
+
+    def _finish(self) -> Iterator[BlockEvent]:
+        return self.blocks.finish(is_cut_off=self.chat.finish_reason == "length")

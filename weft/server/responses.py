@@ -212,7 +212,7 @@ class ResponsesBuilder(BlockResponseBuilder):
         block, index = event.block, event.block.index
         where = {"item_id": self._id(block), "output_index": index}
         if event.what == "open":
-            yield self._event("response.output_item.added", output_index=index, item=self._item(block, "in_progress"))
+            yield self._event("response.output_item.added", output_index=index, item=self._item(block, done=False))
             if block.kind == "text":
                 yield self._event("response.content_part.added", **where, content_index=0, part=_part(block, ""))
         elif event.what == "delta":
@@ -224,15 +224,15 @@ class ResponsesBuilder(BlockResponseBuilder):
             if block.kind == "text":
                 part = _part(block, block.text)
                 yield self._event("response.content_part.done", **where, content_index=0, part=part)
-            yield self._event("response.output_item.done", output_index=index, item=self._item(block, "completed"))
+            yield self._event("response.output_item.done", output_index=index, item=self._item(block))
 
     def _id(self, block: Block) -> str:
         while len(self._ids) <= block.index:
             self._ids.append(f"{_PREFIX[block.kind]}_{uuid.uuid4().hex}")
         return self._ids[block.index]
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
-        done = status == "completed"
+    def _item(self, block: Block, *, done: bool = True) -> dict[str, Any]:
+        status = "in_progress" if not done else "incomplete" if block.is_cut_off else "completed"
         if block.call is not None:
             call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text if done else ""}
             return {"id": self._id(block), "type": "function_call", "status": status} | call
@@ -255,7 +255,7 @@ class ResponsesBuilder(BlockResponseBuilder):
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": call.model,
-            "output": [self._item(block, "completed") for block in self.blocks.done] if finished else [],
+            "output": [self._item(block) for block in self.blocks.done] if finished else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": request.reasoning or {"effort": None, "summary": None},
