@@ -16,8 +16,10 @@ from weft.assets import MODEL_DIR
 from weft.config import EngineConfig, resolve
 from weft.config.fields import OPTIONS
 from weft.config.resolution import resolve_settings
+from weft.config.tokenizer_eos import read_eos_token_id
 from weft.config.vllm_settings import ANY, VLLM_SETTINGS
 from weft.errors import ConfigError, UnsupportedModelError
+from weft.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -121,6 +123,36 @@ def test_state_dtype_of_the_checkpoint(checkpoint: Path) -> None:
 def test_ends_that_the_model_cannot_sample_do_not_count(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [5, 1000000]}')
     assert resolve(model=str(checkpoint)).eos_token_ids == (5,)
+
+
+def test_the_eos_of_the_tokenizer_ends_texts_too(checkpoint: Path) -> None:
+    """Chat fine-tunes name the end of a turn there, and in ``config.json`` still the end of a document."""
+    (checkpoint / "generation_config.json").unlink()
+    edit(checkpoint, eos_token_id=2039)
+    assert resolve(model=str(checkpoint)).eos_token_ids == (2039,), "there is no tokenizer"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_DIR / name, checkpoint)
+    assert resolve(model=str(checkpoint)).eos_token_ids == (2039, 2041)
+    assert resolve(model=str(checkpoint), skip_tokenizer_init=True).eos_token_ids == (2039,)
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [2041, 2040]}')
+    assert resolve(model=str(checkpoint)).eos_token_ids == (2041, 2040)
+    edit(checkpoint, vocab_size=2041)
+    assert resolve(model=str(checkpoint)).eos_token_ids == (2040,), "those that the model can sample"
+
+
+@pytest.mark.parametrize(
+    "eos", ["<|im_start|>", {"__type": "AddedToken", "content": "<|im_start|>", "lstrip": False}, "not there", None]
+)
+def test_the_eos_of_the_tokenizer_is_that_of_the_loaded_one(tmp_path: Path, eos: Any) -> None:
+    shutil.copy(MODEL_DIR / "tokenizer.json", tmp_path)
+    config = json.loads((MODEL_DIR / "tokenizer_config.json").read_text())
+    # transformers writes this number for no limit
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": eos, "model_max_length": 10**30}))
+    loaded = Tokenizer.load(tmp_path).eos_token_id
+    assert read_eos_token_id(tmp_path) == (None if eos == "not there" else loaded)  # a loaded one gets a new id for it
+    for broken in ("{", '{"eos_token": 5}', "[]"):
+        (tmp_path / "tokenizer_config.json").write_text(broken)
+        assert read_eos_token_id(tmp_path) is None, "loading it tells what is wrong"
 
 
 def test_tokenizer_from_elsewhere(checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weft import LLM, SamplingParams
+from weft import LLM, SamplingParams, StructuredOutputsParams
 from weft.cli import main
 
 PROMPT = [5, 6, 7]
@@ -31,6 +31,22 @@ def test_an_eos_id_beyond_the_vocabulary(checkpoint: Path, capsys: pytest.Captur
     assert output.finish_reason in ("length", "stop") and len(output.token_ids) >= 2
     assert main(["config", "--model", str(checkpoint), "--device", "cpu"]) == 0
     assert "9999: the vocabulary has 320 ids" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_eos_of_the_tokenizer_ends_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Id 2, where the checkpoint names id 0 alone."""
+    always: dict[str, Any] = {"logit_bias": {2: 100}, "max_tokens": 6}
+    ended = generate(checkpoint, {"eos_token_id": 0}, **always)
+    assert (ended.finish_reason, ended.stop_reason, list(ended.token_ids), ended.text) == ("stop", None, [2], "")
+    late = generate(checkpoint, {"eos_token_id": 0}, min_tokens=3, **always)
+    assert late.finish_reason == "stop" and list(late.token_ids).index(2) == len(late.token_ids) - 1 == 3
+    ignored = generate(checkpoint, {"eos_token_id": 0}, ignore_eos=True, **always)
+    assert (ignored.finish_reason, list(ignored.token_ids)) == ("length", [2] * 6)
+    constraint = StructuredOutputsParams(choice=["yes"])
+    chosen = generate(checkpoint, {"eos_token_id": 0}, structured_outputs=constraint, **always)
+    assert (chosen.finish_reason, chosen.text, chosen.token_ids[-1]) == ("stop", "yes", 2)
+    assert main(["config", "--model", str(checkpoint), "--device", "cpu"]) == 0
+    assert "EOS ids │ 0 2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_suppressed_tokens_are_never_sampled(checkpoint: Path) -> None:

@@ -202,6 +202,7 @@ def _found(config: EngineConfig) -> dict[str, str]:
         "hidden size, vocabulary": f"{model.hidden_size}, {model.vocab_size}",
         "context": f"{model.max_position_embeddings} tokens",
         "dtype": model.dtype,
+        "EOS ids": _shown(config.eos_token_ids or None),
     }
     if model.moe is not None:
         rows["experts"] = f"{model.moe.num_experts}, {model.moe.num_experts_per_tok} per token"

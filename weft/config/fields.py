@@ -233,6 +233,7 @@ class EngineConfig:
     tokenizer_path: Path
     model_config: ModelConfig
     generation: GenerationDefaults
+    tokenizer_eos_token_id: int | None
     reasons: Mapping[str, str]
 
     @property
@@ -258,8 +259,11 @@ class EngineConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, those that the model can sample: of ``generation_config.json``, else ``config.json``."""
-        named = self.generation.eos_token_ids or self.model_config.eos_token_ids
+        """Ids that end a text, those that the model can sample: of ``generation_config.json``, else ``config.json``,
+        and the tokenizer's own, which ends the turns of its chat template."""
+        named = dict.fromkeys(self.generation.eos_token_ids or self.model_config.eos_token_ids)
+        if self.tokenizer_eos_token_id is not None:
+            named[self.tokenizer_eos_token_id] = None
         return tuple(token for token in named if token < self.model_config.vocab_size)
 
 

@@ -26,6 +26,7 @@ from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
 from weft.config.parallelism import choose_parallelism
 from weft.config.quantization import ONLINE
+from weft.config.tokenizer_eos import read_eos_token_id
 from weft.config.validate import check_names, check_value
 from weft.config.vision_settings import choose_encoder_graphs, choose_vision
 from weft.config.vllm_settings import without_vllms
@@ -90,6 +91,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
         tokenizer_path=tokenizer_path,
         model_config=model,
         generation=generation,
+        tokenizer_eos_token_id=None if values["skip_tokenizer_init"] else read_eos_token_id(tokenizer_path),
         reasons=reasons,
     )
 

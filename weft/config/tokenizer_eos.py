@@ -1,0 +1,34 @@
+"""The EOS that a tokenizer names, from its files: settings are resolved before any tokenizer is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+
+class _Token(msgspec.Struct):
+    content: str
+    id: int = -1
+
+
+class _TokenizerConfig(msgspec.Struct):
+    eos_token: str | _Token | None = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_Token] = []
+
+
+def read_eos_token_id(folder: Path) -> int | None:
+    """Id of the ``eos_token`` of ``folder/tokenizer_config.json`` among the added tokens of ``tokenizer.json``.
+
+    None if there is none. A file that is missing or broken says nothing here: loading the tokenizer tells about it.
+    """
+    try:
+        config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes(), type=_TokenizerConfig)
+        tokens = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerFile).added_tokens
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+    eos = config.eos_token.content if isinstance(config.eos_token, _Token) else config.eos_token
+    return next((token.id for token in tokens if token.content == eos), None)
