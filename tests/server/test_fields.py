@@ -171,11 +171,8 @@ async def _answer(response: Any, sent: list[Any]) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await response(
-        {"type": "http", "weft.on_disconnect": lambda call: None, "weft.chunks": SimpleNamespace(is_free=False)},
-        receive,
-        send,
-    )
+    scope: Any = {"type": "http", "path": "/", "weft.chunks": SimpleNamespace(is_free=False)}
+    await response(scope | {"weft.on_disconnect": lambda call: None}, receive, send)
 
 
 CASES = [
