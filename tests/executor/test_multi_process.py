@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weft.config import resolve
-from weft.errors import EngineDeadError
+from weft.errors import ConfigError, EngineDeadError
 from weft.executor import multi_process
 from weft.executor.multi_process import MultiProcessExecutor
 from weft.executor.worker import WorkerStart, decode_start, encode_start
+from weft.messages import SchedulerOutput
 
 
 class Step:
@@ -72,7 +76,7 @@ def test_ranks_are_started_as_this_process_was(verbose: bool, log_json: bool, mo
         MultiProcessExecutor(config, ["ranks"])  # type: ignore[list-item]
     given, started, address = got.value.args
     assert given == WorkerStart(2, config, address, 3, 0.0, verbose, log_json) and started == ["ranks"]
-    assert threads == [3], "all ranks share the processors, as many threads each"
+    assert threads[0] == 3, "all ranks share the processors, as many threads each"
     assert decode_start(encode_start((given, 1, "store", 5))) == (given, 1, "store", 5)
 
 
@@ -106,3 +110,49 @@ def test_the_end_waits_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch, ca
     with caplog.at_level(logging.WARNING):
         executor.stop()
     assert log[0] == "send" and "not done" in caplog.text
+
+
+def test_a_step_beside_a_dead_rank_is_not_waited_for() -> None:
+    executor, ranks = make([], Step(lambda: False))
+    ranks.check = lambda: (_ for _ in ()).throw(EngineDeadError("rank 1 has ended"))  # type: ignore[method-assign]
+    with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+        executor.result()
+
+
+def test_a_step_that_breaks_on_rank_0_is_the_end_of_all() -> None:
+    """The others run it, and would wait for rank 0 in a collective."""
+    log: list[str] = []
+    executor, ranks = make(log)
+    failed: list[Any] = []
+
+    def launch(step: SchedulerOutput) -> None:
+        raise RuntimeError("out of memory")
+
+    executor._rank = SimpleNamespace(runner=SimpleNamespace(launch=launch))  # type: ignore[assignment]
+    ranks.fail = lambda message, wait_s: failed.append((message, wait_s))
+    executor.launch(SchedulerOutput(1, []))
+    assert log == ["send"] and not executor._pending
+    assert failed == [("a step broke on rank 0: RuntimeError: out of memory", multi_process._EXPLAIN_S)]
+
+
+@pytest.mark.parametrize("where", ["_gather", "Rank"])
+def test_a_start_that_fails_leaves_nothing_open(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the memory and the pipes of the ring nor a thread, and torch has its threads again."""
+
+    def refuse(*_: Any) -> Any:
+        raise ConfigError("no")
+
+    log: list[str] = []
+    rank = Ranks(log)
+    rank.is_loaded, rank.rank, rank.ending = True, 1, lambda: None
+    threads: list[int] = []
+    monkeypatch.setattr(MultiProcessExecutor, "_gather", lambda *_: ([rank], "store"))
+    monkeypatch.setattr(*((MultiProcessExecutor, where) if where == "_gather" else (multi_process, where)), refuse)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 7)
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    config, before = resolve(device="cpu", tensor_parallel_size=2), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="no"):
+        MultiProcessExecutor(config)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "rank watch"]
+    assert threads == [3, 7] and log == (["kill"] if where == "Rank" else [])

@@ -68,7 +68,11 @@ class MultiProcessExecutor:
         address = self._ring.address
         start = WorkerStart(size, config, address, shared, spin_s, verbose=_is_verbose(), log_json=logs_json())
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        ranks, store = self._gather(start, started)
+        try:
+            ranks, store = self._gather(start, started)
+        except BaseException:
+            self._release()
+            raise
         self._workers = Workers(ranks, self._ring)
         try:
             self._workers.wait_until_loaded()
@@ -92,8 +96,13 @@ class MultiProcessExecutor:
         return ranks, dist.FileStore(store, start.size)
 
     def _end_ranks(self) -> None:
-        self._workers.kill()
+        self._workers.end()
+        self._release()
+
+    def _release(self) -> None:
+        """Give back what is left once no rank needs it: a ring that stays open keeps its memory and descriptors."""
         self._folder.cleanup()
+        self._ring.close()
         torch.set_num_threads(self._num_threads)
 
     @property
@@ -143,9 +152,7 @@ class MultiProcessExecutor:
             self._workers.may_leave()
         self._rank.close()
         self._workers.wait()
-        self._folder.cleanup()
-        self._ring.close()
-        torch.set_num_threads(self._num_threads)
+        self._release()
 
     def _finish_steps(self) -> None:
         """Drop the steps in flight once they are done: what is in flight reads and writes host memory that rank 0 gives

@@ -123,6 +123,11 @@ class Workers:
         for worker in self.ranks:
             worker.kill()
 
+    def end(self) -> None:
+        """The same, and nobody reads the ring from here on."""
+        self.kill()
+        self._watcher.join(_GRACE_S)
+
     def may_leave(self) -> None:
         """They were asked to stop: their ends are no failures."""
         self._is_stopping.set()
@@ -133,4 +138,4 @@ class Workers:
         deadline = time.monotonic() + _GRACE_S
         for worker in self.ranks:
             worker.wait(max(0.0, deadline - time.monotonic()))
-        self.kill()
+        self.end()
