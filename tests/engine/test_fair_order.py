@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
+import pytest
+
 from weft.engine import fair_order
 from weft.engine.fair_order import FairOrder
 from weft.messages import RowSampling
@@ -66,6 +68,21 @@ def test_what_is_remembered_of_callers_is_bounded() -> None:
     for number in range(20_000):
         fair.served(fair.place(str(number), 1))
     assert len(fair._last) <= fair_order._MAX_CALLERS
+
+
+def test_callers_whose_place_is_ahead_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a caller with many calls would get the places of a new one as soon as there are enough others."""
+    monkeypatch.setattr(fair_order, "_MAX_CALLERS", 2)
+    fair = FairOrder()
+    assert [fair.place(caller, 100) for caller in ("a", "b", "c", "a")] == [100, 100, 100, 200]
+
+
+def test_who_comes_now_is_placed_behind_all_that_was_served() -> None:
+    """Also where one that came first got its first token last."""
+    fair = FairOrder()
+    fair.served(100)
+    fair.served(50)
+    assert fair.place("new", 10) == 110
 
 
 def test_a_spec_and_its_request_have_the_same_fields() -> None:

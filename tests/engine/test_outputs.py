@@ -119,6 +119,25 @@ def test_no_log_probabilities_beyond_the_stop(play: Callable[..., Any], tokenize
     assert output.cumulative_logprob == -1.5
 
 
+def test_deltas_bring_each_log_probability_and_the_end_once(tokenizer: Tokenizer) -> None:
+    request = Request("r/0", array("I", [5]), RowSampling(), 9)
+    stream = OutputStream("r", PreparedPrompt(None, [5]), [request], SamplingParams(logprobs=0), tokenizer)
+    tokens = tokenizer.encode("a,b,c,d")[:4]
+    got = []
+    for new in (tokens[:1], tokens[1:3], tokens[3:], []):
+        for token in new:
+            request.append(token, TokenLogprobs([token], [-0.5], 1))
+        if not new:
+            request.end("abort")
+        stream.take(request)
+        stream.catch_up()
+        got += stream.deltas()
+        assert not stream.deltas()
+    assert [list(delta.token_ids) for delta in got] == [tokens[:1], tokens[1:3], tokens[3:], []]
+    assert [[next(iter(entry)) for entry in delta.logprobs or []] for delta in got] == [d.token_ids for d in got]
+    assert [delta.finish_reason for delta in got] == [None, None, None, "abort"]
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

@@ -169,6 +169,16 @@ def test_a_replica_that_never_tells_is_not_remembered_for_ever() -> None:
     assert len(router.replicas[0].sent) <= 6 * (500 // STEP)
 
 
+def test_a_cache_that_was_reset_has_nothing() -> None:
+    """Neither of what was reported nor of what was sent."""
+    router, _ = make_router(2)
+    tokens = prompt(1)
+    router.refresh(1, prefix_hashes(tokens))
+    assert router.choose(tokens) == 1
+    router.forget(1)
+    assert router.choose(tokens) == 0
+
+
 def test_replicas_that_are_down_get_nothing() -> None:
     router, _ = make_router(2)
     router.down(0)

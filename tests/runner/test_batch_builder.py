@@ -87,7 +87,7 @@ def test_mixed_batch() -> None:
     assert chunks.start.tolist() == [1, 34, 65]
     assert chunks.length.tolist() == [33, 31, 6]
     assert chunks.checkpoint_slot.tolist() == [4, -1, -1]
-    assert chunks.first.tolist() == [0, 0, 3]
+    assert chunks.first.tolist() == [0, 0, 3] and chunks.max_seqs == 1
 
 
 def test_decode_batch_has_no_chunks_and_feeds_the_sampled_tokens() -> None:
@@ -120,6 +120,18 @@ def test_what_is_stored_already_is_read_and_not_written() -> None:
         assert batch.slot_mapping.tolist() == expected
         pages = -(-(start + count) // PAGE)
         assert batch.page_table[0, :pages].tolist() == [5, 6, 7, 8, 9][:pages], "attention reads the stored pages"
+
+
+def test_what_is_stored_of_one_request_says_nothing_of_the_next() -> None:
+    table, builder = make()
+    for row in (3, 4):
+        table.fill(NewRequest(row, array("I", list(range(90))), 90, RowSampling()))
+    requests = [
+        ScheduledRequest(3, 16, 8, [5, 6], 2, False, [], 40),
+        ScheduledRequest(4, 0, 6, [7], 3, False),
+    ]
+    batch = build(table, builder, requests).batch
+    assert batch.slot_mapping.tolist() == [0] * 8 + [7 * PAGE + p for p in range(6)]
 
 
 def test_refilled_row_starts_with_an_empty_page_table() -> None:

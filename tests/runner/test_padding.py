@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.runner.padding import Padding
+from weft.runner.padding import CHUNK_COLUMNS, Padding
 from weft.runner.step_shape import StepShape
 
 OLD, ROW, SIZE = 9, 7, 24
@@ -29,7 +29,18 @@ def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
     assert host["sample_indices"].tolist()[5:13] == [OLD, *range(6, 12), OLD]
     for name in ("input_ids", "positions", "slot_mapping"):
         assert host[name].tolist()[5:13] == [OLD] + [0] * 6 + [OLD]
+    assert host["top_p"].tolist()[5:13] == [OLD] + [1] * 6 + [OLD]
     assert host["rows"].tolist()[2:4] == host["sample_rows"].tolist()[6:8] == [ROW] * 2
+
+
+def test_decodes_in_a_mixture_have_no_chunk() -> None:
+    """The table of chunks was written by no step, or by one before."""
+    host = arrays() | {name: np.full(SIZE + 1, OLD) for name in (*CHUNK_COLUMNS, "chunk_first")}
+    padded = StepShape.mixture(SIZE, 8, 50, True)
+    Padding(ROW).mixture(host, StepShape(3, 3, 3, 1, 50, 0, 3), padded)
+    assert padded.num_chunks and host["chunk_first"].tolist() == [0] * 9 + [OLD] * (SIZE - 8)
+    for column, value in zip(CHUNK_COLUMNS, (0, 0, 0, -1), strict=True):
+        assert host[column].tolist()[: padded.num_chunks] == [value] * min(padded.num_chunks, SIZE + 1)
 
 
 def test_a_mixture_decodes_in_slot_0() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from weft.config import resolve
-from weft.messages import ModelOutput, SchedulerOutput
+from weft.layers.sampler import Logprobs
+from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 from weft.ops.backend import Backend
+from weft.ops.draft_types import NO_DRAFT
 from weft.runner.model_runner import ModelRunner
-from weft.runner.results import ResultBlock, ResultMemory
+from weft.runner.results import ResultBlock, ResultMemory, pending_step
+from weft.runner.step_sampler import SampledTokens
 from weft.runner.warmup import step
 
 SETTINGS: dict[str, Any] = {
@@ -81,6 +85,36 @@ def test_memory_comes_back_from_a_step_that_broke(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyboardInterrupt):
         store(memory, 2)
     assert [host.data_ptr() for host, _ in memory._free] == [place]
+
+
+def test_results_of_rows_with_drafts_and_of_rows_that_do_not_sample() -> None:
+    """Row 4 runs a part of its prompt; row 2 has three positions, of which two count, and log probabilities; of row 7
+    the state is broken, and no draft was found for it."""
+    requests = [
+        ScheduledRequest(4, 0, 8, [], 1, False),
+        ScheduledRequest(2, 5, 3, [], 2, True),
+        ScheduledRequest(7, 9, 1, [], 3, True),
+    ]
+    ids = torch.tensor([[10, 1], [11, 2], [12, 3]])
+    sampled = SampledTokens(
+        [2, 2, 2, 7],
+        torch.tensor([10, 11, 12, 13]),
+        torch.tensor([False, False, False, True]),
+        acceptance=SimpleNamespace(counted=torch.tensor([True, True, False, True])),  # type: ignore[arg-type]
+        num_logprobs={0: 1, 1: 0, 2: 1},
+        logprobs=Logprobs(ids, -ids.float(), torch.tensor([1, 2, 3])),
+    )
+    pending = pending_step(
+        ResultMemory(8, torch.device("cpu"), Backend.TORCH),
+        SchedulerOutput(6, requests),
+        sampled,
+        prefill_failed=torch.tensor([True]),
+        drafts=torch.tensor([[20, 21], [NO_DRAFT, NO_DRAFT]]),
+    )
+    output = pending.result()
+    assert (output.step, output.rows, output.token_ids) == (6, [2, 2, 7], [10, 11, 13])
+    assert output.logprobs == {2: [TokenLogprobs([10, 1], [-10.0, -1.0], 1), TokenLogprobs([11], [-11.0], 2)]}
+    assert output.failed_rows == [7, 4] and output.draft_token_ids == {2: [20, 21]}
 
 
 def test_all_rows_may_verify_all_drafts() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from weft.layers.sampler import SamplingBatch
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
@@ -95,10 +96,11 @@ def test_counts_start_with_what_a_resumed_request_had_and_grow() -> None:
 def test_a_row_s_next_owner_inherits_nothing() -> None:
     rig = Rig()
     everything: dict[str, Any] = {"frequency_penalty": 1.0, "bad_words": [[3]], "allowed_token_ids": [3, 4]}
+    everything |= {"logprobs": 2}
     rig.fill(1, [1], **everything)
     rig.sample({1: 4})
     rig.fill(1, [2])
-    assert not rig.build(1).edits_logits
+    assert not rig.build(1).edits_logits and not rig.inputs.num_logprobs(rig.scheduled(1))
     rig.fill(1, [2], **everything)
     rig.inputs.forget(1)
     assert not rig.inputs.edited(rig.scheduled(1))
@@ -124,6 +126,21 @@ def test_rejected_tokens_leave_no_history() -> None:
     batch = rig.build(0)
     assert blocked(batch) == {(0, 6)}
     assert batch.penalties is not None and batch.penalties.output_counts[0].nonzero().flatten().tolist() == [3, 4]
+
+
+def test_drafts_count_as_generated_where_they_stand() -> None:
+    """For the position behind them only: nothing of them stays."""
+    rig = Rig()
+    rig.fill(0, [1], [2], bad_words=[[5, 6], [2, 9]], frequency_penalty=1.0)
+    masks = [bytes([1, 0]), bytes([2, 0]), bytes([4, 0])]
+    rig.inputs.set_step_masks({0: masks})
+    for drafts, banned, counts, mask in (([], 9, {2: 1}, 0), ([5], 6, {2: 1, 5: 1}, 1), ([5, 5], 6, {2: 1, 5: 2}, 2)):
+        (request,) = rig.scheduled(0)
+        batch = rig.inputs.build([replace(request, draft_token_ids=drafts)], NO_ROWS)
+        assert batch.penalties is not None and batch.allowed is not None
+        assert blocked(batch) == {(0, banned)}
+        assert batch.penalties.output_counts[0].tolist() == [counts.get(token, 0) for token in range(VOCAB)]
+        assert batch.allowed[0].nonzero().flatten().tolist() == [mask]
 
 
 def test_an_empty_history_matches_no_beginning() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import re
 import signal
+import socket
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +20,12 @@ import httpx
 import pytest
 
 from tests.patience import GUARD_S
-from tests.server.fake_engine import SLOW, FakeCore
+from tests.server.fake_engine import CAPACITY, SLOW, FakeCore
 from tests.server.running import RunningServer, chat_body, is_alive, wait_until
 from weft.engine import wire
 from weft.errors import ConfigError
+from weft.messages import RowSampling
+from weft.request import RequestSpec
 from weft.server import api_link as link
 from weft.server.admission import Admission, OpenCounts
 from weft.server.api_servers import _NUMBERS, ApiProcess, ApiServers
@@ -377,14 +382,88 @@ def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
     servers._counts = cast(Any, SimpleNamespace(forget=forgotten.append))
     servers._reports, servers._is_leaving, servers.failure = ReportGatherer(), False, None
     servers._start = started.append  # type: ignore[method-assign]
+    closed: list[int] = []
+    victim.frames = cast(Any, SimpleNamespace(close=lambda: closed.append(0)))
     servers._ended(victim, -9)
     assert sent == [wire.FinishRequests(["a/1", "b/3"])] and forgotten == [0] and started == [victim]
-    assert servers._owners == {"c/2": other} and not victim.open
+    assert servers._owners == {"c/2": other} and not victim.open and closed == [0] and victim.frames is None
     gave_up: list[wire.Failed] = []
     servers._give_up = gave_up.append  # type: ignore[method-assign]
     for _ in range(3):
         servers._ended(victim, -9)
     assert started == [victim] * 3 and "so often" in gave_up[0].message
+
+
+def test_what_is_open_is_known_of_what_the_engine_has_only() -> None:
+    """What ended, was aborted, or was meant for an engine that has died is nobody's."""
+    servers = object.__new__(ApiServers)  # no processes
+    sent: list[Any] = []
+    heard: list[list[Any]] = [[], []]
+    first, second = servers._members = [ApiProcess(index, cast(Any, None)) for index in range(2)]
+    for member in servers._members:
+        member.frames = cast(Any, SimpleNamespace(send=heard[member.index].append))
+    servers._owners, servers.failure = {}, None
+    servers._supervisor = cast(Any, SimpleNamespace(send=sent.append))
+    servers._pulse = lambda: cast(Any, "pulse")  # type: ignore[method-assign]
+    servers._ready = wire.Ready(CAPACITY)
+
+    def ask(member: ApiProcess, request_id: str) -> None:
+        spec = RequestSpec(request_id, array("I", [1]), RowSampling(), 4, arrival=0)
+        servers._receive(member, link.encode(spec))
+
+    for member, request_id in ((first, "a"), (second, "b"), (first, "c"), (second, "d")):
+        ask(member, request_id)
+    assert len(sent) == 4 and (first.open, second.open) == ({"a", "c"}, {"b", "d"})
+    servers._receive(first, link.encode(wire.FinishRequests(["a"])))
+    assert sent[4:] == [wire.FinishRequests(["a"])] and first.open == {"c"}
+    stats = EngineStats(num_steps=5)
+    updates = [wire.Update("a", [1]), wire.Update("b", [2], "stop"), wire.Update("c", [3]), wire.Update("d", [4])]
+    servers._handle(wire.Outputs(updates, stats))
+    assert heard == [[wire.Outputs([updates[2]], stats)], [wire.Outputs([updates[1], updates[3]], stats)]]
+    assert servers._owners == {"c": first, "d": second} and second.open == {"d"}
+    failure = wire.Failed("it has died")
+    servers._lost(failure, True)
+    assert [told[-2:] for told in heard] == [["pulse", link.Lost(failure, True)]] * 2
+    ask(first, "e")
+    assert not servers._owners and not first.open and not second.open and len(sent) == 5
+
+
+def test_an_api_process_that_ends_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its link stay open on this side while it runs: its end would not be seen."""
+    over = threading.Event()
+
+    class Process:
+        def __init__(self, *_: Any, pass_fds: tuple[int, ...], **__: Any) -> None:
+            self.stdin = io.BytesIO()
+            self._link = os.dup(pass_fds[1])
+
+        def wait(self) -> int:
+            over.wait(GUARD_S)
+            os.close(self._link)
+            return 0
+
+    monkeypatch.setattr("weft.server.api_servers.subprocess.Popen", Process)
+
+    async def main() -> None:
+        listener = socket.socket()
+        servers = ApiServers(ServerSettings(), cast(Any, None), [listener], lambda *_: None)
+        member = servers._members[0]
+
+        def num_sockets() -> int:
+            return connections_of(os.getpid())
+
+        before = num_sockets()
+        servers._start(member)
+        while member.frames is not None and member.frames._transport is None:
+            await asyncio.sleep(0.001)
+        assert num_sockets() == before + 2, "one end here, one there"
+        servers._is_leaving = True
+        over.set()
+        while num_sockets() != before:
+            await asyncio.sleep(0.001)
+        listener.close()
+
+    asyncio.run(asyncio.wait_for(main(), GUARD_S))
 
 
 def test_every_api_process_knows_the_figures_of_the_engine() -> None:

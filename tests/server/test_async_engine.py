@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
 from weft.engine.channel import Address, EngineStart
 from weft.engine.inputs import InputProcessor
-from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop, start_core
+from weft.engine.process import MAX_BROKEN_STEPS, PREFIXES_EVERY_S, EngineLoop, start_core
 from weft.engine.response_stream import PromptDelta, ResponseStream
 from weft.errors import EngineDeadError, RequestError
 from weft.messages import RowSampling
@@ -377,6 +378,47 @@ def test_a_request_that_breaks_ends_alone(inputs: InputProcessor, where: str, mo
     run(inputs, body)
 
 
+def test_a_stream_that_is_closed_again_ends_no_other_one_of_its_id(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        first = submit(engine)
+        first.close()
+        second = submit(engine)
+        first.close()
+        assert engine.stream("r") is second and engine.num_open == 1
+        link.run(100)
+        assert (await second.results())[0].outputs[0].finish_reason == "stop"
+
+    run(inputs, body)
+
+
+def test_resets_are_answered_in_their_order_also_where_nobody_waits(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        first, gone, third = (asyncio.create_task(engine.reset_prefix_cache()) for _ in range(3))
+        look = asyncio.create_task(engine.inspect())
+        await asyncio.sleep(0)
+        assert link.inbox == [wire.ResetPrefixCache()] * 3 + [wire.Inspect(0, 0, None)]
+        gone.cancel()
+        look.cancel()  # its answer is here before it has noticed
+        engine.on_inspected(wire.Inspected(0, link.core.snapshot(0)))
+        for done in (True, True, False):
+            engine.on_prefix_cache_reset(wire.PrefixCacheReset(done))
+        assert (await first, await third) == (True, False) and not engine._pending_resets
+        await asyncio.wait([gone, look])
+        assert gone.cancelled() and look.cancelled()
+
+    run(inputs, body)
+
+
+def test_what_is_cached_is_told_once_and_not_all_the_time() -> None:
+    told: list[Any] = []
+    loop = EngineLoop(FakeCore(), SimpleNamespace(send=told.append), reports_prefixes=True)  # type: ignore[arg-type]
+    before = time.monotonic()
+    for _ in range(2):
+        loop._report_prefixes()
+        assert loop._prefixes_due >= before + PREFIXES_EVERY_S
+    assert told == [wire.CachedPrefixes([1, 2, 3])], "there is nothing new the second time"
+
+
 def test_all_prompts_or_none(inputs: InputProcessor) -> None:
     async def body(engine: AsyncEngine, link: Link) -> None:
         stream = engine.submit("r", [inputs.prepare_prompt(t) for t in ("ab", "cde")], SamplingParams())
@@ -403,6 +445,8 @@ def test_prompt_logprobs_and_figures_arrive(inputs: InputProcessor) -> None:
         assert output.outputs[0].cumulative_logprob == -3.0 and output.metrics.e2e_latency is not None
         assert (output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens) == (4, 3)
         assert output.metrics.no_drafts_because == "why"
+        given = output.outputs[0]
+        assert given.logprobs is not None and [next(iter(entry)) for entry in given.logprobs] == given.token_ids
 
     run(inputs, body)
 

@@ -59,6 +59,27 @@ def test_on_one_machine_the_sockets_are_files(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_all_that_was_sent_arrives_also_from_an_engine_that_ends(tmp_path: Path) -> None:
+    """ZeroMQ tells once of several messages; and the last one of an engine that fails says why."""
+    stages = [wire.Stage(str(i), 0.0) for i in range(40)]
+
+    async def main() -> list[bytes]:
+        heard: list[bytes] = []
+        server = ServerChannel(tmp_path)
+        engine = EngineChannel(server.address)
+        for stage in stages:
+            engine.send(stage)
+        await asyncio.to_thread(engine.close)
+        server.receive(heard.append)
+        deadline = time.monotonic() + 10
+        while len(heard) < len(stages) and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+        server.close()
+        return heard
+
+    assert [wire.decode_from_engine(content) for content in asyncio.run(main())] == stages
+
+
 def test_pixels_of_several_completions_are_sent_once() -> None:
     prompt = Prompt().text(3).image(8, 8, 1).text(2).image(4, 4, 2)
     other = Prompt().image(8, 8, 1)

@@ -85,6 +85,22 @@ def test_heads_have_a_limit(count: int) -> None:
     serve(1000, body)
 
 
+def test_heads_do_not_add_up() -> None:
+    """Each of many on one connection may be as large as the first, also where it comes in parts."""
+    rest = b"A: %s\r\n\r\n" % (b"a" * (MAX_HEAD_BYTES // 8))
+
+    async def body(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(10):
+            writer.write(HEAD)
+            await asyncio.sleep(0.003)
+            writer.write(rest)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+    assert serve(100, body) == ["/x"] * 10
+
+
 @pytest.mark.parametrize("second", [b"GET /second HTTP/1.1\r\n\r\n", b"GET /second", b"\0"])
 def test_nothing_behind_a_refused_head_is_run(
     second: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -206,12 +222,21 @@ def test_heads_that_do_not_come_are_not_waited_for(start: bytes, monkeypatch: py
 
 def test_the_last_connections_are_for_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(port: int) -> None:
-        open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        assert (await talk(port, HEAD + b"Connection: close\r\n\r\n")).endswith(b"ok"), "the fourth"
+        await asyncio.sleep(0.1)
+        open_ones.append(await asyncio.open_connection("127.0.0.1", port))
         await asyncio.sleep(0.1)
         health = HEAD.replace(b"/x", b"/health?a=1") + b"Connection: close\r\n\r\n"
         assert (await talk(port, health)).endswith(b"ok")
         refused = await talk(port, HEAD + b"\r\n")
         assert refused.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in refused
+        open_ones += [await asyncio.open_connection("127.0.0.1", port) for _ in range(KEPT - 1)]
+        await asyncio.sleep(0.1)
+        assert (await talk(port, health)).endswith(b"ok"), "the last one"
+        open_ones.append(await asyncio.open_connection("127.0.0.1", port))
+        await asyncio.sleep(0.1)
+        assert not await talk(port, health)
         for _, writer in open_ones:
             writer.close()
         await asyncio.sleep(0.1)
@@ -220,7 +245,9 @@ def test_the_last_connections_are_for_the_state(monkeypatch: pytest.MonkeyPatch)
     serve(KEPT + 4, body)
 
 
-def test_answered_requests_whose_rest_does_not_come_make_room_for_others() -> None:
+@pytest.mark.parametrize("num_gone", [0, 1])
+def test_answered_requests_whose_rest_does_not_come_make_room_for_others(num_gone: int) -> None:
+    """One that has gone by itself makes none a second time."""
     post = b"POST" + HEAD[3:] + b"Content-Length: 8000000\r\n\r\n"
 
     async def body(port: int) -> None:
@@ -229,12 +256,15 @@ def test_answered_requests_whose_rest_does_not_come_make_room_for_others() -> No
             writer.write(post)
         for reader, _ in silent:
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
-        new = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in silent[:num_gone]:
+            writer.close()
+        await asyncio.sleep(0.05 * num_gone)
+        new = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 + num_gone)]
         for _, writer in new:
             writer.write(HEAD + b"\r\n")
         for reader, _ in new:
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
-        for reader, _ in silent[:3]:
+        for reader, _ in silent[num_gone : 3 + num_gone]:
             with contextlib.suppress(ConnectionError):
                 assert not await asyncio.wait_for(reader.read(), 1), "it was closed"
         for _, writer in silent + new:
@@ -320,6 +350,113 @@ def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bodies[0] == PING and bodies.index(b"data: 1\n\n") >= 2 and bodies[-2] == PING
     assert json.loads(bodies[-1].split(b"\n")[0][6:])["error"]["type"] == "server_error"
     assert [message["more_body"] for message in sent[1:-1]] == [True] * len(sent[1:-1]) and "more_body" not in sent[-1]
+
+
+def test_a_caller_that_has_gone_already_is_told_of() -> None:
+    """Also where its connection closes before the handler of a request behind others runs."""
+    calls: list[Any] = []
+    cycle = SimpleNamespace(disconnected=False)
+    protocol = object.__new__(connections.LimitedProtocol)
+    protocol.transport = SimpleNamespace(is_closing=lambda: True)  # type: ignore[assignment]
+    protocol.loop = SimpleNamespace(call_soon=calls.append)  # type: ignore[assignment]
+    protocol.on_disconnect(cycle, lambda: calls.append("told"))  # type: ignore[arg-type]
+    calls.pop()()
+    assert calls == ["told"] and cycle.disconnected
+
+
+def test_nothing_of_a_call_is_left_behind_it() -> None:
+    """Neither its timer nor its place at the connection: both would end what the task does next."""
+    places: list[Any] = []
+
+    async def main() -> None:
+        with Watch({"weft.on_disconnect": places.append}, 0.01):
+            assert len(places) == 1 and places[0] is not None
+        await asyncio.sleep(0.03)
+
+    asyncio.run(main())
+    assert places[1:] == [None]
+
+
+class Reader:
+    """A caller that reads ``count`` messages and no more. ``stream`` is its call."""
+
+    def __init__(self, count: int) -> None:
+        self.num_sent, self._count = 0, count
+        self.gone: list[Any] = []
+
+    async def _send(self, message: Any) -> None:
+        self.num_sent += 1
+        if self.num_sent > self._count:
+            await asyncio.Event().wait()
+
+    def stream(self, *parts: bytes, timeout_s: float = 100.0) -> asyncio.Task[None]:
+        async def events() -> AsyncIterator[bytes]:
+            for part in parts:
+                yield part
+                if part == b"waits":
+                    await asyncio.Event().wait()
+
+        response = StreamResponse(events(), lambda: None, timeout_s)
+        chunks = SimpleNamespace(is_free=False)
+        scope: Any = {"type": "http", "weft.on_disconnect": self.gone.append, "weft.chunks": chunks}
+        return asyncio.create_task(response(scope, None, self._send))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("count", "parts"),
+    [(1, [b"data"]), (2, [b"data"]), (2, [b"data", sse.DONE]), (1, [b"waits"]), (2, [b"waits"])],
+    ids=["an event", "the end", "the last event", "an event of many", "a comment"],
+)
+def test_a_caller_that_does_not_read_is_not_waited_for(
+    count: int, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor pinged again and again; and nothing of its call runs on."""
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+    monkeypatch.setattr(sse, "_END_TIMEOUT_S", 0.1)
+    is_end = count == 2 and b"waits" not in parts
+
+    async def main() -> None:
+        reader = Reader(count)
+        call = reader.stream(*parts, timeout_s=100.0 if is_end else 0.2)
+        await asyncio.wait_for(call, 5)
+        assert reader.num_sent <= count + 2, "what it does not read, and what ends it"
+        del call
+        await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_comment_that_is_not_read_ends_with_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+
+    async def main() -> None:
+        reader = Reader(2)
+        call = reader.stream(b"waits")
+        while reader.num_sent < 3:
+            await asyncio.sleep(0.005)
+        reader.gone[0]()
+        await asyncio.wait_for(call, 5)
+        del call
+        await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_push_is_a_sign_of_life_and_waits_for_the_head() -> None:
+    written: list[bytes] = []
+
+    async def main() -> None:
+        chunks = SimpleNamespace(is_free=True, write=written.append)
+        sender = sse._Sender(None, chunks, [])  # type: ignore[arg-type]
+        sender._last -= 100.0
+        assert not sender.push(lambda deltas: pytest.fail("rendered before the head"), [])
+        sender.started = True
+        assert sender.push(lambda deltas: b"x", []) and written == [b"x"]
+        assert sender.look() > sse.PING_S - 1 and sender._ping is None
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("ends", [["gone", "gone"], ["gone", "late"], ["late", "gone"]])

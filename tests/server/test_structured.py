@@ -18,6 +18,7 @@ from weft.engine.grammars import GrammarCompiler
 from weft.engine.structured_outputs import choice, json_schema, regex
 from weft.errors import RequestError
 from weft.server import grammar_check, grammar_worker
+from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
 from weft.server.protocol import BodyReader, CompletionRequest
 from weft.server.structured import constraint_of, end_of_reasoning, forced_calls
@@ -119,6 +120,74 @@ def test_a_worker_that_is_slow_or_dies_is_replaced(monkeypatch: pytest.MonkeyPat
         assert not is_alive(first) and not is_alive(last)
 
     asyncio.run(main())
+
+
+WORKER = """
+read hello; echo '""'
+while read grammar; do
+    case $grammar in
+        *never*) read more ;;
+        *late*) sleep 0.2; echo '"late"' ;;
+        *) echo '""' ;;
+    esac
+done
+"""
+
+
+@pytest.fixture
+def checker(monkeypatch: pytest.MonkeyPatch) -> GrammarChecker:
+    """One with a worker that takes all grammars, the late one excepted, and never answers one."""
+    start = asyncio.create_subprocess_exec
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda *_, **named: start("sh", "-c", WORKER, **named))
+    return make_checker()
+
+
+def test_an_answer_that_nobody_waits_for_is_not_the_next_one_s(checker: GrammarChecker) -> None:
+    async def main() -> None:
+        asked = asyncio.create_task(checker.check("late", "p"))
+        await asyncio.sleep(0.1)
+        asked.cancel()
+        worker = checker._worker
+        await checker.check("fine", "p")
+        await checker.close()
+        assert worker is not None and await worker.wait() == -signal.SIGKILL
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_does_not_answer_is_not_waited_for(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_check, "_PATIENCE_S", 0.2)
+
+    async def main() -> None:
+        with pytest.raises(ApiError, match="does not answer"):
+            await asyncio.wait_for(checker.check("never", "p"), 10)
+        assert checker._worker is None and "never" not in checker._answers
+        monkeypatch.setattr(grammar_check, "_PATIENCE_S", 30.0)
+        await checker.check("fine", "p")
+        await checker.close()
+
+    asyncio.run(main())
+
+
+def test_the_latest_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "_MAX_REMEMBERED", 2)
+    asked: list[str] = []
+
+    async def ask(self: GrammarChecker, grammar: str) -> str:
+        asked.append(grammar)
+        return ""
+
+    monkeypatch.setattr(GrammarChecker, "_ask", ask)
+
+    async def main() -> None:
+        checker = make_checker()
+        for grammar in "abcbca":
+            await checker.check(grammar, "p")
+
+    asyncio.run(main())
+    assert asked == ["a", "b", "c", "a"]
 
 
 @pytest.mark.parametrize(

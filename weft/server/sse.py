@@ -174,7 +174,8 @@ class _Sender:
         await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
     async def end(self, content: bytes) -> None:
-        """The last bytes, perhaps none."""
+        """The last bytes, perhaps none. No comment may come behind them, however long they wait."""
+        self._is_busy = True
         self.close()
         if not self.started:
             await self._start()
