@@ -28,9 +28,14 @@ class FakeRank:
         self.rank, self.pid = rank, 100 + rank
         self.failed: Report | None = None
         self.ended: str | None = None
-        self.is_loaded = self.is_ready = False
-        self.kills = 0
+        self.kills = self.looks = 0
         self.waited: list[float] = []
+
+    @property
+    def is_ready(self) -> bool:
+        self.looks += 1
+        assert self.looks < 20, "it is waited for in vain"
+        return False
 
     def ending(self) -> str | None:
         return self.ended
