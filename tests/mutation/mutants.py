@@ -14,6 +14,7 @@ from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
 from tests.mutation.settings_and_ends import SETTINGS_AND_ENDS
 from tests.mutation.settings_and_reuse import SETTINGS_AND_REUSE
 from tests.mutation.steps_and_images import STEPS_AND_IMAGES
+from tests.mutation.waits_and_leaks import WAITS_AND_LEAKS
 
 MUTANTS = (
     # -- found to survive by an audit ------------------------------------------------------------------------------
@@ -495,4 +496,5 @@ MUTANTS = (
     *SETTINGS_AND_REUSE,
     *CONFIGS_AND_WEIGHTS,
     *FIELDS_AND_FIGURES,
+    *WAITS_AND_LEAKS,
 )  # fmt: skip

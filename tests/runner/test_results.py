@@ -91,9 +91,9 @@ def test_results_of_rows_with_drafts_and_of_rows_that_do_not_sample() -> None:
     """Row 4 runs a part of its prompt; row 2 has three positions, of which two count, and log probabilities; of row 7
     the state is broken, and no draft was found for it."""
     requests = [
-        ScheduledRequest(4, 0, 8, [], 1, False),
         ScheduledRequest(2, 5, 3, [], 2, True),
         ScheduledRequest(7, 9, 1, [], 3, True),
+        ScheduledRequest(4, 0, 8, [], 1, False),
     ]
     ids = torch.tensor([[10, 1], [11, 2], [12, 3]])
     sampled = SampledTokens(

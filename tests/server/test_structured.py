@@ -126,8 +126,7 @@ WORKER = """
 read hello; echo '""'
 while read grammar; do
     case $grammar in
-        *never*) read more ;;
-        *late*) sleep 0.2; echo '"late"' ;;
+        *late*) read other; echo '"late"'; echo '""' ;;
         *) echo '""' ;;
     esac
 done
@@ -136,7 +135,7 @@ done
 
 @pytest.fixture
 def checker(monkeypatch: pytest.MonkeyPatch) -> GrammarChecker:
-    """One with a worker that takes all grammars, the late one excepted, and never answers one."""
+    """One with a worker that takes all grammars; what it says of the late one comes with the next question."""
     start = asyncio.create_subprocess_exec
     monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda *_, **named: start("sh", "-c", WORKER, **named))
     return make_checker()
@@ -145,12 +144,13 @@ def checker(monkeypatch: pytest.MonkeyPatch) -> GrammarChecker:
 def test_an_answer_that_nobody_waits_for_is_not_the_next_one_s(checker: GrammarChecker) -> None:
     async def main() -> None:
         asked = asyncio.create_task(checker.check("late", "p"))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         asked.cancel()
         worker = checker._worker
         await checker.check("fine", "p")
         await checker.close()
         assert worker is not None and await worker.wait() == -signal.SIGKILL
+        await asyncio.sleep(0.01)  # for its pipes to be closed
 
     asyncio.run(main())
 
@@ -162,11 +162,12 @@ def test_a_worker_that_does_not_answer_is_not_waited_for(
 
     async def main() -> None:
         with pytest.raises(ApiError, match="does not answer"):
-            await asyncio.wait_for(checker.check("never", "p"), 10)
-        assert checker._worker is None and "never" not in checker._answers
+            await asyncio.wait_for(checker.check("late", "p"), 10)
+        assert checker._worker is None and "late" not in checker._answers
         monkeypatch.setattr(grammar_check, "_PATIENCE_S", 30.0)
         await checker.check("fine", "p")
         await checker.close()
+        await asyncio.sleep(0.01)
 
     asyncio.run(main())
 
