@@ -173,6 +173,24 @@ def test_how_a_started_rank_ends(script: str, ending: str, words: str, monkeypat
     rank.kill()
 
 
+@pytest.mark.parametrize("error", [BrokenPipeError, ValueError("I/O operation on closed file")])
+def test_what_a_rank_prints_is_read_also_where_nobody_reads_it_here(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that cannot print stands still and goes on beating, so the others would wait for it without an end."""
+
+    def write(line: str) -> None:
+        raise error
+
+    script = f"head -c 100000 /dev/zero | tr '\\0' x >&2; echo >&2; echo last >&2; exit {FAILED_STATUS}"
+    monkeypatch.setattr(rank_process, "Popen", lambda _, **named: subprocess.Popen(["sh", "-c", script], **named))
+    monkeypatch.setattr(rank_process, "sys", SimpleNamespace(stderr=SimpleNamespace(write=write), executable=""))
+    rank = StartedRank(1)
+    rank.wait(10)
+    assert rank.ending() == "failed" and rank.last_words().endswith("| last")
+    rank.kill()
+
+
 def test_a_killed_rank_is_no_zombie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_process, "Popen", lambda command, **named: subprocess.Popen(["sleep", "100"], **named))
     rank = StartedRank(1)

@@ -85,6 +85,10 @@ WAITS_AND_LEAKS = (
         _RANK_TESTS,
     ),
     mutant(
+        "ranks-stop-unread", "what a rank prints is read also where nobody reads it here", _PROCESS,
+        "with suppress(OSError, ValueError):  # nobody", "with suppress():  # nobody", _RANK_TESTS,
+    ),
+    mutant(
         "ranks-are-zombies", "a killed rank's status is asked for", _PROCESS,
         "            self._process.kill()\n        self._process.wait()\n", "            self._process.kill()\n",
         _RANK_TESTS,

@@ -110,7 +110,8 @@ class StartedRank(RankProcess):
         for raw in self._process.stderr:
             line = raw.decode(errors="replace")
             self._last_lines.append(line.rstrip())
-            sys.stderr.write(line)
+            with suppress(OSError, ValueError):  # nobody reads it any more; a pipe that is full would stop the rank
+                sys.stderr.write(line)
 
     def _read_reports(self, descriptor: int) -> None:
         with os.fdopen(descriptor, "rb") as file:
