@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +372,15 @@ def test_an_interrupted_step_ends_its_requests_and_nothing_else(llm: LLM, monkey
     assert outputs["later"].token_ids == want
 
 
+@pytest.fixture
+def sigint_raises() -> Iterator[None]:
+    """As Python begins, unless it was started in the background by a shell, which has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_raises")
 @pytest.mark.parametrize("place", ["Manager.lease", "Manager.commit", "Manager.release", "Scheduler.schedule"])
 def test_an_interrupt_waits_until_a_step_is_over(
     place: str, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
@@ -396,6 +406,7 @@ def test_an_interrupt_waits_until_a_step_is_over(
     assert first(llm.generate(TEXT, SHORT, use_tqdm=False)) == want
 
 
+@pytest.mark.usefixtures("sigint_raises")
 def test_a_second_interrupt_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, went_on = llm._core._executor.launch, []
 

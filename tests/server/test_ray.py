@@ -67,8 +67,8 @@ def run(body: Callable[[Server], Awaitable[None]], **settings: Any) -> Server:
             pids.extend(engines(server))
 
     server = serve(watched, **WHOLE_NODE | settings)
-    assert pids and not any(map(is_alive, pids))
-    wait_until(lambda: num_free() == 4, LIMIT_S)
+    assert pids
+    wait_until(lambda: not any(map(is_alive, pids)) and num_free() == 4, LIMIT_S)
     return server
 
 
