@@ -116,7 +116,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
             tokens; kept if ``include_stop_str_in_output``).
         max_tokens: most tokens to generate; None: the checkpoint's ``max_new_tokens``, else what the context allows.
         min_tokens: no EOS, stop token or stop string before that many.
-        ignore_eos: EOS ids do not end the generation.
+        ignore_eos: EOS ids, the checkpoint's and its tokenizer's, do not end the generation.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False: token ids only, no text (then no stop strings either).
         logprobs: report the log probabilities of the sampled token and of the N likeliest (0: of the sampled one only;
