@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from weft import LLM, SamplingParams, report
+from weft import LLM, SamplingParams
 from weft.assets import EVAL_PATH, MODEL_DIR
-from weft.evaluation import read_problems
+from weft.bench import report
+from weft.bench.evaluation import read_problems
 
 RESULTS = Path(__file__).parent / "results" / "compare_transformers_cpu.json"
 GOALS = {"decode": 1.3, "one_at_a_time": 6.0, "padded_batches": 1.5}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.decode_profile import CONFIGS, decode_orders, graph_ms, padded_size
-from weft import report
+from weft.bench import report
 from weft.config import resolve
 from weft.ops.triton import attention_decode
 from weft.runner.model_runner import ModelRunner

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from weft import report
+from weft.bench import report
 from weft.config import resolve
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.ops.e4m3 import E4M3

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft import LLM, report
+from weft import LLM
+from weft.bench import report
 
 CONFIGS = Path(__file__).parent / "configs"
 

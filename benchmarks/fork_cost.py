@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.decode_profile import CONFIGS, graph_ms
-from weft import report
+from weft.bench import report
 from weft.bench.roofline import ceilings_of
 from weft.config import resolve
 from weft.runner.model_runner import ModelRunner

@@ -17,8 +17,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 STARTED = time.perf_counter()
 
-from weft import LLM, report  # noqa: E402
-from weft.bench import latency, prefill, throughput  # noqa: E402
+from weft import LLM  # noqa: E402
+from weft.bench import (  # noqa: E402
+    latency,
+    prefill,
+    report,
+    throughput,
+)
 from weft.bench.roofline import ceilings_of  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -62,7 +62,7 @@ def main() -> None:
     target, root = args.json.resolve(), args.root.resolve()
     sys.path.insert(0, str(root))
     os.chdir(root)
-    from weft import report
+    from weft.bench import report
 
     by_function = count(args.batch)
     result = {**report.provenance("cpu"), "batch": args.batch, "calls_per_step": round(sum(by_function.values()), 2)}

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from weft import report
+from weft.bench import report
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.config import resolve

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weft import report
+from weft.bench import report
 from weft.config import resolve
-from weft.config.cpu import cpu_name
 from weft.engine.inputs import InputProcessor
 from weft.errors import RequestError
+from weft.platforms.cpu import cpu_name
 from weft.server.protocol import BodyReader, CompletionRequest, DetokenizeRequest
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 NUM_IDS = 1_500_000
 

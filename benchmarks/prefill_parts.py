@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks.decode_profile import CONFIGS, fill_caches, graph_ms
 from benchmarks.prefill_profile import prefill_orders
-from weft import report
+from weft.bench import report
 from weft.config import resolve
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.ops.triton import attention, attention_prefill_hopper, gated_linear_hopper

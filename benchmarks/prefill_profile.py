@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.decode_profile import graph_ms, kernels_us, profile_decode, share_of
-from weft import report
+from weft.bench import report
 from weft.bench.roofline import Work, ceilings_of
 from weft.config import resolve
 from weft.config.gated_delta_net import GatedDeltaNetConfig

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weft import report
+from weft.bench import report
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.cache.tuning import replay_request

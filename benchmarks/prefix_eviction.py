@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weft import report
+from weft.bench import report
 from weft.bench.prefix import PrefixWorkload, replay
 from weft.bench.prefix_workloads import MAX_TOKEN_ID, WORKLOADS
 from weft.cache.spec import CacheSpec

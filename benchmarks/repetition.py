@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from weft import LLM, SamplingParams, report
+from weft import LLM, SamplingParams
+from weft.bench import report
 
 CONFIGS = Path(__file__).parent / "configs"
 CIRCLE, PROMPT, OUTPUT, REPEATS = 200, 500, 256, 5

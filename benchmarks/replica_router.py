@@ -23,15 +23,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from weft import report
+from weft.bench import report
 from weft.bench.prefix_workloads import make_workload
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.cache.tuning import ReplayCounts, replay_request
 from weft.config import resolve
-from weft.config.cpu import cpu_name
 from weft.engine.prefix_hashes import chunks_of_hashes, passing, reusable_prefixes
 from weft.engine.router import Router
+from weft.platforms.cpu import cpu_name
 
 MODEL = Path(__file__).parent / "configs" / "qwen3-next-12l"
 NUM_REPLICAS = 4

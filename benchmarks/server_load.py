@@ -25,9 +25,9 @@ from typing import Any
 import uvloop
 
 from tests.server.fake_engine import CUT, SLOW
-from weft import report
-from weft.config.cpu import cpu_name
-from weft.executor.liveness import processor_s
+from weft.bench import report
+from weft.platforms.cpu import cpu_name
+from weft.processes.liveness import processor_s
 
 NUM_TOKENS = 16
 QUESTION = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from weft import report
-from weft.config.cpu import cpu_name
+from weft.bench import report
+from weft.platforms.cpu import cpu_name
 
 
 def measure(tree: str, count: str, arguments: list[str]) -> dict[str, Any]:

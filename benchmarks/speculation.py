@@ -27,7 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weft import LLM, SamplingParams, report
+from weft import LLM, SamplingParams
+from weft.bench import report
 from weft.bench.latency import LatencyWorkload, measure
 from weft.bench.roofline import Roofline
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from weft import report
+from weft.bench import report
 from weft.executor.ring import Address, Reader, Writer
 from weft.executor.worker import STOP, decode_step, encode_step
 from weft.messages import ScheduledRequest, SchedulerOutput

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import dummy_engine
-from weft import LLM, SamplingParams, report
+from weft import LLM, SamplingParams
+from weft.bench import report
 from weft.bench.throughput import ThroughputWorkload
 from weft.graph.graph_set import GraphSet
 from weft.messages import SchedulerOutput

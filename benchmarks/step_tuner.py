@@ -37,7 +37,7 @@ from benchmarks.decode_profile import decode_orders, fill_caches, share_of
 from benchmarks.kernels import fp8, linear
 from benchmarks.kernels.fp8_experts import expert_candidates
 from benchmarks.kernels.measure import DEVICE, ON_GPU
-from weft import report
+from weft.bench import report
 from weft.config import resolve
 from weft.graph.graph import make_pool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet

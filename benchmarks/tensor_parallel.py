@@ -78,8 +78,7 @@ def engine(began: float, settings: dict[str, Any], wanted: list[str], path: Path
     loaded = time.monotonic()
     with LLM(**settings) as llm:
         ready = time.monotonic()
-        from weft import report
-        from weft.bench import latency, prefill, throughput
+        from weft.bench import latency, prefill, report, throughput
 
         found: dict[str, Any] = report.provenance(llm.config.device) | {"config": report.settings(llm.config)}
         found["start"] = {"total_s": ready - began, "import_s": loaded - imported, "stages": llm.startup}

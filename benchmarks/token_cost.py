@@ -22,8 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from weft import report
-from weft.config.cpu import cpu_name
+from weft.bench import report
+from weft.platforms.cpu import cpu_name
 
 STREAMS, STEPS = 64, 300
 QUESTION = "one two three four five six seven eight nine ten eleven twelve"

@@ -13,7 +13,7 @@ from typing import Any
 from openai import OpenAI
 
 from tests.server.running import RunningServer
-from weft import report
+from weft.bench import report
 
 
 def tool(name: str, does: str, /, **kinds: str) -> dict[str, Any]:

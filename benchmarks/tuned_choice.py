@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import msgspec
 
-from weft import report
+from weft.bench import report
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.tune import CONTEXT, tuning_config
 from weft.config.graph_modes import CudaGraphMode

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.decode_profile import CONFIGS, decode_orders, fill_caches, graph_ms, kernels_us
-from weft import report
+from weft.bench import report
 from weft.bench.roofline import Roofline, ceilings_of
 from weft.config import resolve
 from weft.graph.capture_sizes import smallest_fitting

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from weft import report
+from weft.bench import report
 from weft.bench.roofline import ceilings_of
 from weft.config import resolve
 from weft.config.vision import VisionConfig

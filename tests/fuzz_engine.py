@@ -37,7 +37,8 @@ from tests.fuzz_references import ARCHITECTURES, Reference
 from tests.late_compiler import LateCompiler
 from tests.late_device import LateDevice
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
-from weft import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, report
+from weft import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from weft.bench import report
 from weft.messages import SchedulerOutput
 from weft.ops.sampling import exponential_noise
 

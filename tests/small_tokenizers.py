@@ -6,7 +6,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = ["the cat sat on the mat, 123 times", "naïve café 你好世界 👍🏽 ünïcödé", "tool_call stop the end"] * 5

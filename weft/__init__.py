@@ -52,8 +52,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     module = _MODULES[name]
     if module not in sys.modules:
-        from weft.collector import collector_off
-        from weft.preload import load_torch_libraries
+        from weft.processes.collector import collector_off
+        from weft.processes.preload import load_torch_libraries
 
         if name == "LLM":
             load_torch_libraries()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.kernels.measure import ON_GPU, error, graph_ms
-from weft import report
+from weft.bench import report
 from weft.ops.backend import Backend
 from weft.ops.norm import rms_norm
 from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes, make_counters

@@ -27,7 +27,7 @@ from benchmarks.kernels.fp8_experts import EXPERT_TOKENS, Experts, expert_candid
 from benchmarks.kernels.fp8_weights import DTYPE, FP8_FLOP_PER_S, fp8_weight, listed, poisoned
 from benchmarks.kernels.linear import _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
-from weft import report
+from weft.bench import report
 from weft.ops.activation import silu_and_mul
 from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft import report
+from weft.bench import report
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.gated_linear_hopper import filled, gated_linear_hopper
 from weft.ops.triton.norm import rms_norm_triton

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, error, time_us
-from weft import report
+from weft.bench import report
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.gated_delta_rule import gdn_gates

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import attempt, make_batch, shape_name
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, time_us
-from weft import report
+from weft.bench import report
 from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Batch
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule

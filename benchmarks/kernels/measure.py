@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft import report
+from weft.bench import report
 
 COPY_BYTES_PER_S = 4.25e12
 """Device copy on an H200, bytes read plus bytes written."""

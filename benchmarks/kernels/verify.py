@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.kernels import attention, gdn
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, ON_GPU, error, time_us
-from weft import report
+from weft.bench import report
 from weft.forward_context import Verification
 from weft.ops.gdn_decode import gdn_verify
 from weft.ops.triton.attention import paged_attention_triton

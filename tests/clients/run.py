@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from weft import report
+from weft.bench import report
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".venv-clients"

@@ -19,7 +19,7 @@ from weft.config.resolution import resolve_settings
 from weft.config.tokenizer_eos import read_eos_token_id
 from weft.config.vllm_settings import ANY, VLLM_SETTINGS
 from weft.errors import ConfigError, UnsupportedModelError
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from weft import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from weft.errors import ConfigError, EngineDeadError, RequestError
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

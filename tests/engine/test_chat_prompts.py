@@ -23,7 +23,7 @@ from weft.engine import chat_prompts
 from weft.engine.chat_prompts import ChatPrompt, ChatPrompts
 from weft.errors import RequestError
 from weft.multimodal.placeholders import ExpandedPrompt
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 # Opens a reasoning block for the answer to come, and drops the reasoning of earlier turns, as Qwen's templates do.
 REASONS = (

@@ -13,12 +13,13 @@ from typing import Any, cast
 import pytest
 
 from weft.errors import ConfigError, EngineDeadError, WeftError
-from weft.executor import liveness, rank_process, workers
-from weft.executor.liveness import Movement
+from weft.executor import rank_process, workers
 from weft.executor.rank_process import RankProcess, SiblingRank, StartedRank, begin_start
 from weft.executor.ring import Reader, Writer
 from weft.executor.worker import FAILED_STATUS, Report
 from weft.executor.workers import Workers
+from weft.processes import liveness
+from weft.processes.liveness import Movement
 
 
 class FakeRank:

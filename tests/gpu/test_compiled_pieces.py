@@ -88,7 +88,7 @@ def test_a_second_start_compiles_nothing(
 @pytest.mark.parametrize("source", ["eager", "inductor"])
 def test_the_bundled_model_in_its_own_precision(source: str) -> None:
     """bfloat16 with every kernel: traced pieces solve as many problems as captured ones, give or take two."""
-    from weft.evaluation import ask, read_problems, score
+    from weft.bench.evaluation import ask, read_problems, score
 
     problems = read_problems(limit=40)
     right = []

@@ -19,7 +19,7 @@ from tests.gpu.conftest import compiled_kernels
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.assets import EVAL_PATH
-from weft.evaluation import read_problems
+from weft.bench.evaluation import read_problems
 from weft.messages import SchedulerOutput
 from weft.outputs import RequestOutput
 from weft.runner.memory import GRAPH_BYTES, allocate_caches, cache_tensors
@@ -175,7 +175,7 @@ def test_every_architecture_is_greedy_as_transformers(arch: str, mode: str, tmp_
 
 def test_bfloat16_answers_the_word_problems() -> None:
     """The model's own precision with every kernel: as many right answers as D6 asks of the whole set."""
-    from weft.evaluation import ask, score
+    from weft.bench.evaluation import ask, score
 
     with LLM(device="cuda", max_num_seqs=64) as llm:
         assert score(ask(llm, read_problems(EVAL_PATH)))["accuracy"] > 0.93

@@ -15,7 +15,7 @@ from tests.models.test_parity import ARCHITECTURES, prompt
 from tests.tiny import make_checkpoint, make_model
 from weft import LLM, SamplingParams
 from weft.assets import EVAL_PATH
-from weft.evaluation import read_problems
+from weft.bench.evaluation import read_problems
 from weft.ops.backend import Backend
 
 pytestmark = pytest.mark.gpu

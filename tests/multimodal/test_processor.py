@@ -21,7 +21,7 @@ from weft.multimodal.parts import prompt_media
 from weft.multimodal.placeholders import expand
 from weft.multimodal.processor import MediaProcessor, Processed
 from weft.multimodal.video import Video
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 PARAM = "messages"
 ROOM = 100_000

@@ -142,8 +142,8 @@ BETWEEN_ROOMS = (
         "with objects_frozen(), collector_off():", "with objects_frozen():", "tests/runner/test_step_graphs.py",
     ),
     mutant(
-        "frozen-for-ever", "objects are collectable again behind a capture", "weft/collector.py",
-        "        gc.unfreeze()\n", "        pass\n", "tests/test_collector.py", "tests/graph",
+        "frozen-for-ever", "objects are collectable again behind a capture", "weft/processes/collector.py",
+        "        gc.unfreeze()\n", "        pass\n", "tests/processes/test_collector.py", "tests/graph",
     ),
     mutant(
         "compilers-left-running", "compile processes end with the start", "weft/runner/compile_processes.py",

@@ -7,7 +7,7 @@ from tests.mutation.mutant import mutant
 CHECKPOINT, REFUSALS = "tests/config/test_checkpoint.py", "tests/config/test_checkpoint_refusals.py"
 FAMILIES, MAMBA = "tests/config/test_checkpoint_families.py", "tests/config/test_mamba_families.py"
 GENERATION, SHARDING = "tests/config/test_generation.py", "tests/config/test_sharding.py"
-QUANTIZATION, FILES = "tests/config/test_quantization.py", "tests/test_weight_files.py"
+QUANTIZATION, FILES = "tests/config/test_quantization.py", "tests/weights/test_weight_files.py"
 LOADING, SHARDS = "tests/quantization/test_loading.py", "tests/layers/test_tensor_parallel.py"
 
 CONFIGS_AND_WEIGHTS = (
@@ -193,11 +193,11 @@ CONFIGS_AND_WEIGHTS = (
     ),
     mutant(
         "early-mamba2-files", "early files call the embedding otherwise", "weft/models/weight_names.py",
-        '"backbone.embedding.": "model.embeddings.", ', "", "tests/test_weights.py",
+        '"backbone.embedding.": "model.embeddings.", ', "", "tests/weights/test_weights.py",
     ),
     mutant(
         "tied-head-with-more-rows", "a tied head has the embedding's shape", "weft/weights/loader.py",
-        "    same = shape == embedding.shape and all(", "    same = all(", "tests/test_weights.py",
+        "    same = shape == embedding.shape and all(", "    same = all(", "tests/weights/test_weights.py",
     ),
     mutant(
         "index-before-the-file", "an index beside the one file does not matter", "weft/weights/safetensors_folder.py",

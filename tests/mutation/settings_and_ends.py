@@ -166,23 +166,24 @@ SETTINGS_AND_ENDS = (
         "tests/engine/test_llm.py::test_an_interrupt_leaves_no_step_in_flight",
     ),
     mutant(
-        "interrupts-are-not-held", "an interrupt waits until a step is over", "weft/interrupts.py",
+        "interrupts-are-not-held", "an interrupt waits until a step is over", "weft/processes/interrupts.py",
         "        came.append((number, frame))", "        run(number, frame)",
         "tests/engine/test_llm.py::test_an_interrupt_waits_until_a_step_is_over",
     ),
     mutant(
-        "ttft-of-the-first", "the first token of several completions is that of any", "weft/engine/outputs.py",
+        "ttft-of-the-first", "the first token of several completions is that of any", "weft/engine/output_processor.py",
         "min(first_tokens, default=None)", "first_tokens[0] if first_tokens else None",
-        "tests/engine/test_outputs.py",
+        "tests/engine/test_output_processor.py",
     ),
     mutant(
-        "e2e-of-the-first", "several completions end with the last one", "weft/engine/outputs.py",
-        "max(t.finished or start for t in times)", "times[0].finished or start", "tests/engine/test_outputs.py",
+        "e2e-of-the-first", "several completions end with the last one", "weft/engine/output_processor.py",
+        "max(t.finished or start for t in times)", "times[0].finished or start",
+        "tests/engine/test_output_processor.py",
     ),
     mutant(
-        "prefilled-counts-cached", "cached tokens are not counted as computed", "weft/engine/outputs.py",
+        "prefilled-counts-cached", "cached tokens are not counted as computed", "weft/engine/output_processor.py",
         "return sum(r.num_prompt_tokens - (r.num_cached_tokens or 0) for r in started)",
-        "return sum(r.num_prompt_tokens for r in started)", "tests/engine/test_outputs.py",
+        "return sum(r.num_prompt_tokens for r in started)", "tests/engine/test_output_processor.py",
     ),
     mutant(
         "gauges-stay-after-abort", "gauges fall after an abort though no step follows", "weft/engine/process.py",

@@ -283,12 +283,13 @@ WAITS_AND_LEAKS = (
         "            self._prefixes_version = version\n", "", _ENGINE_TESTS,
     ),
     mutant(
-        "deltas-bring-all", "a delta brings the log probabilities of its tokens", "weft/engine/outputs.py",
-        "completion.logprobs[start:] if", "completion.logprobs if", "tests/engine/test_outputs.py",
+        "deltas-bring-all", "a delta brings the log probabilities of its tokens", "weft/engine/output_processor.py",
+        "completion.logprobs[start:] if", "completion.logprobs if", "tests/engine/test_output_processor.py",
     ),
     mutant(
-        "ends-come-again", "the end of a completion comes once", "weft/engine/outputs.py",
-        "        completion.end_sent = request.finish_reason is not None\n", "", "tests/engine/test_outputs.py",
+        "ends-come-again", "the end of a completion comes once", "weft/engine/output_processor.py",
+        "        completion.end_sent = request.finish_reason is not None\n", "",
+        "tests/engine/test_output_processor.py",
     ),
     mutant(
         "sent-survives-a-reset", "a cache that was reset has nothing of what was sent", "weft/engine/router.py",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.triton_version import is_known
+from weft.platforms.triton_version import is_known
 
 triton = pytest.importorskip("triton")
 if not is_known(triton.__version__):

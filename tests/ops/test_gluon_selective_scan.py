@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.triton_version import is_known
+from weft.platforms.triton_version import is_known
 
 triton = pytest.importorskip("triton")
 if not is_known(triton.__version__):

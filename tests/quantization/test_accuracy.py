@@ -8,9 +8,9 @@ import torch
 
 from tests.harness import Harness
 from weft.assets import MODEL_DIR
+from weft.bench.evaluation import read_problems
 from weft.config.quantization import ONLINE
-from weft.evaluation import read_problems
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 
 def test_the_bundled_model_online() -> None:

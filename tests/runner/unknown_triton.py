@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from weft import triton_version
+from weft.platforms import triton_version
 
 PUBLIC = {"triton", "triton.knobs", "triton.language", "triton.language.extra.cuda", "triton.compiler"}
 PUBLIC |= {"triton.runtime.driver"}

@@ -44,7 +44,7 @@ from tests.server.fault_callers import (
 )
 from tests.server.process_faults import killed_engine, killed_server, stopped_engine, terminated
 from tests.server.running import RunningServer, wait_until
-from weft import report
+from weft.bench import report
 
 # -- aborts ----------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from schemathesis import GenerationMode
 
 from tests.server.corpus import OPEN, Case, cases
 from tests.server.running import RunningServer, wait_until
-from weft import report
+from weft.bench import report
 
 KEY = "the-fuzz-key"
 FLAGS = ("--max-model-len", "96", "--cpu-cache-gib", "0.05", "--max-num-seqs", "16", "--api-key", KEY)

@@ -16,11 +16,11 @@ import pytest
 
 from weft.config import EngineConfig, resolve
 from weft.engine import wire
-from weft.engine.logwriter import LogHandler
 from weft.engine.snapshot import ReplicaView
-from weft.log_format import LogFormatter
 from weft.messages import RowSampling
 from weft.outputs import CacheReport
+from weft.processes.log_format import LogFormatter
+from weft.processes.log_writer import LogHandler
 from weft.request import FinishReason, Request
 from weft.server import utility
 from weft.server.api_call import _prompt_report

@@ -23,7 +23,7 @@ from weft.server.errors import ApiError
 from weft.server.protocol import BodyReader, CompletionRequest
 from weft.server.sampling import names_ids
 from weft.server.settings import ServerSettings
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 CLIENT = Client(identity="key", connection="1.2.3.4:5")
 

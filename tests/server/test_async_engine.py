@@ -30,7 +30,7 @@ from weft.outputs import CacheReport
 from weft.request import RequestSpec
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 TEXT = "Grüße, 東京 😀 and so on"
 

@@ -25,7 +25,7 @@ from weft.server.errors import ApiError
 from weft.server.protocol import NO_EFFECT, REFUSED, BodyReader
 from weft.server.rendering import RenderPool
 from weft.server.settings import ServerSettings
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 TOOL = {"type": "function", "name": "f", "function": {"name": "f"}, "input_schema": {"type": "object"}}
 

@@ -27,7 +27,7 @@ from weft.engine.conversation import template_messages
 from weft.engine.inputs import InputProcessor
 from weft.errors import ConfigError
 from weft.multimodal.processor import load_processor
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 IMAGE = picture(48, 40)

@@ -23,7 +23,7 @@ from weft.engine.channel import Address, EngineStart
 from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.supervisor import EngineSupervisor
 from weft.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
-from weft.log_format import LogFormatter
+from weft.processes.log_format import LogFormatter
 from weft.server.admission import Admission
 from weft.server.app import POSTS, build_app, media_types
 from weft.server.authentication import AuthenticationMiddleware, presented_key

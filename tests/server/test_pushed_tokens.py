@@ -18,7 +18,7 @@ from weft.server.app import build_app
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
 from weft.stats import EngineStats
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "one two three"}]
 BODIES: dict[str, dict[str, Any]] = {

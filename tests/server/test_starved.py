@@ -19,8 +19,8 @@ from tests.server.running import ROOT, RunningServer, is_alive, wait_until
 from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import ServerChannel
-from weft.engine.heartbeat import Pulse
 from weft.engine.launcher import EngineCommand, EngineProcess
+from weft.processes.heartbeat import Pulse
 from weft.server import grammar_check
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
@@ -31,7 +31,7 @@ CONFIG = resolve()
 BEATING = """
 import re, sys, time
 from pathlib import Path
-from weft.engine.heartbeat import Heartbeat
+from weft.processes.heartbeat import Heartbeat
 Heartbeat(Path(sys.argv[1])).start()
 time.sleep(0.3)
 re.match("(a+)+$", "a" * 40 + "b")  # holds the interpreter lock for minutes

@@ -23,7 +23,7 @@ from weft.server.grammar_check import GrammarChecker
 from weft.server.protocol import BodyReader, CompletionRequest
 from weft.server.structured import constraint_of, end_of_reasoning, forced_calls
 from weft.server.tool_use import tool_schemas
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 CONFIG = resolve(device="cpu")
 

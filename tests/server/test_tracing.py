@@ -30,7 +30,7 @@ from weft.server.client import TraceParent
 from weft.server.main import serve
 from weft.server.settings import ServerSettings
 from weft.server.tracing import Tracer
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.fake_runner import VOCAB, oracle
 from tests.scheduler.test_scheduler import PAGE, Rig, make_request
-from weft import report
+from weft.bench import report
 from weft.request import Request
 from weft.speculation.planner import DeviceDrafts, DraftPlanner
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
+from weft.bench.evaluation import read_problems
 from weft.config.draft_profile import DraftTiming
 from weft.config.fields import EngineConfig
 from weft.config.speculation import SpeculativeConfig
 from weft.engine.llm import LLM
-from weft.evaluation import read_problems
 from weft.sampling_params import SamplingParams
 
 NEW_TOKENS, PROMPT_TOKENS, MIN_REPEATS = 64, 256, 3

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from weft.errors import EngineDeadError
-from weft.preload import has_bytecode
+from weft.processes.preload import has_bytecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _child(began: float, settings: dict[str, Any]) -> None:
     imported = time.monotonic()
     with LLM(**settings) as llm:
         ready = time.monotonic()
-        from weft import report
+        from weft.bench import report
         from weft.sampling_params import SamplingParams
 
         asked = time.monotonic()

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from weft import report
-from weft.bench import latency, prefill, startup, throughput
+from weft.bench import latency, prefill, report, startup, throughput
 from weft.bench.prefix_workloads import WORKLOADS
 from weft.cli import bench_scaling, bench_serve
 from weft.cli.flags import add_engine_flags, engine_settings

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from weft import report
+from weft.bench import report
 from weft.bench.throughput import ThroughputWorkload
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb, check_lowest, check_range

@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from weft import report
+from weft.bench import report
 from weft.cli.parser import add_verb, check_lowest, check_range
 from weft.errors import ConfigError
 

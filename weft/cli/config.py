@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from weft import report
+from weft.bench import report
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.config.fields import OPTIONS, EngineConfig

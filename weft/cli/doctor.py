@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.cli.parser import add_verb
-from weft.preload import has_bytecode
-from weft.triton_version import is_gluon_tested, kernel_choice, triton_version
+from weft.platforms.triton_version import is_gluon_tested, kernel_choice, triton_version
+from weft.processes.preload import has_bytecode
 
 Verdict = Literal["ok", "note", "missing"]
 

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import Any
 
-from weft import evaluation, report
+from weft.bench import evaluation, report
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb, check_lowest
 

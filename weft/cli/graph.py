@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft import report
+from weft.bench import report
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb, check_lowest
 from weft.errors import ConfigError

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft import report
+from weft.bench import report
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb, check_lowest
 from weft.config.fields import EngineConfig

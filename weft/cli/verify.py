@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from weft import report
+from weft.bench import report
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.errors import ConfigError

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from weft.config.cache_folder import cache_folder
-from weft.config.cpu import cpu_name
 from weft.config.model import Mixers, ModelConfig
 from weft.errors import ConfigError
+from weft.platforms.cpu import cpu_name
 
 FORMAT = 2
 """Number of the file's format; files of another are not read."""

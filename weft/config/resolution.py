@@ -31,8 +31,8 @@ from weft.config.validate import check_names, check_value
 from weft.config.vision_settings import choose_encoder_graphs, choose_vision
 from weft.config.vllm_settings import without_vllms
 from weft.errors import ConfigError
-from weft.preload import has_driver, import_torch
-from weft.triton_version import kernel_choice, triton_version
+from weft.platforms.triton_version import kernel_choice, triton_version
+from weft.processes.preload import has_driver, import_torch
 
 logger = logging.getLogger(__name__)
 

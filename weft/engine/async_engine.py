@@ -17,14 +17,14 @@ from typing import Any, Protocol
 from weft.engine import wire
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.inputs import InputProcessor
-from weft.engine.outputs import OutputStream
+from weft.engine.output_processor import OutputStream
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import ResponseStream
 from weft.errors import EngineDeadError, RequestError
 from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

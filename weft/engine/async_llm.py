@@ -24,7 +24,7 @@ from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
 from weft.sampling_params import SamplingParams
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from weft.engine.launcher import EngineProcess

@@ -24,8 +24,8 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.multimodal.items import MediaItem
-from weft.text_pieces import SAMPLE
-from weft.tokenizer import Tokenizer
+from weft.text.encoder import SAMPLE
+from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]

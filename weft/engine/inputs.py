@@ -28,8 +28,8 @@ from weft.multimodal.placeholders import ExpandedPrompt, check_placeholders, exp
 from weft.multimodal.processor import MediaProcessor, Processed
 from weft.request import Request
 from weft.sampling_params import SamplingParams
-from weft.text_pieces import PIECE
-from weft.tokenizer import Tokenizer
+from weft.text.encoder import PIECE
+from weft.text.tokenizer import Tokenizer
 
 
 class InputProcessor:

@@ -27,7 +27,7 @@ import msgspec
 
 from weft.engine import wire
 from weft.engine.channel import Address, EngineStart, ServerChannel
-from weft.engine.heartbeat import Pulse
+from weft.processes.heartbeat import Pulse
 
 logger = logging.getLogger(__name__)
 

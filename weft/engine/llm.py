@@ -11,26 +11,26 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from weft.collector import collector_off
 from weft.config import EngineConfig, resolve
 from weft.config.parallelism import refuse_replicas
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
 from weft.engine.inputs import InputProcessor
-from weft.engine.outputs import OutputStream
+from weft.engine.output_processor import OutputStream
 from weft.engine.progress_bar import ProgressBar
 from weft.engine.prompts import Prompt, check_call
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.executor.external import follow
 from weft.executor.rank_process import begin_start
-from weft.interrupts import interrupts_held
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
-from weft.preload import import_torch, import_torch_for_gpu
+from weft.processes.collector import collector_off
+from weft.processes.interrupts import interrupts_held
+from weft.processes.preload import import_torch, import_torch_for_gpu
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from weft.collector import collector_off
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.fair_order import FairOrder
-from weft.engine.heartbeat import Heartbeat
-from weft.engine.logwriter import configure_logging
 from weft.errors import EngineDeadError, WeftError
 from weft.executor.rank_process import begin_start
-from weft.lifeline import die_with_parent
-from weft.log_format import LogFormatter
-from weft.preload import import_torch, import_torch_for_gpu, load_torch_libraries
+from weft.processes.collector import collector_off
+from weft.processes.heartbeat import Heartbeat
+from weft.processes.lifeline import die_with_parent
+from weft.processes.log_format import LogFormatter
+from weft.processes.log_writer import configure_logging
+from weft.processes.preload import import_torch, import_torch_for_gpu, load_torch_libraries
 from weft.request import FinishReason, Request, RequestSpec
 from weft.stats import EngineStats
 

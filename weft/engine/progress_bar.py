@@ -6,7 +6,7 @@ import time
 
 from tqdm import tqdm
 
-from weft.engine.outputs import OutputStream
+from weft.engine.output_processor import OutputStream
 
 
 class ProgressBar:

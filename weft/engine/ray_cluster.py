@@ -24,9 +24,9 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.engine.channel import EngineStart
-from weft.engine.heartbeat import Pulse
 from weft.engine.launcher import spawn
 from weft.errors import ConfigError
+from weft.processes.heartbeat import Pulse
 
 
 class EngineHost:

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from weft.engine.outputs import CompletionDelta, OutputStream
+from weft.engine.output_processor import CompletionDelta, OutputStream
 from weft.errors import EngineDeadError
 from weft.outputs import RequestOutput
 from weft.request import Request

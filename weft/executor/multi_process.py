@@ -31,10 +31,10 @@ from weft.executor.rank_process import RankProcess, StartedRank
 from weft.executor.ring import Writer
 from weft.executor.worker import STOP, WorkerStart, encode_step
 from weft.executor.workers import Workers
-from weft.interrupts import interrupts_held
 from weft.layers.sampler import LogitsProcessor
-from weft.log_format import logs_json
 from weft.messages import ModelOutput, SchedulerOutput
+from weft.processes.interrupts import interrupts_held
+from weft.processes.log_format import logs_json
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep
 

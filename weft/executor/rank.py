@@ -8,9 +8,9 @@ import os
 import torch
 from torch.distributed import Store
 
-from weft.collector import collector_off
 from weft.config import EngineConfig
 from weft.parallel.process_group import ProcessGroup
+from weft.processes.collector import collector_off
 from weft.runner.memory import release_workspaces
 from weft.runner.model_runner import ModelRunner
 

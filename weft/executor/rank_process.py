@@ -20,10 +20,10 @@ from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from weft.config.parallelism import is_launched
-from weft.executor.liveness import is_alive
 from weft.executor.ring import Writer
 from weft.executor.worker import FAILED_STATUS, Report, WorkerStart, decode_report, encode_start
-from weft.preload import create_cuda_context
+from weft.processes.liveness import is_alive
+from weft.processes.preload import create_cuda_context
 
 logger = logging.getLogger(__name__)
 

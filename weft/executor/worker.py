@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.collector import collector_off
 from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
 from weft.errors import ConfigError, WeftError
 from weft.executor.ring import Address, Reader
-from weft.log_format import LogFormatter
 from weft.messages import SchedulerOutput
-from weft.preload import import_torch
+from weft.processes.collector import collector_off
+from weft.processes.log_format import LogFormatter
+from weft.processes.preload import import_torch
 
 if TYPE_CHECKING:
     from torch.distributed import Store

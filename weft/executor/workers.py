@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from weft.errors import ConfigError, EngineDeadError, WeftError
-from weft.executor.liveness import Movement
 from weft.executor.rank_process import RankProcess
 from weft.executor.ring import Writer
 from weft.parallel.process_group import abort_groups
+from weft.processes.liveness import Movement
 
 logger = logging.getLogger(__name__)
 

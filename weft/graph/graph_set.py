@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from weft.collector import collector_off, objects_frozen
 from weft.graph.graph import Graph, GraphPool, capture
+from weft.processes.collector import collector_off, objects_frozen
 
 logger = logging.getLogger(__name__)
 

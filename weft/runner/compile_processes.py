@@ -47,9 +47,9 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITCallable, JITFunction
 
-from weft import preload
 from weft.errors import ConfigError
-from weft.lifeline import die_with_parent
+from weft.processes import preload
+from weft.processes.lifeline import die_with_parent
 from weft.runner.compile_order import compile_seconds
 
 logger = logging.getLogger(__name__)

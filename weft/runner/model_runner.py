@@ -21,7 +21,6 @@ from torch import nn
 
 from weft.cache.plan import CachePlan, mib, plan_for
 from weft.cache.spec import CacheSpec
-from weft.collector import objects_frozen
 from weft.config import EngineConfig
 from weft.config.graph_modes import CudaGraphMode
 from weft.config.graph_profile import read_profile
@@ -40,6 +39,7 @@ from weft.models.registry import create_model
 from weft.models.vision_language import VisionLanguageModel
 from weft.ops.backend import Backend, resolve_backend
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
+from weft.processes.collector import objects_frozen
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import (
     GRAPH_BYTES,

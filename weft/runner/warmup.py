@@ -24,10 +24,10 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from weft import preload
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import Decoder, DecoderLayer
-from weft.triton_version import is_known
+from weft.platforms.triton_version import is_known
+from weft.processes import preload
 
 GREEDY = RowSampling(temperature=0.0)
 

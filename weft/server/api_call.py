@@ -13,7 +13,7 @@ from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.outputs import CompletionDelta, OutputStream
+from weft.engine.output_processor import CompletionDelta, OutputStream
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import ResponseStream
 from weft.errors import RequestError

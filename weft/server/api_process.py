@@ -24,10 +24,10 @@ import msgspec
 import uvloop
 
 from weft.engine import wire
-from weft.engine.logwriter import LogWriter
 from weft.engine.snapshot import ReplicaView
 from weft.engine.supervisor import OnLost, OnMessage
-from weft.lifeline import die_with_parent
+from weft.processes.lifeline import die_with_parent
+from weft.processes.log_writer import LogWriter
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
 from weft.server.http_server import make_tracer, serve_http

@@ -14,7 +14,7 @@ from weft.errors import RequestError
 from weft.server.errors import ApiError
 from weft.server.output_parser import THINK
 from weft.server.service import Service
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 
 def check_special_tokens(engine: AsyncEngine, wanted: bool | None) -> None:

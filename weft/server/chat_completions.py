@@ -17,7 +17,7 @@ from msgspec.json import encode
 from weft.engine.async_engine import AsyncEngine
 from weft.engine.chat_prompts import ChatPrompt
 from weft.engine.conversation import template_message
-from weft.engine.outputs import CompletionDelta
+from weft.engine.output_processor import CompletionDelta
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.outputs import CompletionDelta
+from weft.engine.output_processor import CompletionDelta
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError

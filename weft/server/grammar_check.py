@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import RequestError
-from weft.executor.liveness import processor_s
+from weft.processes.liveness import processor_s
 from weft.server.errors import ApiError
 
 TIMEOUT_S = 2.0

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from weft.engine.structured_outputs import grammar_tokenizer
 from weft.errors import RequestError
-from weft.lifeline import die_with_parent
+from weft.processes.lifeline import die_with_parent
 
 EXTRA_BYTES = 256 << 20
 """Memory that a compilation may take."""

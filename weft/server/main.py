@@ -20,7 +20,7 @@ from weft import __version__
 from weft.engine import wire
 from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.supervisor import EngineSupervisor
-from weft.log_format import LogFormatter
+from weft.processes.log_format import LogFormatter
 from weft.server.api_servers import ApiServers
 from weft.server.http_server import listen, make_tracer, serve_http
 from weft.server.requestlog import configure as configure_log

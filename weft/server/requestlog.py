@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import time
 
-from weft.engine.logwriter import LogHandler, LogWriter, configure_logging
 from weft.engine.response_stream import ResponseStream
-from weft.log_format import LogFormatter
+from weft.processes.log_format import LogFormatter
+from weft.processes.log_writer import LogHandler, LogWriter, configure_logging
 from weft.server.client import Client
 
 logger = logging.getLogger("weft.requests")

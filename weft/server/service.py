@@ -33,7 +33,7 @@ from weft.server.media_pool import MediaPool
 from weft.server.process_reports import ApiProcesses, SingleProcess
 from weft.server.rendering import RenderPool
 from weft.server.settings import ServerSettings
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from weft.engine.structured_outputs import (
 from weft.errors import RequestError
 from weft.server.output_parser import CALL, END_CALL, END_THINK
 from weft.server.protocol import SamplingFields
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 _Constrains = TypeVar("_Constrains", bound=Constraint | WholeGrammar)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import triton
 
-from weft.triton_version import is_known
+from weft.platforms.triton_version import is_known
 
 GLUON_IS_KNOWN = is_known(triton.__version__)
 """Without it other kernels do the work."""

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from weft.ops.triton.attention_tiles import sequence_of_block
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
 from weft.ops.triton.launch import Kernel
-from weft.triton_version import is_gluon_tested
+from weft.platforms.triton_version import is_gluon_tested
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 

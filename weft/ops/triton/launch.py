@@ -30,7 +30,7 @@ from torch import Tensor
 from triton import JITFunction, knobs
 from triton.compiler import CompiledKernel
 
-from weft.triton_version import is_known
+from weft.platforms.triton_version import is_known
 
 if hasattr(knobs.language, "fp_fusion_enabled"):  # since 3.9, which warns that later ones will not fuse by default
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

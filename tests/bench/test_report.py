@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft import report
+from weft.bench import report
 
 
 def test_no_figure_of_a_table_is_cut_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import tempfile
 from pathlib import Path
 
-from weft.triton_version import is_known
+from weft.platforms.triton_version import is_known
 
 _HASHED = ("_C/libtriton*", "runtime/cache.py", "compiler/**/*.py", "backends/**/*.py", "language/**/*.py")
 """What ``triton_key`` reads, below Triton's folder."""

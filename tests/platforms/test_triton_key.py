@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from weft.triton_key import fingerprint, remember_triton_key
+from weft.platforms.triton_key import fingerprint, remember_triton_key
 
 triton = pytest.importorskip("triton")
 

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from weft.collector import collector_off
+from weft.processes.collector import collector_off
 
 _LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch.so", ctypes.RTLD_LOCAL))
 """As torch loads them itself, before its Python library."""
@@ -50,7 +50,7 @@ def use_gpu() -> threading.Thread:
 @functools.cache
 def look_up_triton_key() -> threading.Thread:
     """Begin to look up what Triton finds compiled kernels by, which the first start on a machine computes."""
-    from weft.triton_key import remember_triton_key
+    from weft.platforms.triton_key import remember_triton_key
 
     def look_up() -> None:
         with suppress(Exception):  # of a Triton that is not there, or is another one

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
-from weft.tokenizer import REPLACEMENT, BytesById, Tokenizer
+from weft.text.tokenizer import REPLACEMENT, BytesById, Tokenizer
 
 
 class Detokenizer(Protocol):

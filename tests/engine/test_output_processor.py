@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from weft.engine.outputs import OutputStream
+from weft.engine.output_processor import OutputStream
 from weft.engine.prompts import PreparedPrompt
 from weft.messages import RowSampling, TokenLogprobs
 from weft.request import Request
 from weft.sampling_params import SamplingParams
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 EOS, OTHER_SPECIAL = 2, 1
 TEXT = "the quick brown fox, naïve 世界 🙂 and the dog"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from weft import __version__
-from weft.config.cpu import cpu_name
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.errors import ConfigError
+from weft.platforms.cpu import cpu_name
 
 PACKAGES = (
     "torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "flash-linear-attention", "mamba_ssm",

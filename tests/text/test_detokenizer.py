@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.small_tokenizers import BYTE_LEVEL, SENTENCEPIECE
-from weft.detokenizer import Detokenizer, StopStrings, WindowDetokenizer, make_detokenizer
-from weft.tokenizer import Tokenizer
+from weft.text.detokenizer import Detokenizer, StopStrings, WindowDetokenizer, make_detokenizer
+from weft.text.tokenizer import Tokenizer
 
 Maker = Callable[..., Detokenizer]
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.small_tokenizers import BYTE_LEVEL, SENTENCEPIECE, SPECIALS, byte_level
 from weft.errors import ConfigError, RequestError
-from weft.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{%- if tools %}<tools>{{ tools | tojson }}</tools>\n{%- endif %}"
@@ -54,7 +54,7 @@ def test_bytes_of_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:
 
 
 def test_importing_is_light() -> None:
-    check = "import sys, weft.tokenizer; assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
+    check = "import sys, weft.text.tokenizer; assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.patience import stretched
 from tests.server.running import ROOT, RunningServer, chat_body, wait_until
-from weft.engine.logwriter import LogWriter
+from weft.processes.log_writer import LogWriter
 
 
 def test_lines_are_dropped_counted_and_told() -> None:

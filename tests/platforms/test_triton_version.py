@@ -18,7 +18,7 @@ from weft.config import resolution, resolve
 from weft.ops.e4m3 import E4M3
 from weft.ops.triton import fp8_linear, hopper_tiles
 from weft.ops.triton.fp8_few_rows import HopperRows
-from weft.triton_version import is_known, kernel_choice, triton_version
+from weft.platforms.triton_version import is_known, kernel_choice, triton_version
 
 
 def test_the_installed_version_is_the_one_that_is_imported() -> None:
@@ -67,7 +67,7 @@ def test_kernels_in_gluon_run_under_a_triton_with_which_they_were_tested(
 REQUIRED = {"2.11.0": "==3.6.0", "2.12.1": "==3.7.1", "2.13.0": "==3.7.1", "2.14.1": "~=3.8.0", "2.15.0": "~=3.9.0"}
 """Which Triton torch's wheels with CUDA require, by their metadata on the package index (2026-11-23)."""
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def pinned() -> dict[str, str]:

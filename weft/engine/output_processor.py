@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from weft.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from weft.engine.prompts import PreparedPrompt
 from weft.messages import TokenLogprobs
 from weft.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
 from weft.request import Request
 from weft.sampling_params import SamplingParams
-from weft.tokenizer import Tokenizer
+from weft.text.detokenizer import Detokenizer, StopStrings, make_detokenizer
+from weft.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

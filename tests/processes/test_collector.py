@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import weft
-from weft.collector import collector_off, objects_frozen
 from weft.executor import rank
+from weft.processes.collector import collector_off, objects_frozen
 
 
 @pytest.fixture(autouse=True)

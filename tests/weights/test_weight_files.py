@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.test_weights import build, load, rewrite
 from tests.tiny import make_checkpoint
+from tests.weights.test_weights import build, load, rewrite
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import WeftError, WeightsError
 from weft.weights import load_weights

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from weft.executor.liveness import Movement
+from weft.processes.liveness import Movement
 
 BEAT_S = 0.25
 """Seconds between two beats."""

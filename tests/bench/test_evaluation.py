@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from weft.assets import EVAL_PATH
+from weft.bench.evaluation import Problem, Verdict, ask, read_problems, score
 from weft.cli import main
-from weft.evaluation import Problem, Verdict, ask, read_problems, score
 
 
 def problem(template: str, answer: str, unseen: bool = False) -> Problem:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.patience import stretched
 from tests.small_tokenizers import BYTE_LEVEL, SENTENCEPIECE
 from weft.config import resolve
-from weft.text_pieces import PIECE, cuts, pieces
-from weft.tokenizer import Tokenizer
+from weft.text.encoder import PIECE, cuts, pieces
+from weft.text.tokenizer import Tokenizer
 
 MINI = Tokenizer.load(resolve(device="cpu").tokenizer_path)
 WORDS = st.sampled_from("the |a1b2 |x=1;|  |\n|\t |don't |東京 |は。|👍🏽 |12,345 |É| -->".split("|"))

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.chat_template import ChatTemplate
 from weft.config.json_object import JsonObject
 from weft.errors import ConfigError, RequestError
-from weft.text_pieces import TextEncoder
+from weft.text.chat_template import ChatTemplate
+from weft.text.encoder import TextEncoder
 
 _MANY = 4096
 

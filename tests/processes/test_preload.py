@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft import preload
+from weft.processes import preload
 
 PROGRAM = """
 import sys
-from weft.preload import create_cuda_context, import_torch, load_torch_libraries, use_gpu, wait
+from weft.processes.preload import create_cuda_context, import_torch, load_torch_libraries, use_gpu, wait
 load_torch_libraries().join()
 assert "torch" not in sys.modules
 assert "libtorch_cpu" in open("/proc/self/maps").read()
@@ -34,7 +34,8 @@ def test_torch_is_imported_over_libraries_that_are_loaded() -> None:
 
 
 def test_the_end_of_a_process_waits_for_what_was_begun() -> None:
-    program = "import time; from weft.preload import _meanwhile; _meanwhile(lambda: (time.sleep(0.2), print('done')))"
+    work = "lambda: (time.sleep(0.2), print('done'))"
+    program = f"import time; from weft.processes.preload import _meanwhile; _meanwhile({work})"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"done\n"
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.small_tokenizers import BYTE_LEVEL
-from weft import chat_template
-from weft.chat_template import ChatTemplate
 from weft.config import resolve
 from weft.errors import ConfigError, RequestError
-from weft.tokenizer import Tokenizer
+from weft.text import chat_template
+from weft.text.chat_template import ChatTemplate
+from weft.text.tokenizer import Tokenizer
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2.5, None, True]}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "items": {"keys": "é<"}}}}

@@ -1,0 +1,1 @@
+"""The processor and the Triton that Weft runs on."""
