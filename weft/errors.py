@@ -56,3 +56,7 @@ class CapacityError(WeftError, RuntimeError):
 
 class EngineDeadError(WeftError, RuntimeError):
     """The engine loop has died; no request can be served by it any more."""
+
+
+class EngineFrozenError(WeftError, RuntimeError):
+    """The engine process gives no sign of life. It may go on later."""

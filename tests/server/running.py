@@ -51,8 +51,8 @@ class RunningServer:
 
     @property
     def engine_pid(self) -> int:
-        """The child that is the engine; another one may be trying grammars."""
-        engines = [pid for pid, what in self._children if "grammar_worker" not in what and "api_process" not in what]
+        """The child that is the engine; others try grammars, read large bodies, or answer calls."""
+        engines = [pid for pid, what in self._children if "engine" in what]
         assert len(engines) == 1
         return engines[0]
 

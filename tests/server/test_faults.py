@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -103,6 +104,33 @@ def test_a_frozen_engine_is_unhealthy_until_it_moves(server: RunningServer) -> N
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: server.client.get("/health").status_code == 200, 2.0)
+
+
+def test_a_frozen_engine_takes_no_calls_and_then_goes_on(start: Start) -> None:
+    """Calls that it cannot have seen get 503, before and after the heartbeat is late; a running stream waits."""
+    server = start()
+    pid = server.engine_pid
+    running = Reader(server)
+    wait_until(lambda: any("content" in line for line in running.lines), 5.0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(0.1)
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            early = [threads.submit(server.chat, "early", stream=stream) for stream in (False, True)]
+            wait_until(lambda: server.client.get("/health").status_code == 503, 5.0)
+            began = time.monotonic()
+            late = server.chat("late")
+            assert time.monotonic() - began < stretched(1.0)
+            for refused in (late, *(answer.result() for answer in early)):
+                error = refused.json()["error"]
+                assert (refused.status_code, error["code"], error["type"]) == (503, "frozen", "server_error")
+                assert "stands still" in error["message"] and int(refused.headers["Retry-After"]) > 0
+        num_lines = len(running.lines)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: server.chat("again").status_code == 200, 5.0)
+    wait_until(lambda: len(running.lines) > num_lines, 5.0)
+    wait_until(lambda: server.client.get("/load").json()["server_load"] == 1, 5.0)
 
 
 def test_a_killed_server_leaves_no_child(start: Start) -> None:

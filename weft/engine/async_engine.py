@@ -20,7 +20,7 @@ from weft.engine.inputs import InputProcessor
 from weft.engine.output_processor import OutputStream
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import ResponseStream
-from weft.errors import EngineDeadError, RequestError
+from weft.errors import EngineDeadError, RequestError, WeftError
 from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
@@ -236,6 +236,13 @@ class AsyncEngine:
         pending = self._pending_resets.pop(0)
         if not pending.done():
             pending.set_result(message.done)
+
+    def fail_later_than(self, moment: float, error: WeftError) -> None:
+        """End the streams that were submitted after ``moment`` (of ``time.monotonic()``) and have no token yet."""
+        for stream in self._streams.values():
+            request = stream.requests[0]
+            if request.arrival_time > moment and request.times.last_token is None:
+                stream.fail(error)
 
     def die(self, reason: str) -> None:
         """The engine is gone: every open stream ends with an error, and no new one starts."""

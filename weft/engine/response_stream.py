@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from weft.engine.output_processor import CompletionDelta, OutputStream
-from weft.errors import EngineDeadError
+from weft.errors import WeftError
 from weft.outputs import RequestOutput
 from weft.request import Request
 
@@ -54,7 +54,7 @@ class ResponseStream:
         self._has_updates = self.is_delivered = False
         self._changed: set[int] = set()
         self._undelivered: list[PromptDelta] = []  # could not be pushed
-        self._error: EngineDeadError | None = None
+        self._error: WeftError | None = None
         self._push_error: Exception | None = None
 
     @property
@@ -73,6 +73,7 @@ class ResponseStream:
 
         Raises:
             EngineDeadError: the engine died before the end.
+            EngineFrozenError: the engine froze before it saw the call.
         """
         while not self.is_delivered:
             if not self._undelivered and not self._has_updates:
@@ -99,7 +100,7 @@ class ResponseStream:
         return deltas
 
     async def results(self) -> list[RequestOutput]:
-        """Wait for the end of every completion. Raises EngineDeadError as above."""
+        """Wait for the end of every completion. Raises as above."""
         while not self.finished:
             if not self._has_updates:
                 await self._wait()
@@ -158,7 +159,8 @@ class ResponseStream:
         self._undelivered = deltas
         return False
 
-    def fail(self, error: EngineDeadError) -> None:
+    def fail(self, error: WeftError) -> None:
+        """End with this error once everything that has arrived is delivered."""
         self._error = error
         self._wake()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from weft.errors import ContextLengthError, EngineDeadError, RequestError, WeftError
+from weft.errors import ContextLengthError, EngineDeadError, EngineFrozenError, RequestError, WeftError
+
+FROZEN_RETRY_S = 5
+"""Seconds after which a caller may try an engine again that stood still."""
 
 MESSAGES_PATH = "/v1/messages"
 """The paths of the Anthropic protocol begin so."""
@@ -53,6 +56,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, "the body is nested too deeply")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), type="server_error", code="engine_dead")
+    if isinstance(error, EngineFrozenError):
+        return ApiError(503, str(error), type="server_error", code="frozen", retry_after_s=FROZEN_RETRY_S)
     return ApiError(500, "the server made a mistake; its log says more", type="server_error")
 
 

@@ -24,6 +24,7 @@ from weft.engine.async_engine import AsyncEngine, TokenTimes
 from weft.engine.inputs import InputProcessor
 from weft.engine.launcher import GRACE_S
 from weft.engine.supervisor import EngineClient
+from weft.errors import EngineFrozenError
 from weft.multimodal.processor import MediaProcessor, load_processor
 from weft.server.admission import Admission, OpenCounts
 from weft.server.errors import ApiError
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 FROZEN_AFTER_S = 3.0
 """The engine's heartbeat comes four times a second; without one for so long the engine stands still."""
+
+_WATCH_S = 0.25
+"""Seconds between two looks at the heartbeat, for calls that came while it was not late yet."""
 
 DRAINED_RETRY_S = 5
 """When a caller of a server that is leaving may expect another in its place."""
@@ -107,6 +111,7 @@ class Service:
         self._capacity: wire.Capacity | None = None
         self._readers: asyncio.Task[tuple[Tokenizer | None, MediaProcessor | None]] | None = None
         self._admission: Admission | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._began = time.monotonic()
         self._num_starts = 0
 
@@ -118,8 +123,11 @@ class Service:
 
         Raises:
             ApiError: 503, with the reason why there is none.
+            EngineFrozenError: it gives no sign of life.
         """
         if self.state is State.READY and self._engine is not None:
+            if self.is_frozen:
+                raise self._frozen()
             return self._engine
         message = {
             State.STARTING: "the engine is starting; try again soon",
@@ -175,7 +183,19 @@ class Service:
             return None
         if self.state in (State.STARTING, State.DEAD):
             return self.state.value
-        return "frozen" if self.engine_client.silence_s > FROZEN_AFTER_S else None
+        return "frozen" if self.is_frozen else None
+
+    @property
+    def is_frozen(self) -> bool:
+        """True while the engine's heartbeat is late."""
+        return self.engine_client.silence_s > FROZEN_AFTER_S
+
+    def _frozen(self) -> EngineFrozenError:
+        seconds = self.engine_client.silence_s
+        return EngineFrozenError(
+            f"the engine process stands still: its last sign of life was {seconds:.1f} s ago; try again later, or "
+            "elsewhere"
+        )
 
     @property
     def num_restarts(self) -> int:
@@ -244,8 +264,18 @@ class Service:
         if num_starts != self._num_starts or self.state is not State.STARTING:
             return
         self.state = State.READY
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_heartbeat())
         self.became_ready.set()
         self._report_stage("ready", time.monotonic() - self._began, describe(capacity))
+
+    async def _watch_heartbeat(self) -> None:
+        """End calls that came after the last sign of life of an engine that stands still: it has not seen them."""
+        while True:
+            if self.state is State.READY and self._engine is not None and self.is_frozen:
+                last_sign = time.monotonic() - self.engine_client.silence_s
+                self._engine.fail_later_than(last_sign, self._frozen())
+            await asyncio.sleep(_WATCH_S)
 
     def _lost(self, failure: wire.Failed, is_restarting: bool) -> None:
         """The engine has ended; another one is started, or the service is over."""
@@ -275,6 +305,8 @@ class Service:
 
     async def close(self) -> None:
         """End the engine, whatever its state."""
+        if self._watch is not None:
+            self._watch.cancel()
         self.render.close()
         self.media.close()
         if self._grammars is not None:
