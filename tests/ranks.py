@@ -23,11 +23,11 @@ CONTEXT.set_forkserver_preload(["weft.executor.rank", "weft.executor.worker"])
 
 
 class ForkedRank:
-    """What ``StartedRank`` uses of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that ``Child`` uses for a rank."""
 
     poisoned = False
 
-    def __init__(self, command: Sequence[str], *, stdin: int, stderr: int, pass_fds: tuple[int, ...]) -> None:
+    def __init__(self, command: Sequence[str], *, pass_fds: tuple[int, ...], **pipes: Any) -> None:
         (input_read, input_write), (error_read, error_write) = os.pipe(), os.pipe()
         self.stdin, self.stderr = os.fdopen(input_write, "wb"), os.fdopen(error_read, "rb")
         (report,) = pass_fds
@@ -91,7 +91,7 @@ def _run(descriptors: list[int], report: int, poisoned: bool) -> None:
 def fork_ranks(*, poisoned: bool = False) -> Iterator[None]:
     """In the body, ranks are forks. ``poisoned``: their page and slot of padding are NaN whenever a step starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.executor.rank_process.Popen", ForkedRank)
+        patch.setattr("weft.processes.child.Popen", ForkedRank)
         patch.setattr(ForkedRank, "poisoned", poisoned)
         yield
 

@@ -18,7 +18,7 @@ from weft.executor.rank_process import RankProcess, SiblingRank, StartedRank, be
 from weft.executor.ring import Reader, Writer
 from weft.executor.worker import FAILED_STATUS, Report
 from weft.executor.workers import Workers
-from weft.processes import liveness
+from weft.processes import child, liveness
 from weft.processes.liveness import Movement
 
 
@@ -166,11 +166,11 @@ def test_how_a_started_rank_ends(script: str, ending: str, words: str, monkeypat
         line = script % pass_fds if "%d" in script else script
         return subprocess.Popen(["sh", "-c", line], pass_fds=pass_fds, **named)
 
-    monkeypatch.setattr(rank_process, "Popen", shell)
+    monkeypatch.setattr(child, "Popen", shell)
     rank = StartedRank(1)
     rank.wait(30)
     assert rank.ending() == ending and rank.last_words() == words
-    assert not any(thread.is_alive() for thread in rank._threads), "this process holds no end of theirs"
+    assert not any(thread.is_alive() for thread in rank._child._readers), "this process holds no end of theirs"
     rank.kill()
 
 
@@ -184,8 +184,8 @@ def test_what_a_rank_prints_is_read_also_where_nobody_reads_it_here(
         raise error
 
     script = f"head -c 100000 /dev/zero | tr '\\0' x >&2; echo >&2; echo last >&2; exit {FAILED_STATUS}"
-    monkeypatch.setattr(rank_process, "Popen", lambda _, **named: subprocess.Popen(["sh", "-c", script], **named))
-    monkeypatch.setattr(rank_process, "sys", SimpleNamespace(stderr=SimpleNamespace(write=write), executable=""))
+    monkeypatch.setattr(child, "Popen", lambda _, **named: subprocess.Popen(["sh", "-c", script], **named))
+    monkeypatch.setattr(child, "sys", SimpleNamespace(stderr=SimpleNamespace(write=write), executable=""))
     rank = StartedRank(1)
     rank.wait(10)
     assert rank.ending() == "failed" and rank.last_words().endswith("| last")
@@ -193,7 +193,7 @@ def test_what_a_rank_prints_is_read_also_where_nobody_reads_it_here(
 
 
 def test_a_killed_rank_is_no_zombie(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "Popen", lambda command, **named: subprocess.Popen(["sleep", "100"], **named))
+    monkeypatch.setattr(child, "Popen", lambda command, **named: subprocess.Popen(["sleep", "100"], **named))
     rank = StartedRank(1)
     assert rank.ending() is None and not rank.is_loaded and not rank.is_ready
     rank._take(Report("stage", "weights", 2.0))

@@ -7,6 +7,7 @@ from tests.mutation.mutant import mutant
 
 _WORKERS, _RANK_TESTS = "weft/executor/workers.py", "tests/executor/test_workers.py"
 _PROCESS = "weft/executor/rank_process.py"
+_CHILD, _CHILD_TESTS = "weft/processes/child.py", "tests/processes/test_child.py"
 _EXECUTOR, _EXECUTOR_TESTS = "weft/executor/multi_process.py", "tests/executor/test_multi_process.py"
 _ENGINE, _LOOP, _ENGINE_TESTS = (
     "weft/engine/async_engine.py",
@@ -85,13 +86,12 @@ WAITS_AND_LEAKS = (
         _RANK_TESTS,
     ),
     mutant(
-        "ranks-stop-unread", "what a rank prints is read also where nobody reads it here", _PROCESS,
-        "with suppress(OSError, ValueError):  # nobody", "with suppress():  # nobody", _RANK_TESTS,
+        "ranks-stop-unread", "what a rank prints is read also where nobody reads it here", _CHILD,
+        "with suppress(OSError, ValueError):  # without", "with suppress():  # without", _RANK_TESTS, _CHILD_TESTS,
     ),
     mutant(
-        "ranks-are-zombies", "a killed rank's status is asked for", _PROCESS,
-        "            self._process.kill()\n        self._process.wait()\n", "            self._process.kill()\n",
-        _RANK_TESTS,
+        "ranks-are-zombies", "a killed rank's status is asked for", _CHILD,
+        "        self.kill()\n        self._process.wait()\n", "        self.kill()\n", _RANK_TESTS, _CHILD_TESTS,
     ),
     mutant(
         "eight-ranks-start-late", "up to eight ranks are started early", _PROCESS,

@@ -434,15 +434,15 @@ def test_an_api_process_that_ends_leaves_no_socket(monkeypatch: pytest.MonkeyPat
 
     class Process:
         def __init__(self, *_: Any, pass_fds: tuple[int, ...], **__: Any) -> None:
-            self.stdin = io.BytesIO()
+            self.stdin, self.stderr = io.BytesIO(), None
             self._link = os.dup(pass_fds[1])
 
-        def wait(self) -> int:
+        def wait(self, seconds: float | None = None) -> int:
             over.wait(GUARD_S)
             os.close(self._link)
             return 0
 
-    monkeypatch.setattr("weft.server.api_servers.subprocess.Popen", Process)
+    monkeypatch.setattr("weft.processes.child.Popen", Process)
 
     async def main() -> None:
         listener = socket.socket()

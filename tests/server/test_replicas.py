@@ -16,13 +16,14 @@ from msgspec import structs
 from tests.media import item
 from tests.server.fake_engine import CAPACITY, SLOW
 from tests.server.running import RunningServer, is_alive, wait_until
-from weft.engine import gpus, launcher, wire
-from weft.engine.launcher import EngineCommand, Restarts
+from weft.engine import gpus, wire
+from weft.engine.launcher import EngineCommand
 from weft.engine.prefix_resets import PrefixResets
 from weft.engine.replicas import Member, Open, ReplicaSet
 from weft.engine.router import Router
 from weft.errors import ConfigError
 from weft.messages import RowSampling
+from weft.processes.child import Restarts
 from weft.request import RequestSpec
 from weft.stats import EngineStats, merged
 
@@ -214,15 +215,6 @@ def test_what_keeps_a_replica_from_starting_ends_all() -> None:
     server = asyncio.run(main())
     assert server.status == wire.FAILED_STATUS
     assert any(isinstance(m, wire.Failed) and "/nowhere" in m.message for m in server.others)
-
-
-def test_an_engine_that_was_good_for_long_is_not_restarted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time counts once: the processes after it may never become ready."""
-    monkeypatch.setattr(launcher, "STABLE_AFTER_S", -1.0)
-    restarts = Restarts(num_in_a_row=3)
-    assert not Restarts().allowed(), "it was never ready"
-    restarts.ready()
-    assert [restarts.allowed() for _ in range(5)] == [True, True, True, False, False] and restarts.num == 3
 
 
 def test_statistics_are_sums() -> None:

@@ -12,11 +12,7 @@ import contextlib
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,15 +23,12 @@ import msgspec
 
 from weft.engine import wire
 from weft.engine.channel import Address, EngineStart, ServerChannel
+from weft.processes.child import Child
 from weft.processes.heartbeat import Pulse
 
 logger = logging.getLogger(__name__)
 
 ENGINE_MODULE = "weft.engine.process"
-
-MAX_RESTARTS_IN_A_ROW = 3
-STABLE_AFTER_S = 60.0
-"""A process that was ready for this long counts as good: its restarts are counted from zero again."""
 
 _FAILURE_TIMEOUT_S = 5.0
 """How long the message of an engine that has failed may be on its way, on a machine that is busy."""
@@ -67,39 +60,6 @@ class EngineCommand:
         """What the process reads at its start."""
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in self.settings.items()}
         return EngineStart(address, heartbeat, parent_pid, settings, self.verbose, self.log_json)
-
-
-@dataclass(slots=True)
-class Restarts:
-    """Whether a process is started again when it has died. ``num``: how often it was."""
-
-    num: int = 0
-    num_in_a_row: int = 0
-    ready_at: float | None = None
-
-    def ready(self) -> None:
-        """It can take requests."""
-        self.ready_at = time.monotonic()
-
-    def allowed(self) -> bool:
-        """It has died. True: another one is to be started, and counts; not where none was ever ready."""
-        if self.ready_at is not None and time.monotonic() - self.ready_at > STABLE_AFTER_S:
-            self.num_in_a_row = 0
-        was_ready, self.ready_at = self.ready_at is not None or self.num > 0, None
-        if not was_ready or self.num_in_a_row >= MAX_RESTARTS_IN_A_ROW:
-            return False
-        self.num, self.num_in_a_row = self.num + 1, self.num_in_a_row + 1
-        return True
-
-
-def spawn(start: EngineStart, module: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A child process that is an engine: ``python -m module``. It does not outlive the calling thread."""
-    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=os.environ | environment)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(msgspec.msgpack.encode(start))
-        process.stdin.close()
-    return process
 
 
 class EngineHandle(ABC):
@@ -202,13 +162,14 @@ class EngineProcess(EngineHandle):
         heartbeat = self._directory / "heartbeat"
         self.pulse = Pulse(heartbeat)
         start = command.start(self._open(self._directory), str(heartbeat), os.getpid())
-        self._process = spawn(start, command.module, environment or {})
+        self._child = Child(command.module, environment=environment)
+        self._child.send(msgspec.msgpack.encode(start))
+        self._child.on_exit(self._loop, self._end)
         self._watchdog = asyncio.create_task(self._poll())
-        threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @property
     def silence_s(self) -> float:
@@ -225,14 +186,6 @@ class EngineProcess(EngineHandle):
             self.pulse.poll(self.pid)
             await asyncio.sleep(_POLL_S)
 
-    def _watch(self) -> None:
-        """In a thread: wait for the end of the process, which no message can announce."""
-        status = self._process.wait()
-        try:
-            self._loop.call_soon_threadsafe(self._end, status)
-        except RuntimeError:  # the event loop is gone, so nobody waits for the message
-            return
-
     def _end(self, status: int) -> None:
         self._watchdog.cancel()
         self._settling = self._loop.create_task(self._settle(status))
@@ -242,4 +195,4 @@ class EngineProcess(EngineHandle):
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:
-        self._process.kill()
+        self._child.kill()

@@ -13,7 +13,6 @@ import gc
 import logging
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from weft.errors import EngineDeadError, WeftError
 from weft.executor.rank_process import begin_start
 from weft.processes.collector import collector_off
 from weft.processes.heartbeat import Heartbeat
-from weft.processes.lifeline import die_with_parent
+from weft.processes.lifeline import die_with_parent, leave_signals_to_parent
 from weft.processes.log_format import LogFormatter
 from weft.processes.log_writer import configure_logging
 from weft.processes.preload import import_torch, import_torch_for_gpu, load_torch_libraries
@@ -235,8 +234,7 @@ def main(make: Start = start_core) -> int:
     load_torch_libraries()
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineStart)
     die_with_parent(start.parent_pid)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the server gets them too and says when to leave
+    leave_signals_to_parent()
     level = logging.INFO if start.verbose else logging.WARNING
     log = configure_logging(LogFormatter(start.log_json, "engine"), level)
     heartbeat = Heartbeat(Path(start.heartbeat), start.parent_pid)

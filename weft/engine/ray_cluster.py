@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -24,8 +23,8 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.engine.channel import EngineStart
-from weft.engine.launcher import spawn
 from weft.errors import ConfigError
+from weft.processes.child import Child
 from weft.processes.heartbeat import Pulse
 
 
@@ -33,7 +32,7 @@ class EngineHost:
     """The actor. Its methods are called from the server's machine; ``beat`` while ``run`` runs."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._pulse: Pulse | None = None
 
     def run(self, content: bytes, module: str) -> int:
@@ -47,17 +46,20 @@ class EngineHost:
         heartbeat = f"/proc/{os.getpid()}/fd/{descriptor}"  # no file that could be left behind
         start = replace(msgspec.msgpack.decode(content, type=EngineStart), heartbeat=heartbeat, parent_pid=os.getpid())
         self._pulse = Pulse(Path(heartbeat))
-        self._process = spawn(start, module, {})
-        return self._process.wait()
+        self._child = Child(module)
+        self._child.send(msgspec.msgpack.encode(start))
+        status = self._child.wait()
+        assert status is not None, "it was waited for without a limit"
+        return status
 
     def beat(self) -> tuple[int, float, float]:
         """The engine's process id (0: there is none yet), its silence in seconds (0.0 before its first sign of life),
         and this machine's monotonic clock."""
-        if self._process is None or self._pulse is None:
+        if self._child is None or self._pulse is None:
             return 0, 0.0, time.monotonic()
-        self._pulse.poll(self._process.pid)
+        self._pulse.poll(self._child.pid)
         silence_s = self._pulse.silence_s
-        return self._process.pid, silence_s if math.isfinite(silence_s) else 0.0, time.monotonic()
+        return self._child.pid, silence_s if math.isfinite(silence_s) else 0.0, time.monotonic()
 
 
 _connecting = threading.Lock()

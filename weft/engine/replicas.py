@@ -24,12 +24,13 @@ from msgspec.structs import replace
 from weft.config.parallelism import is_on_ray
 from weft.engine import ray_cluster, wire
 from weft.engine.gpus import devices_of_replica
-from weft.engine.launcher import EngineCommand, EngineHandle, EngineProcess, Restarts
+from weft.engine.launcher import EngineCommand, EngineHandle, EngineProcess
 from weft.engine.prefix_resets import PrefixResets
 from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
 from weft.engine.snapshot import ReplicaView
 from weft.multimodal.items import cache_token_ids
+from weft.processes.child import Restarts
 from weft.request import RequestSpec
 from weft.stats import EngineStats, counters, merged
 

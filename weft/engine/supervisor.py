@@ -11,9 +11,10 @@ from typing import Protocol
 
 from weft.config.parallelism import is_on_ray
 from weft.engine import wire
-from weft.engine.launcher import EngineCommand, EngineProcess, Restarts
+from weft.engine.launcher import EngineCommand, EngineProcess
 from weft.engine.replicas import ReplicaSet
 from weft.engine.snapshot import ReplicaView
+from weft.processes.child import Restarts, describe_exit
 
 logger = logging.getLogger(__name__)
 
@@ -126,15 +127,10 @@ class EngineSupervisor:
     def _on_exit(self, status: int) -> None:
         if self._is_stopping:
             return
-        failure = self._failed or wire.Failed(f"the engine process ended unexpectedly ({describe_end(status)})")
+        failure = self._failed or wire.Failed(f"the engine process ended unexpectedly ({describe_exit(status)})")
         if not (self._may_restart and self._restarts.allowed()):
             self._on_lost(failure, False)
             return
         logger.error("%s; another one is started", failure.message)
         self._on_lost(failure, True)
         self.start()
-
-
-def describe_end(status: int) -> str:
-    """How a process ended, in words."""
-    return f"signal {-status}" if status < 0 else f"status {status}"

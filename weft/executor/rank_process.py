@@ -1,7 +1,7 @@
 """The process of one rank other than 0, started and watched by rank 0.
 
-Job: two kinds: a process that this one starts, and one that somebody else has started beside it. Owns: the process it
-started, and the threads that listen to it. Does not know: steps, other ranks.
+Job: two kinds, a child process of rank 0 and a process that a launcher started. Owns: the child process and what it
+reported. Does not know: steps, other ranks.
 """
 
 from __future__ import annotations
@@ -9,28 +9,23 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from weft.config.parallelism import is_launched
 from weft.executor.ring import Writer
 from weft.executor.worker import FAILED_STATUS, Report, WorkerStart, decode_report, encode_start
+from weft.processes.child import Child
 from weft.processes.liveness import is_alive
 from weft.processes.preload import create_cuda_context
 
 logger = logging.getLogger(__name__)
 
-_LAST_LINES = 20
-
 _MOST_EARLY = 8
-"""Ranks that are started before it is known whether there are that many GPUs."""
+"""Upper bound on the ranks that start before the number of GPUs is known."""
 
 
 class RankProcess(ABC):
@@ -80,43 +75,19 @@ class RankProcess(ABC):
 
 
 class StartedRank(RankProcess):
-    """A process of this one: it loads its libraries, and waits for ``begin``. Threads forward its standard error and
-    collect its reports."""
+    """A child process of this one. It loads its libraries, and waits for ``begin``."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         read_end, self._reports = os.pipe()
         self._is_ready = False
-        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        command = [sys.executable, "-m", "weft.executor.worker"]
-        self._process = Popen(command, stdin=PIPE, stderr=PIPE, pass_fds=(self._reports,))
+        self._child = Child("weft.executor.worker", pass_fds=(self._reports,), forwards_errors=True)
         os.close(self._reports)
-        self._threads = [
-            threading.Thread(target=target, args=args, name=f"rank {self.rank}", daemon=True)
-            for target, args in ((self._forward_errors, ()), (self._read_reports, (read_end,)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._child.listen(os.fdopen(read_end, "rb"), lambda line: self._take(decode_report(line)))
 
     def begin(self, start: WorkerStart, store: str) -> None:
-        """Send it what to be a rank of. ``store``: the file through which ranks find each other."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died, which is noticed
-            self._process.stdin.write(encode_start((start, self.rank, store, self._reports)))
-            self._process.stdin.close()
-
-    def _forward_errors(self) -> None:
-        assert self._process.stderr is not None
-        for raw in self._process.stderr:
-            line = raw.decode(errors="replace")
-            self._last_lines.append(line.rstrip())
-            with suppress(OSError, ValueError):  # nobody reads it any more; a pipe that is full would stop the rank
-                sys.stderr.write(line)
-
-    def _read_reports(self, descriptor: int) -> None:
-        with os.fdopen(descriptor, "rb") as file:
-            for line in file:
-                self._take(decode_report(line))
+        """Tell the process which rank it is. ``store``: the file through which ranks find each other."""
+        self._child.send(encode_start((start, self.rank, store, self._reports)))
 
     def _take(self, report: Report) -> None:
         if report.kind == "stage":
@@ -129,7 +100,7 @@ class StartedRank(RankProcess):
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @property
     def is_loaded(self) -> bool:
@@ -140,7 +111,7 @@ class StartedRank(RankProcess):
         return self._is_ready
 
     def ending(self) -> str | None:
-        status = self._process.poll()
+        status = self._child.status
         if status is None:
             return None
         if status == FAILED_STATUS:
@@ -148,20 +119,16 @@ class StartedRank(RankProcess):
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
+        self._child.end()
 
     def wait(self, seconds: float) -> None:
-        with suppress(TimeoutExpired):
-            self._process.wait(seconds)
+        self._child.wait(seconds)
 
     def last_words(self) -> str:
-        for thread in self._threads:
-            thread.join(1.0)
+        lines = self._child.last_lines()
         if self.failed is not None:
             return self.failed.text
-        return "; its last lines: " + " | ".join(self._last_lines) if self._last_lines else "; it printed nothing"
+        return "; its last lines: " + " | ".join(lines) if lines else "; it printed nothing"
 
 
 def begin_start(settings: Mapping[str, Any]) -> list[StartedRank]:

@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -29,6 +28,8 @@ from weft.errors import ConfigError, WeftError
 from weft.executor.ring import Address, Reader
 from weft.messages import SchedulerOutput
 from weft.processes.collector import collector_off
+from weft.processes.heartbeat import BEAT_S
+from weft.processes.lifeline import leave_signals_to_parent
 from weft.processes.log_format import LogFormatter
 from weft.processes.preload import import_torch
 
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
-
-BEAT_S = 0.25
-"""Seconds between two beats."""
 
 FAILED_STATUS = 70
 """Exit status of a rank that has reported why."""
@@ -139,8 +137,7 @@ def _keep_beating(reader: Reader) -> None:
 
 def main() -> int:
     """Run one rank. Returns its exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     _load_libraries()
     given = sys.stdin.buffer.read()
     if not given:

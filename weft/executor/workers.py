@@ -18,6 +18,7 @@ from weft.errors import ConfigError, EngineDeadError, WeftError
 from weft.executor.rank_process import RankProcess
 from weft.executor.ring import Writer
 from weft.parallel.process_group import abort_groups
+from weft.processes.heartbeat import BEAT_S
 from weft.processes.liveness import Movement
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Workers:
         """Seconds in which the process neither beat nor used a processor nor waited for one."""
         pid, beat = self._ring.beats()[worker.rank - 1]
         now = time.monotonic()
-        if not pid or now - beat <= 4 * _LOOK_S:  # it still loads libraries, which may take long; or it beats
+        if not pid or now - beat <= 4 * BEAT_S:  # it still loads libraries, which may take long; or it beats
             return 0.0
         movement = self._movements.setdefault(pid, Movement())
         movement.look(pid, is_quiet=True)

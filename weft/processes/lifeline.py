@@ -1,4 +1,4 @@
-"""A child process that does not outlive its parent."""
+"""The ties of a child process to its parent, made in the child: it ends with the parent, and by it alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """From now on this process is killed when the *thread* that started it ends; at once if ``parent_pid`` has gone."""
+    """Have the kernel kill this process when the *thread* that started it ends; exit if ``parent_pid`` is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore SIGINT and SIGTERM. The parent receives them as well, and tells this process when to end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

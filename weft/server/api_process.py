@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import mmap
 import os
-import signal
 import socket
 import sys
 import time
@@ -26,7 +25,7 @@ import uvloop
 from weft.engine import wire
 from weft.engine.snapshot import ReplicaView
 from weft.engine.supervisor import OnLost, OnMessage
-from weft.processes.lifeline import die_with_parent
+from weft.processes.lifeline import die_with_parent, leave_signals_to_parent
 from weft.processes.log_writer import LogWriter
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
@@ -138,8 +137,7 @@ class RemoteEngine:
 def main() -> int:
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=link.ApiStart)
     die_with_parent(start.parent_pid)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     log = configure_log(start.settings.log_format == "json", start.verbose)
     tracer = make_tracer(start.settings.otlp_traces_endpoint)
     try:

@@ -13,9 +13,6 @@ import asyncio
 import logging
 import os
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,8 +21,9 @@ from mmap import mmap
 import msgspec
 
 from weft.engine import wire
-from weft.engine.launcher import GRACE_S, Restarts
-from weft.engine.supervisor import EngineSupervisor, describe_end
+from weft.engine.launcher import GRACE_S
+from weft.engine.supervisor import EngineSupervisor
+from weft.processes.child import Child, Restarts, describe_exit
 from weft.request import RequestSpec
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
@@ -52,8 +50,9 @@ class ApiProcess:
 
     index: int
     listener: socket.socket
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
     frames: link.Frames | None = None
+    connecting: asyncio.Task[object] | None = None
     open: set[str] = field(default_factory=set)
     is_serving: bool = False
     restarts: Restarts = field(default_factory=Restarts)
@@ -150,27 +149,16 @@ class ApiServers:
         start = link.ApiStart(
             self._settings, member.index, first_number, os.getpid(), *descriptors, is_another, self._verbose
         )
-        process = subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=descriptors)
+        member.process = Child(MODULE, pass_fds=descriptors)
         theirs.close()
-        assert process.stdin is not None
-        process.stdin.write(msgspec.msgpack.encode(start))
-        process.stdin.close()
-        member.process = process
+        member.process.send(msgspec.msgpack.encode(start))
         member.frames = link.Frames(lambda content: self._receive(member, content), lambda: None)
         loop, frames = asyncio.get_running_loop(), member.frames
-        connecting = loop.create_task(loop.create_connection(lambda: frames, sock=ours))
-        threading.Thread(target=self._watch, args=(member, process, connecting), daemon=True).start()
+        member.connecting = loop.create_task(loop.create_connection(lambda: frames, sock=ours))
+        member.process.on_exit(loop, lambda status: self._ended(member, status))
         for known in (self._configured, self._ready):
             if known is not None:
                 member.send(known)
-
-    def _watch(self, member: ApiProcess, process: subprocess.Popen[bytes], connecting: object) -> None:
-        """In a thread: wait for the end of the process."""
-        status = process.wait()
-        try:
-            connecting.get_loop().call_soon_threadsafe(self._ended, member, status)  # type: ignore[attr-defined]
-        except RuntimeError:  # the event loop is gone, so nobody waits for the message
-            return
 
     def _ended(self, member: ApiProcess, status: int) -> None:
         """An API process is gone: the engine need not work for it any more."""
@@ -188,7 +176,7 @@ class ApiServers:
             return
         if lost:
             self._supervisor.send(wire.FinishRequests(lost))
-        message = f"API process {member.index} ended unexpectedly ({describe_end(status)})"
+        message = f"API process {member.index} ended unexpectedly ({describe_exit(status)})"
         if not member.restarts.allowed():
             self._give_up(wire.Failed(f"{message}, so often that no other one is started"))
             return
