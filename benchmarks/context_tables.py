@@ -4,7 +4,7 @@
         --contexts 1000 4000 15000 30000 --json FILE
 
 A graph of a decode step is captured for page tables of ``max_model_len`` tokens, and decode attention chooses tile and
-splits by that width. For every width one engine per rule of ``RULES`` (the constants of ``attention_decode.py`` that
+splits by that width. For every width one engine per rule of ``RULES`` (the constants of ``attention/decode.py`` that
 the choice depends on), and in it the milliseconds of a replayed step at every batch and context that its caches hold.
 """
 
@@ -28,7 +28,7 @@ import torch
 from benchmarks.decode_profile import CONFIGS, decode_orders, graph_ms, padded_size
 from weft.bench import report
 from weft.config import resolve
-from weft.ops.triton import attention_decode
+from weft.ops.attention import decode as attention_decode
 from weft.runner.model_runner import ModelRunner
 
 ALWAYS = 1 << 30

@@ -29,7 +29,7 @@ import torch
 from weft.bench import report
 from weft.config import resolve
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import E4M3
 from weft.runner.model_runner import ModelRunner
 
 CONFIGS = Path(__file__).parent / "configs"

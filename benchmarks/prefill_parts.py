@@ -2,8 +2,8 @@
 
     python benchmarks/prefill_parts.py --model qwen3-0.6b --lengths 512 1024 2048 --json FILE
 
-The parts: decodes on a branch of the graph (``weft/ops/triton/attention.py``), gate and up with SiLU in one launch
-(``gated_linear_hopper.py``), consumers of prefill attention that share their rows (``attention_prefill_hopper.py``);
+The parts: decodes on a branch of the graph (``weft/ops/attention/paged.py``), gate and up with SiLU in one launch
+(``linear/gated_hopper.py``), consumers of prefill attention that share their rows (``attention/prefill_hopper.py``);
 and cuBLASLt as torch's choice among the matrix libraries. A batch is one prompt, or
 decodes and a prompt. Times are of the device, and of the host from the launch to the end; outputs are compared with
 those of the pass without the parts.
@@ -33,7 +33,9 @@ from benchmarks.prefill_profile import prefill_orders
 from weft.bench import report
 from weft.config import resolve
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.ops.triton import attention, attention_prefill_hopper, gated_linear_hopper
+from weft.ops.attention import paged as attention
+from weft.ops.attention import prefill_hopper as attention_prefill_hopper
+from weft.ops.linear import gated_hopper as gated_linear_hopper
 from weft.runner.model_runner import ModelRunner
 
 VARIANTS = ("none", "branch", "gated", "shared", "branch gated", "branch gated shared", "branch gated lt", "none again")

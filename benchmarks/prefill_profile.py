@@ -29,7 +29,7 @@ from weft.bench.roofline import Work, ceilings_of
 from weft.config import resolve
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import E4M3
 from weft.runner.model_runner import ModelRunner
 
 

@@ -41,8 +41,11 @@ from weft.bench import report
 from weft.config import resolve
 from weft.graph.graph import make_pool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
-from weft.ops.triton import fp8_linear, fp8_moe, moe, skinny_linear
-from weft.ops.triton.moe_blocks import Tile, Tiles
+from weft.ops.linear import fp8 as fp8_linear
+from weft.ops.linear import skinny as skinny_linear
+from weft.ops.moe import experts as moe
+from weft.ops.moe import fp8_experts as fp8_moe
+from weft.ops.moe.blocks import Tile, Tiles
 from weft.runner.model_runner import ModelRunner
 from weft.runner.warmup import compiled_meanwhile, one_layer_of_each_kind
 

@@ -6,7 +6,7 @@
 Dummy weights, random caches. For each method and batch size: median device milliseconds of one replay of the decode
 graph and of the verification graph, their kernels by name with launches, what the verification spends beyond the
 decode, largest first, and the memory floor of both (``weft/bench/roofline.py``) at the ceilings of the device. The
-host has no part in it. ``--references``: the same with what stands around the forward pass (``weft/ops/drafts.py``) by
+host has no part in it. ``--references``: the same with what stands around the forward pass (``weft/ops/drafts``) by
 torch's operations, as ``mtp references`` and ``ngram references``, in the same process.
 """
 

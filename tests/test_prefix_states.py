@@ -22,8 +22,8 @@ from weft import LLM, SamplingParams
 from weft.cache.nodes import Node
 from weft.forward_context import LayerCache
 from weft.ops.backend import Backend
-from weft.ops.causal_conv1d import causal_conv1d
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
+from weft.ops.convolution import causal_conv1d
+from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_gates
 
 POSITIONS = range(1, 201)
 LENGTH = 210

@@ -20,7 +20,7 @@ from tests.tiny import make_model
 from weft import LLM, SamplingParams
 from weft.executor.multi_process import MultiProcessExecutor
 from weft.messages import SchedulerOutput
-from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import E4M3
 from weft.request import Request, RequestStatus
 from weft.runner.model_runner import ModelRunner
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from benchmarks.kernels.measure import ON_GPU, error, graph_ms
 from weft.bench import report
 from weft.ops.backend import Backend
+from weft.ops.collectives.packed import packed_all_reduce_rms_norm
+from weft.ops.collectives.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes, make_counters
+from weft.ops.collectives.signalled import all_reduce_rms_norm_triton
 from weft.ops.norm import rms_norm
-from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes, make_counters
-from weft.ops.triton.all_reduce import all_reduce_rms_norm_triton
-from weft.ops.triton.all_reduce_packed import packed_all_reduce_rms_norm
 from weft.parallel.process_group import ProcessGroup
 
 WIDTH = 2048 if ON_GPU else 64

@@ -2,7 +2,7 @@
 
 Usage: ``python -m benchmarks.kernels.attention [--decode-only | --prefill-only] [--chosen]``; without a GPU it
 rehearses on tiny shapes under the interpreter. ``--chosen`` times no tiles but those in use, which tells from how many
-rows on the kernel for Hopper pays (``_HOPPER_ROWS`` in ``weft/ops/triton/attention.py``).
+rows on the kernel for Hopper pays (``_HOPPER_ROWS`` in ``weft/ops/attention/paged.py``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
 from weft.forward_context import Batch
-from weft.ops.triton.attention import GLUON_IS_KNOWN
-from weft.ops.triton.attention_decode import decode_tile, launch_decode
-from weft.ops.triton.attention_prefill import launch_prefill, prefill_tile
-from weft.ops.triton.attention_tiles import Tile
+from weft.ops.attention.decode import decode_tile, launch_decode
+from weft.ops.attention.paged import GLUON_IS_KNOWN
+from weft.ops.attention.prefill import launch_prefill, prefill_tile
+from weft.ops.attention.tiles import Tile
 
 if GLUON_IS_KNOWN:
-    from weft.ops.triton import attention_prefill_hopper as hopper
+    from weft.ops.attention import prefill_hopper as hopper
 
 PAGE = 16
 MODELS = {"A": (16, 8, 128), "B": (16, 2, 256)}

@@ -29,11 +29,10 @@ from benchmarks.kernels.linear import _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 from weft.bench import report
 from weft.ops.activation import silu_and_mul
-from weft.ops.e4m3 import E4M3, Fp8Matrix
-from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
-from weft.ops.triton import early_launch, fp8_linear
-from weft.ops.triton.fp8_few_rows import MAX_HOPPER_TOKENS, MAX_TOKENS, FewRows, HopperRows
-from weft.ops.triton.fp8_linear import (
+from weft.ops.fp8 import E4M3, Fp8Matrix
+from weft.ops.fp8.quantize import quantize_inputs_triton
+from weft.ops.linear import fp8 as fp8_linear
+from weft.ops.linear.fp8 import (
     KINDS,
     Config,
     Library,
@@ -43,12 +42,14 @@ from weft.ops.triton.fp8_linear import (
     outputs,
     quantized_product,
 )
-from weft.ops.triton.fp8_moe import HopperPairs
-from weft.ops.triton.fp8_quantize import quantize_inputs_triton
+from weft.ops.linear.fp8_few_rows import MAX_HOPPER_TOKENS, MAX_TOKENS, FewRows, HopperRows
+from weft.ops.linear.fp8_linear import dequantize_inputs, dequantize_weight, quantize_inputs_reference
+from weft.ops.moe.blocks import Tiles
+from weft.ops.moe.fp8_experts import HopperPairs
+from weft.ops.norm.kernels import rms_norm_triton
+from weft.ops.triton import early_launch
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import Kernel, launches_handled
-from weft.ops.triton.moe_blocks import Tiles
-from weft.ops.triton.norm import rms_norm_triton
 
 LIMIT = 5e-3 if ON_GPU else 1e-4
 """Largest relative error that passes; rounding to bfloat16 alone gives 1.7e-3."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.measure import DEVICE, ON_GPU
-from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import E4M3
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 FP8_FLOP_PER_S = 2 * 785e12

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.bench import report
-from weft.ops.triton.activation import silu_and_mul_triton
-from weft.ops.triton.gated_linear_hopper import filled, gated_linear_hopper
-from weft.ops.triton.norm import rms_norm_triton
+from weft.ops.activation.kernels import silu_and_mul_triton
+from weft.ops.linear.gated_hopper import filled, gated_linear_hopper
+from weft.ops.norm.kernels import rms_norm_triton
 
 # inner dimension and width: of Qwen3 0.6B, 1.7B, 4B, 8B and 14B, of Llama 3B and 8B, and halves of the wide ones
 SIZES = [(1024, 3072), (2048, 6144), (2560, 9728), (4096, 12288), (5120, 17408), (3072, 8192), (4096, 14336),

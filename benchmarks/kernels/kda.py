@@ -27,14 +27,14 @@ from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, 
 from weft.bench import report
 from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Batch
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule
-from weft.ops.kda import kda_decode, kda_gates
-from weft.ops.triton import kda
+from weft.ops.attention.latent import latent_attention_triton
+from weft.ops.delta_rule import chunk_gated_delta_rule
+from weft.ops.delta_rule import kda_prefill as kda
+from weft.ops.delta_rule.decode import Shape, kda_decode_triton
+from weft.ops.delta_rule.kda import kda_decode, kda_gates
+from weft.ops.delta_rule.kda_prefill import chunk_kda_triton, kda_gates_triton
 from weft.ops.triton.chunk_scan import Tile
-from weft.ops.triton.gdn_decode import Shape, kda_decode_triton
-from weft.ops.triton.kda import chunk_kda_triton, kda_gates_triton
-from weft.ops.triton.latent_attention import latent_attention_triton
-from weft.ops.triton.window_attention import window_attention_decode_triton, window_attention_triton
+from weft.ops.window_attention.kernels import window_attention_decode_triton, window_attention_triton
 
 H, K, W = (32, 128, 4) if ON_GPU else (2, 16, 4)
 WINDOWS = {"gpt-oss": (64, 8, 64, 128), "gemma3": (8, 4, 256, 1024)}

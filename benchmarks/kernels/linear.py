@@ -3,7 +3,7 @@
 Usage: ``python -m benchmarks.kernels.linear`` times what the operation chooses (``$OUT/linear.json``). ``--tune`` first
 checks every candidate against float64 (outputs poisoned, with and without padded tokens, twice), times those that pass,
 and writes the fastest of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside
-``weft/ops/triton/skinny_linear.py``; what was not tuned stays as it is there. All is timed behind a norm, as in a
+``weft/ops/linear/skinny.py``; what was not tuned stays as it is there. All is timed behind a norm, as in a
 model: a launch may start early, so the time of one alone says little. Without a GPU everything is rehearsed on tiny
 shapes under the interpreter.
 """
@@ -31,12 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
+from weft.ops.activation.kernels import silu_and_mul_triton
+from weft.ops.linear import skinny
+from weft.ops.linear.skinny import Config, choose_config, skinny_linear_triton
+from weft.ops.norm.kernels import rms_norm_triton
 from weft.ops.triton import early_launch
-from weft.ops.triton import skinny_linear as skinny
-from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.launch import Kernel, launches_handled
-from weft.ops.triton.norm import rms_norm_triton
-from weft.ops.triton.skinny_linear import Config, choose_config, skinny_linear_triton
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 LIMIT = 5e-3 if ON_GPU else 1e-5

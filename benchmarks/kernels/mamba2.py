@@ -24,18 +24,18 @@ from torch import Tensor
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, error, time_us, write_json
 from weft.config.mamba2 import Mamba2Config
+from weft.ops.convolution.decode import causal_conv1d_update_triton
+from weft.ops.convolution.prefill import causal_conv1d_triton
 from weft.ops.linear_attention import chunk_linear_attention
-from weft.ops.mamba2 import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
-from weft.ops.triton.causal_conv1d import causal_conv1d_triton
-from weft.ops.triton.conv_update import causal_conv1d_update_triton
-from weft.ops.triton.linear_attention import (
+from weft.ops.linear_attention.decode import StepTile, linear_attention_step
+from weft.ops.linear_attention.prefill import (
     Tile,
     choose_tile,
     chunk_linear_attention_triton,
 )
-from weft.ops.triton.linear_attention_step import StepTile, linear_attention_step
-from weft.ops.triton.mamba2 import mamba2_decode_triton, mamba2_gates_triton
-from weft.ops.triton.norm import gated_group_norm_triton
+from weft.ops.mamba.mamba2 import mamba2_decode_triton, mamba2_gates_triton
+from weft.ops.mamba.mamba2_decode import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
+from weft.ops.norm.kernels import gated_group_norm_triton
 
 NEMOTRON = Mamba2Config(64, 64, 128, 8, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)
 GRANITE = Mamba2Config(48, 64, 128, 1, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)

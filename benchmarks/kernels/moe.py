@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
-from weft.ops.triton.moe import fused_moe_triton, moe_tiles
-from weft.ops.triton.moe_blocks import Tile, Tiles
-from weft.ops.triton.moe_groups import group_pairs
-from weft.ops.triton.router import topk_router_triton
+from weft.ops.moe.blocks import Tile, Tiles
+from weft.ops.moe.experts import fused_moe_triton, moe_tiles
+from weft.ops.moe.groups import group_pairs
+from weft.ops.moe.router import topk_router_triton
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 EXPERTS, TOP_K, HIDDEN, WIDTH = (512, 10, 2048, 512) if ON_GPU else (8, 2, 32, 32)

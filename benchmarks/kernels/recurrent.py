@@ -24,11 +24,11 @@ from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.mamba2 import TILES, attempt
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, time_us, write_json
 from weft.forward_context import Batch
-from weft.ops.triton.causal_conv1d import causal_conv1d_triton
-from weft.ops.triton.conv_update import causal_conv1d_update_triton, short_conv_decode_triton
-from weft.ops.triton.linear_attention import chunk_linear_attention_triton
-from weft.ops.triton.linear_attention_step import linear_attention_step
-from weft.ops.triton.selective_scan import selective_scan_step_triton, selective_scan_triton
+from weft.ops.convolution.decode import causal_conv1d_update_triton, short_conv_decode_triton
+from weft.ops.convolution.prefill import causal_conv1d_triton
+from weft.ops.linear_attention.decode import linear_attention_step
+from weft.ops.linear_attention.prefill import chunk_linear_attention_triton
+from weft.ops.mamba.scan import selective_scan_step_triton, selective_scan_triton
 
 MAMBA_C, MAMBA_N, MAMBA_W = (8192, 16, 4) if ON_GPU else (32, 4, 4)
 HEADS, HEAD_DIM = (64, 128) if ON_GPU else (2, 16)

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
-from weft.ops.causal_conv1d import causal_conv1d
-from weft.ops.qk_norm_rope import qk_norm_rope
-from weft.ops.triton import causal_conv1d as conv
-from weft.ops.triton import moe_sum, norm
-from weft.ops.triton import qk_norm_rope as rope
+from weft.ops.convolution import causal_conv1d
+from weft.ops.convolution import prefill as conv
+from weft.ops.moe import combine as moe_sum
+from weft.ops.norm import kernels as norm
+from weft.ops.rotary import kernels as rope
+from weft.ops.rotary.qk_norm_rope import qk_norm_rope
 from weft.ops.triton.tile_table import choose_tile
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
+from weft.ops.activation.kernels import sigmoid_mul_triton, silu_and_mul_triton
+from weft.ops.attention.pages import PageCopier
 from weft.ops.norm import rms_norm_reference
+from weft.ops.norm.kernels import rms_norm_triton
+from weft.ops.rotary.kernels import qk_norm_rope_triton
 from weft.ops.sampling import sample
-from weft.ops.triton.activation import sigmoid_mul_triton, silu_and_mul_triton
-from weft.ops.triton.norm import rms_norm_triton
-from weft.ops.triton.pages import PageCopier
-from weft.ops.triton.qk_norm_rope import qk_norm_rope_triton
-from weft.ops.triton.sampling import sample_triton
+from weft.ops.sampling.kernels import sample_triton
 
 VOCAB = 151936 if ON_GPU else 1500
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32

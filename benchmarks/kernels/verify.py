@@ -22,10 +22,10 @@ from benchmarks.kernels import attention, gdn
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, ON_GPU, error, time_us
 from weft.bench import report
 from weft.forward_context import Verification
-from weft.ops.gdn_decode import gdn_verify
-from weft.ops.triton.attention import paged_attention_triton
-from weft.ops.triton.gdn_decode import gdn_decode_triton
-from weft.ops.triton.gdn_verify import gdn_verify_triton
+from weft.ops.attention.paged import paged_attention_triton
+from weft.ops.delta_rule.decode import gdn_decode_triton
+from weft.ops.delta_rule.gdn_decode import gdn_verify
+from weft.ops.delta_rule.verify import gdn_verify_triton
 
 MODEL = "B"
 CONTEXT, MAX_LEN = (1024, 2048) if ON_GPU else (48, 64)

@@ -13,10 +13,12 @@ import torch
 
 from benchmarks import step_tuner
 from benchmarks.step_tuner import Choices, candidates, descend, install, read_choices
-from weft.ops.triton import fp8_linear, fp8_moe, skinny_linear
-from weft.ops.triton.fp8_few_rows import FewRows, HopperRows
-from weft.ops.triton.moe_blocks import Tile, Tiles
-from weft.ops.triton.skinny_linear import Config
+from weft.ops.linear import fp8 as fp8_linear
+from weft.ops.linear import skinny as skinny_linear
+from weft.ops.linear.fp8_few_rows import FewRows, HopperRows
+from weft.ops.linear.skinny import Config
+from weft.ops.moe import fp8_experts as fp8_moe
+from weft.ops.moe.blocks import Tile, Tiles
 
 A_QKV = ("linear", 4096, 1024, False, False)
 FP8_EXPERTS = ("fp8 experts", 513, 2048, 512, 128)

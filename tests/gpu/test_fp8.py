@@ -15,10 +15,12 @@ from tests.models.test_parity import prompt
 from tests.ops.test_triton_fp8 import assert_near, fp8_matrix, inputs, product
 from tests.ops.test_triton_fp8_moe import check_moe
 from tests.tiny import make_model
+from weft.ops.attention import prefill_hopper as attention_prefill_hopper
 from weft.ops.backend import Backend
-from weft.ops.e4m3 import E4M3, Fp8Matrix
-from weft.ops.triton import attention_prefill_hopper, fp8_linear, fp8_moe
-from weft.ops.triton.fp8_quantize import quantize_inputs_triton
+from weft.ops.fp8 import E4M3, Fp8Matrix
+from weft.ops.fp8.quantize import quantize_inputs_triton
+from weft.ops.linear import fp8 as fp8_linear
+from weft.ops.moe import fp8_experts as fp8_moe
 
 pytestmark = pytest.mark.gpu
 

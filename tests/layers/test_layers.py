@@ -18,7 +18,7 @@ from weft.layers import moe
 from weft.layers.all_reduce import AllReduce
 from weft.layers.linear import RowParallelLinear
 from weft.layers.table import LayerTable
-from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import E4M3
 
 
 @pytest.fixture

@@ -42,25 +42,25 @@ BETWEEN_ROOMS = (
         "tests/speculation/test_traffic.py",
     ),
     mutant(
-        "nan-hidden-by-the-scan", "a NaN among the logits is noticed", "weft/ops/triton/sampling.py",
+        "nan-hidden-by-the-scan", "a NaN among the logits is noticed", "weft/ops/sampling/kernels.py",
         'tl.max(tl.where(raw == raw, raw, float("inf")), 0)', 'tl.max(tl.where(raw == raw, raw, float("-inf")), 0)',
         "tests/ops/test_triton_sampling.py",
     ),
     mutant(
         "higher-token-among-equals", "the lower token wins among equal scores of several blocks",
-        "weft/ops/triton/sampling.py",
+        "weft/ops/sampling/kernels.py",
         "tl.store(out + index, tl.min(tl.where(wins, tokens, _NO_TOKEN), 0).to(tl.int64))",
         "tl.store(out + index, tl.max(tl.where(wins, tokens, -1), 0).to(tl.int64))",
         "tests/ops/test_triton_sampling.py",
     ),
     mutant(
-        "min-p-alone-unfiltered", "min-p alone is a filter", "weft/ops/triton/sampling.py",
+        "min-p-alone-unfiltered", "min-p alone is a filter", "weft/ops/sampling/kernels.py",
         "filtered = not all_greedy and (candidates > 0 or uses_min_p)",
         "filtered = not all_greedy and candidates > 0", "tests/ops/test_triton_sampling.py",
     ),
     mutant(
         "held-though-too-few", "a threshold below what is held draws from the whole row",
-        "weft/ops/triton/sampling.py", "            if threshold > floor:\n",
+        "weft/ops/sampling/kernels.py", "            if threshold > floor:\n",
         "            if threshold > float('-inf'):\n", "tests/ops/test_triton_sampling.py",
     ),
     mutant(
@@ -108,21 +108,21 @@ BETWEEN_ROOMS = (
         "continues = tl.load(seq_lens + i_seq) > 0", "tests/ops/test_triton_gdn.py",
     ),
     mutant(
-        "higher-expert-among-equals", "the lower expert id wins among equal logits", "weft/ops/triton/router.py",
+        "higher-expert-among-equals", "the lower expert id wins among equal logits", "weft/ops/moe/router.py",
         "keys = (keys << 16) | (0xFFFF - experts)", "keys = (keys << 16) | experts", "tests/ops/test_triton_moe.py",
     ),
     mutant(
-        "negative-zero-below-zero", "the two zeros are equal", "weft/ops/triton/router.py",
+        "negative-zero-below-zero", "the two zeros are equal", "weft/ops/moe/router.py",
         "return tl.where(x == 0.0, 0, ordered)", "return ordered", "tests/ops/test_triton_moe.py",
     ),
     mutant(
         "merge-misses-long-splits", "the merge cuts sequences as the decode kernel does",
-        "weft/ops/triton/attention_merge.py",
+        "weft/ops/attention/merge.py",
         "    num_splits = tl.cdiv(kv_len, split_of(kv_len, double_from, SPLIT))\n    wait(EARLY)",
         "    num_splits = tl.cdiv(kv_len, SPLIT)\n    wait(EARLY)", "tests/ops/test_triton_attention.py",
     ),
     mutant(
-        "too-few-splits-planned", "partial results have room for every split", "weft/ops/triton/attention_merge.py",
+        "too-few-splits-planned", "partial results have room for every split", "weft/ops/attention/merge.py",
         "lengths = min(table_tokens, double_from), min(table_tokens, 8 * double_from), table_tokens",
         "lengths = (table_tokens >> 2, table_tokens >> 1, table_tokens)", "tests/ops/test_triton_attention.py",
     ),
@@ -231,11 +231,11 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "scan-takes-odd-rows", "the copy engine is given rows that it can address",
-        "weft/ops/triton/delta_scan_hopper.py", " and x.stride(0) % 8 == 0", "",
+        "weft/ops/delta_rule/scan_hopper.py", " and x.stride(0) % 8 == 0", "",
         "tests/ops/test_gluon_delta_scan.py",
     ),
     mutant(
-        "scan-takes-float32", "the scan on Hopper is for bfloat16", "weft/ops/triton/delta_scan_hopper.py",
+        "scan-takes-float32", "the scan on Hopper is for bfloat16", "weft/ops/delta_rule/scan_hopper.py",
         "x.dtype == torch.bfloat16 and ", "", "tests/ops/test_gluon_delta_scan.py",
     ),
     mutant(

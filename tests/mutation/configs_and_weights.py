@@ -236,45 +236,45 @@ CONFIGS_AND_WEIGHTS = (
         SHARDS,
     ),
     mutant(
-        "room-for-half-the-splits", "every sequence has room for its splits", "weft/ops/triton/attention_merge.py",
+        "room-for-half-the-splits", "every sequence has room for its splits", "weft/ops/attention/merge.py",
         "min(table_tokens, 8 * double_from)", "min(table_tokens, 4 * double_from)",
         "tests/ops/test_triton_attention.py",
     ),
     mutant(
-        "gates-without-their-end", "columns beyond the last whole block are gated", "weft/ops/triton/activation.py",
+        "gates-without-their-end", "columns beyond the last whole block are gated", "weft/ops/activation/kernels.py",
         "_gate_kernel[(cdiv(width, block), x.shape[0])]", "_gate_kernel[(max(1, width // block), x.shape[0])]",
         "tests/ops/test_triton_small.py",
     ),
     mutant(
-        "gate-with-the-stride-of-x", "the scan's gate has a stride of its own", "weft/ops/triton/selective_scan.py",
+        "gate-with-the-stride-of-x", "the scan's gate has a stride of its own", "weft/ops/mamba/scan.py",
         "num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),",
         "num_rows, chunks.first.shape[0] - 1, x.stride(0), x.stride(0), dt.stride(0),",
         "tests/ops/test_selective_scan.py",
     ),
     mutant(
-        "sigmoids-without-epsilon", "a small number is added to the sum of sigmoids", "weft/ops/moe.py",
+        "sigmoids-without-epsilon", "a small number is added to the sum of sigmoids", "weft/ops/moe/__init__.py",
         "weights = weights / (weights.sum(-1, keepdim=True) + epsilon)",
         "weights = weights / weights.sum(-1, keepdim=True)", "tests/ops/test_moe.py",
     ),
     mutant(
-        "ids-below-the-first", "an expert of a rank before has no id", "weft/ops/moe.py",
+        "ids-below-the-first", "an expert of a rank before has no id", "weft/ops/moe/__init__.py",
         "(ids < 0) | (ids >= num_experts)", "ids >= num_experts", "tests/ops/test_moe.py",
     ),
     mutant(
-        "yarn-beyond-the-rotation", "YaRN's ramp ends with the rotated dimensions", "weft/ops/rotary.py",
+        "yarn-beyond-the-rotation", "YaRN's ramp ends with the rotated dimensions", "weft/ops/rotary/__init__.py",
         "low, high = max(low, 0), min(high, rope.rotary_dim - 1)", "low, high = max(low, 0), high",
         "tests/ops/test_norm_rotary_activation.py",
     ),
     mutant(
-        "yarn-divides-by-zero", "YaRN's ramp has a width", "weft/ops/rotary.py", "        high += 0.001",
+        "yarn-divides-by-zero", "YaRN's ramp has a width", "weft/ops/rotary/__init__.py", "        high += 0.001",
         "        high += 0", "tests/ops/test_norm_rotary_activation.py",
     ),
     mutant(
-        "yarn-scales-shorter-contexts", "a factor of at most one scales nothing", "weft/ops/rotary.py",
+        "yarn-scales-shorter-contexts", "a factor of at most one scales nothing", "weft/ops/rotary/__init__.py",
         "return 1.0 if factor <= 1 else ", "return ", "tests/ops/test_norm_rotary_activation.py",
     ),
     mutant(
-        "yarn-by-mscale-alone", "mscale counts beside mscale_all_dim alone", "weft/ops/rotary.py",
+        "yarn-by-mscale-alone", "mscale counts beside mscale_all_dim alone", "weft/ops/rotary/__init__.py",
         "if numerator and denominator:", "if numerator:", "tests/ops/test_norm_rotary_activation.py",
     ),
     mutant(

@@ -88,7 +88,7 @@ MUTANTS = (
         "tests/runner/test_profiler.py",
     ),
     _mutant(
-        "top-p-one-too-many", "top-p keeps the smallest set whose share reaches it", "weft/ops/sampling.py",
+        "top-p-one-too-many", "top-p keeps the smallest set whose share reaches it", "weft/ops/sampling/__init__.py",
         "(before < share * mass[:, -1:])", "(before <= share * mass[:, -1:])",
         "tests/ops/test_sampling.py",
     ),
@@ -160,12 +160,12 @@ MUTANTS = (
     ),
     _mutant(
         "state-of-rejected-draft-read", "a step that follows another reads the state of the last accepted position",
-        "weft/ops/drafts.py", "gather(1, query_len - 1 - behind)", "gather(1, query_len - 1 - 0 * behind)",
+        "weft/ops/drafts/__init__.py", "gather(1, query_len - 1 - behind)", "gather(1, query_len - 1 - 0 * behind)",
         "tests/speculation/test_following_steps.py",
     ),
     _mutant(
         "random-numbers-of-rejected-drafts", "a step that follows another samples by the positions that it has",
-        "weft/ops/drafts.py", "(sample_positions.view(-1, query_len) - behind)",
+        "weft/ops/drafts/__init__.py", "(sample_positions.view(-1, query_len) - behind)",
         "(sample_positions.view(-1, query_len))", "tests/speculation/test_following_steps.py",
     ),
     _mutant(
@@ -221,12 +221,12 @@ MUTANTS = (
         "torch.cat([words.recent[1:], token_ids[i : i + 1]])", "words.recent", "tests/engine/test_sampling.py",
     ),
     _mutant(
-        "top-k-one-more", "top-k keeps k", "weft/ops/sampling.py",
+        "top-k-one-more", "top-k keeps k", "weft/ops/sampling/__init__.py",
         "within_k = (rank < top_k[:, None]) | ~has_k", "within_k = (rank <= top_k[:, None]) | ~has_k",
         "tests/ops/test_sampling.py",
     ),
     _mutant(
-        "penalty-counts-the-prompt", "frequency counts what was generated", "weft/ops/sampling.py",
+        "penalty-counts-the-prompt", "frequency counts what was generated", "weft/ops/sampling/__init__.py",
         "return logits.sub_(presence[:, None] * generated)",
         "return logits.sub_(presence[:, None] * (generated | prompt_mask))", "tests/ops/test_sampling.py",
     ),

@@ -126,7 +126,7 @@ ROWS_AND_RESPONSES = (
         "tests/server/test_api_servers.py::test_one_that_dies_takes_its_own_calls_only",
     ),
     mutant(
-        "half-of-a-tile-lost", "a block of more than half a tile takes a whole one", "weft/ops/triton/moe_blocks.py",
+        "half-of-a-tile-lost", "a block of more than half a tile takes a whole one", "weft/ops/moe/blocks.py",
         "<= ROWS // 2", "< ROWS", "tests/ops/test_triton_moe.py::test_blocks_that_are_at_most_half_full",
     ),
     mutant(

@@ -23,7 +23,7 @@ STEPS_AND_IMAGES = (
         FOLLOWING,
     ),
     mutant(
-        "old-rejections-kept", "a decode leaves no rejected drafts in its row", "weft/ops/ngram.py",
+        "old-rejections-kept", "a decode leaves no rejected drafts in its row", "weft/ops/drafts/ngram_drafts.py",
         "        state.num_rejected.index_copy_(0, rows, query_len - 1 - accepted)\n", "        pass\n",
         "tests/ops/test_triton_drafts.py", FOLLOWING,
     ),
@@ -33,18 +33,18 @@ STEPS_AND_IMAGES = (
         "lengths = [r.start + r.num_tokens + query_len - 1 for", "tests/speculation/test_ngram.py",
     ),
     mutant(
-        "repeats-are-cut", "drafts behind a near occurrence repeat what follows it", "weft/ops/ngram.py",
+        "repeats-are-cut", "drafts behind a near occurrence repeat what follows it", "weft/ops/drafts/ngram_drafts.py",
         "start + step % (lengths - start)", "torch.minimum(start + step, lengths - 1)",
         "tests/ops/test_triton_drafts.py", "tests/speculation/test_ngram.py",
     ),
     mutant(
         "next-sequence-is-a-draft", "the first token of the next sequence is no draft of the one before",
-        "weft/ops/drafts.py", "    drafts[query_len - 1 :: query_len] = NO_DRAFT\n", "",
+        "weft/ops/drafts/__init__.py", "    drafts[query_len - 1 :: query_len] = NO_DRAFT\n", "",
         "tests/speculation/test_acceptance.py", "tests/ops/test_triton_drafts.py",
     ),
     mutant(
         "drafts-of-images-by-place", "drafts behind images have rotary positions, not places in the sequence",
-        "weft/ops/drafts.py", "(positions[last] + ahead).clamp(max=max_len - 1)", "places",
+        "weft/ops/drafts/__init__.py", "(positions[last] + ahead).clamp(max=max_len - 1)", "places",
         "tests/ops/test_triton_drafts.py", "tests/speculation/test_images.py",
     ),
     mutant(
@@ -63,7 +63,7 @@ STEPS_AND_IMAGES = (
     ),
     mutant(
         "programs-without-work-count", "attention releases what follows where few programs have work",
-        "weft/ops/triton/attention_decode.py", "release_by_work(EARLY, tl.minimum(num_splits, step), step)",
+        "weft/ops/attention/decode.py", "release_by_work(EARLY, tl.minimum(num_splits, step), step)",
         "release_by_work(EARLY, step, step)", "tests/ops/test_early_launch.py",
     ),
     mutant(
@@ -137,7 +137,7 @@ STEPS_AND_IMAGES = (
         "tests/server/test_replicas.py",
     ),
     mutant(
-        "one-scale-for-both", "the products of an expert have input scales of their own", "weft/ops/fp8_moe.py",
+        "one-scale-for-both", "the products of an expert have input scales of their own", "weft/ops/moe/fp8_moe.py",
         "down_scale[expert], input_scale=down_input_scale, block=block)",
         "down_scale[expert], input_scale=gate_up_input_scale, block=block)",
         "tests/ops/test_triton_fp8_moe.py::test_experts_of_awkward_widths",

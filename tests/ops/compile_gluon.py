@@ -21,19 +21,22 @@ from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
 from weft.forward_context import Batch, ChunkTable, Mixture
-from weft.ops.e4m3 import E4M3, Fp8Matrix
-from weft.ops.triton import attention_decode, attention_decode_hopper, early_launch, fp8_moe
-from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
-from weft.ops.triton.delta_scan_hopper import launch_delta_scan
-from weft.ops.triton.delta_vectors import vectors_of
-from weft.ops.triton.fp8_few_rows import HopperRows
-from weft.ops.triton.fp8_few_rows_hopper import few_rows_hopper_product
-from weft.ops.triton.fp8_moe_pairs_hopper import pairs_hopper_product
-from weft.ops.triton.gdn_decode_gluon import launch_decode_states
-from weft.ops.triton.gdn_verify_gluon import launch_verify_states
+from weft.ops.attention import decode as attention_decode
+from weft.ops.attention import decode_hopper as attention_decode_hopper
+from weft.ops.attention.prefill_hopper import launch_prefill_hopper
+from weft.ops.delta_rule.decode_gluon import launch_decode_states
+from weft.ops.delta_rule.scan_hopper import launch_delta_scan
+from weft.ops.delta_rule.vectors import vectors_of
+from weft.ops.delta_rule.verify_gluon import launch_verify_states
+from weft.ops.fp8 import E4M3, Fp8Matrix
+from weft.ops.linear.fp8_few_rows import HopperRows
+from weft.ops.linear.fp8_few_rows_hopper import few_rows_hopper_product
+from weft.ops.mamba.scan_gluon import launch_selective_scan
+from weft.ops.moe import fp8_experts as fp8_moe
+from weft.ops.moe.blocks import Tile, Tiles
+from weft.ops.moe.fp8_pairs_hopper import pairs_hopper_product
+from weft.ops.triton import early_launch
 from weft.ops.triton.launch import launches_handled
-from weft.ops.triton.moe_blocks import Tile, Tiles
-from weft.ops.triton.selective_scan_gluon import launch_selective_scan
 
 
 def launch(

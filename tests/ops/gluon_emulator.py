@@ -26,11 +26,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from weft.ops.e4m3 import E4M3
-from weft.ops.triton import decode_tiles_hopper as decode
+from weft.ops.attention import decode_tiles_hopper as decode
+from weft.ops.delta_rule.decode_gluon import unpack, update
+from weft.ops.fp8 import E4M3
+from weft.ops.linear.gated_hopper import exchange
 from weft.ops.triton.early_launch import enter, pass_on, release, release_by_work, wait
-from weft.ops.triton.gated_linear_hopper import exchange
-from weft.ops.triton.gdn_decode_gluon import unpack, update
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier, threads_load
 from weft.ops.triton.hopper_tiles import hold, pack
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.all_reduce import all_reduce_rms_norm, all_reduce_rms_norm_reference
-from weft.ops.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters
-from weft.ops.triton import moe_sum, skinny_linear
-from weft.ops.triton.all_reduce_packed import fits_packed
+from weft.ops.collectives import all_reduce_rms_norm, all_reduce_rms_norm_reference
+from weft.ops.collectives.packed import fits_packed
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters
+from weft.ops.linear import skinny as skinny_linear
+from weft.ops.moe import combine as moe_sum
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/multi_gpu has the same on GPUs")
 
@@ -88,10 +89,14 @@ def run_rank(
 def test_ranks_sum_add_and_normalise(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of each program goes by packets, more with a barrier. In whatever form a rank's part comes, the bits are
     the same."""
-    for module in ("weft.ops.peer_buffers", "weft.ops.triton.all_reduce", "weft.ops.triton.packets"):
+    for module in (
+        "weft.ops.collectives.peer_buffers",
+        "weft.ops.collectives.signalled",
+        "weft.ops.collectives.packets",
+    ):
         monkeypatch.setattr(f"{module}.MAX_PROGRAMS", NUM_PROGRAMS)
-    monkeypatch.setattr("weft.ops.triton.all_reduce._TILE_VALUES", 4 * 64)  # tiles of four rows
-    monkeypatch.setattr("weft.ops.triton.all_reduce_packed._MOST_POLLS", 1 << 12)  # a test that fails ends
+    monkeypatch.setattr("weft.ops.collectives.signalled._TILE_VALUES", 4 * 64)  # tiles of four rows
+    monkeypatch.setattr("weft.ops.collectives.packed._MOST_POLLS", 1 << 12)  # a test that fails ends
     monkeypatch.setattr(moe_sum, "TILES", {1 << 30: moe_sum.Tile(16, 1, None)})  # three programs for a row
     configs = {1: skinny_linear.Config("sum", 4, 64, 1)}  # of more rows it is split
     others = skinny_linear.Config("sum", 4, 32, 1, splits=2)

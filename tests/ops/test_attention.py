@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.ops.oracles import PAGE_SIZE, make_batch
 from weft.forward_context import Batch
 from weft.ops.attention import paged_attention
+from weft.ops.attention.kv_cache import copy_pages, store_kv
 from weft.ops.backend import Backend
-from weft.ops.kv_cache import copy_pages, store_kv
 
 TORCH = Backend.TORCH
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.oracles import make_batch, naive_conv1d
 from weft.ops.backend import Backend
-from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update_reference
+from weft.ops.convolution import causal_conv1d, causal_conv1d_update_reference
 
 TORCH = Backend.TORCH
 

@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+import weft.ops
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from weft.layers import embedding
-from weft.ops.triton import attention_decode, early_launch, moe, moe_sum
+from weft.ops.attention import decode as attention_decode
+from weft.ops.moe import combine as moe_sum
+from weft.ops.moe import experts as moe
+from weft.ops.triton import early_launch
 from weft.ops.triton.early_launch import Release
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 
-FOLDER = Path(early_launch.__file__).parent
+FOLDER = Path(weft.ops.__path__[0])
 CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_step_kernel", "_gdn_decode_kernel",
     "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
@@ -31,9 +35,9 @@ CAREFUL = {
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 PASSES_ON = {
-    "_gated_hopper_kernel": ("_produce", "gated_linear_hopper.py"),
-    "_decode_kernel": ("decode_programs", "attention_merge.py"),
-    "decode_hopper_kernel": ("decode_programs", "attention_merge.py"),
+    "_gated_hopper_kernel": ("_produce", "linear/gated_hopper.py"),
+    "_decode_kernel": ("decode_programs", "attention/merge.py"),
+    "decode_hopper_kernel": ("decode_programs", "attention/merge.py"),
 }
 """Kernels in which a part waits, on which all others wait: its name and its file."""
 ORDINARY = {"_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel", "_load_kernel", "_store_kernel"}
@@ -42,12 +46,12 @@ ORDINARY = {"_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel"
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every kernel that the host may launch early, and the file it stands in."""
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if not isinstance(node, ast.FunctionDef) or node.name in ORDINARY:
                 continue
             if node.decorator_list and node.name.endswith("_kernel"):
-                yield path.name, node
+                yield str(path.relative_to(FOLDER)), node
 
 
 KERNELS = list(kernels())
@@ -80,7 +84,7 @@ def test_a_kernel_waits_first(file: str, kernel: ast.FunctionDef) -> None:
 def launches() -> dict[str, list[ast.Call]]:
     """By name of the kernel, or of both that a variable may stand for."""
     found: dict[str, list[ast.Call]] = {}
-    for path in FOLDER.glob("*.py"):
+    for path in FOLDER.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         either = {
             ast.unparse(node.targets[0]): [
@@ -190,7 +194,7 @@ def test_attention_says_how_many_programs_have_work(aim: int, programs: int, mon
     attention_decode.launch_decode(q, cache, cache, batch, 0.1, torch.empty_like(q), tile, split=128, aim=aim)
     assert said == {(min(splits, programs), programs) for splits in (12, 3, 1)}
     calls_of = {}
-    for file in ("attention_decode.py", "attention_decode_hopper.py"):
+    for file in ("attention/decode.py", "attention/decode_hopper.py"):
         found = [n for n in ast.walk(ast.parse((FOLDER / file).read_text())) if isinstance(n, ast.Call)]
         calls_of[file] = [ast.unparse(n) for n in found if ast.unparse(n.func) == "release_by_work"]
     triton, gluon = calls_of.values()
@@ -265,14 +269,14 @@ LEAVES_EARLY = {
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
 LOADERS = [
-    "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
-    "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
-    "attention_prefill_hopper.py", "fp8_few_rows_hopper.py", "fp8_moe_pairs_hopper.py",
-    "gdn_decode.py", "gdn_decode_gluon.py", "gdn_verify.py", "gdn_verify_gluon.py",
-    "attention_decode_hopper.py", "moe_sum.py",
+    "linear/skinny.py", "linear/fp8_few_rows.py", "attention/decode.py", "attention/merge.py",
+    "linear_attention/decode.py", "norm/kernels.py", "rotary/kernels.py", "convolution/decode.py", "mamba/scan.py",
+    "attention/prefill_hopper.py", "linear/fp8_few_rows_hopper.py", "moe/fp8_pairs_hopper.py",
+    "delta_rule/decode.py", "delta_rule/decode_gluon.py", "delta_rule/verify.py", "delta_rule/verify_gluon.py",
+    "attention/decode_hopper.py", "moe/combine.py",
 ]  # fmt: skip
 
-PASSED_ON = {"fp8_moe_pairs_hopper.py": {"ids"}}
+PASSED_ON = {"moe/fp8_pairs_hopper.py": {"ids"}}
 """What kernels before the last one have written, by file, where the last one lets a kernel start when it has waited."""
 
 
@@ -281,7 +285,7 @@ def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
     """Every load above a function's first wait, and all loads of the functions that it calls there."""
     body = ast.parse((FOLDER / file).read_text()).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    for parts in ("attention_tiles.py", "fp8_few_rows_hopper.py", "packets.py"):
+    for parts in ("attention/tiles.py", "linear/fp8_few_rows_hopper.py", "collectives/packets.py"):
         shared = ast.parse((FOLDER / parts).read_text()).body
         functions = {node.name: node for node in shared if isinstance(node, ast.FunctionDef)} | functions
 
@@ -314,7 +318,7 @@ def test_what_was_passed_on_is_read_past_the_first_cache() -> None:
 
 def test_a_receiver_starts_when_senders_have_waited_and_waits_last() -> None:
     """What older kernels wrote it reads past the first cache, and packets again and again."""
-    files = ("packets.py", "all_reduce_packed.py", "moe_sum.py", "skinny_linear.py")
+    files = ("collectives/packets.py", "collectives/packed.py", "moe/combine.py", "linear/skinny.py")
     nodes = [node for file in files for node in ast.parse((FOLDER / file).read_text()).body]
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     order = [name for name in calls(functions["_receive_norm_kernel"]) if name in (*functions, "release")]
@@ -339,6 +343,6 @@ def test_a_receiver_starts_when_senders_have_waited_and_waits_last() -> None:
 def test_a_forward_pass_begins_with_an_ordinary_launch() -> None:
     """The embedding makes the step's metadata visible to kernels that read it before they wait."""
     assert (
-        "ops.triton" not in Path(embedding.__file__).read_text()
+        "weft.ops.triton" not in Path(embedding.__file__).read_text()
         and "F.embedding" in Path(embedding.__file__).read_text()
     )

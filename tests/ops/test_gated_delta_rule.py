@@ -12,7 +12,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from tests.ops.oracles import make_batch, naive_gated_delta_rule
 from weft.ops.backend import Backend
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule_reference
+from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule_reference
 
 TORCH = Backend.TORCH
 # Strong decays sum to hundreds within a chunk, so float32 differences of the sums are good to a few 1e-6.

@@ -27,14 +27,16 @@ if not is_known(triton.__version__):
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.test_triton_attention import plain_attention
 from weft.forward_context import Batch, Mixture
+from weft.ops.attention import paged as attention
 from weft.ops.attention import paged_attention
+from weft.ops.attention import prefill_hopper as attention_prefill_hopper
+from weft.ops.attention.paged import paged_attention_triton
+from weft.ops.attention.prefill_hopper import launch_prefill_hopper
 from weft.ops.backend import Backend
-from weft.ops.e4m3 import E4M3
-from weft.ops.triton import attention, attention_prefill_hopper, graph_branch
-from weft.ops.triton.attention import paged_attention_triton
-from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
+from weft.ops.fp8 import E4M3
+from weft.ops.norm.kernels import rms_norm_triton
+from weft.ops.triton import graph_branch
 from weft.ops.triton.launch import launches_handled
-from weft.ops.triton.norm import rms_norm_triton
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if ON_HOPPER else "cpu"

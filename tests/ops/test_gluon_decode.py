@@ -20,10 +20,11 @@ from tests.ops import test_gluon_attention
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.test_gluon_attention import DEVICE, ON_HOPPER, Case
 from weft.forward_context import Verification
+from weft.ops.attention import decode as attention_decode
+from weft.ops.attention import decode_hopper as attention_decode_hopper
 from weft.ops.attention import paged_attention
 from weft.ops.backend import Backend
-from weft.ops.e4m3 import E4M3
-from weft.ops.triton import attention_decode, attention_decode_hopper
+from weft.ops.fp8 import E4M3
 from weft.ops.triton.launch import Kernel, launches_handled
 
 CONTEXTS = [4, 63, 64, 300, 512]  # one split or several, whose last tiles and pages are full or not

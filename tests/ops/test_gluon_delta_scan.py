@@ -20,11 +20,13 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.test_triton_gdn import close, mixed_batch, poisoned, rule_inputs
 from weft.config.chunks import CHUNK_SIZE
 from weft.ops.backend import Backend
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule
-from weft.ops.triton import delta_scan_hopper, gated_delta_rule, kda
-from weft.ops.triton.delta_scan_hopper import launch_delta_scan
+from weft.ops.delta_rule import chunk_gated_delta_rule
+from weft.ops.delta_rule import gdn_prefill as gated_delta_rule
+from weft.ops.delta_rule import kda_prefill as kda
+from weft.ops.delta_rule import scan_hopper as delta_scan_hopper
+from weft.ops.delta_rule.scan_hopper import launch_delta_scan
+from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
 from weft.ops.triton.launch import jit, launches_handled
-from weft.ops.triton.unit_lower_inverse import unit_lower_inverse
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="emulated")
 

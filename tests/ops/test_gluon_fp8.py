@@ -21,14 +21,14 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.test_triton_fp8 import assert_near, block_of, fp8_matrix, inputs, product, quantised
 from tests.ops.test_triton_fp8_moe import check_moe
 from weft.ops.backend import Backend
-from weft.ops.e4m3 import E4M3, Fp8Matrix
-from weft.ops.fp8 import fp8_linear
-from weft.ops.triton import fp8_linear as fp8_linear_module
-from weft.ops.triton import fp8_moe_pairs_hopper
-from weft.ops.triton.fp8_few_rows import FewRows, HopperRows
-from weft.ops.triton.fp8_few_rows_hopper import hopper_config
-from weft.ops.triton.fp8_linear import fp8_product_triton
-from weft.ops.triton.fp8_moe import SINGLE
+from weft.ops.fp8 import E4M3, Fp8Matrix
+from weft.ops.linear import fp8 as fp8_linear_module
+from weft.ops.linear.fp8 import fp8_product_triton
+from weft.ops.linear.fp8_few_rows import FewRows, HopperRows
+from weft.ops.linear.fp8_few_rows_hopper import hopper_config
+from weft.ops.linear.fp8_linear import fp8_linear
+from weft.ops.moe import fp8_pairs_hopper as fp8_moe_pairs_hopper
+from weft.ops.moe.fp8_experts import SINGLE
 from weft.ops.triton.launch import launches_handled
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

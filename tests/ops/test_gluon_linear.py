@@ -18,9 +18,9 @@ if not is_known(triton.__version__):
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
+from weft.ops.linear import gated_hopper as gated_linear_hopper
 from weft.ops.linear import linear_silu_mul
-from weft.ops.triton import gated_linear_hopper
-from weft.ops.triton.gated_linear_hopper import takes_gated
+from weft.ops.linear.gated_hopper import takes_gated
 from weft.ops.triton.launch import launches_handled
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -17,9 +17,9 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.test_selective_scan import scan_inputs
 from tests.ops.test_triton_gdn import close, mixed_batch, poisoned
 from weft.ops.backend import Backend
-from weft.ops.selective_scan import selective_scan
+from weft.ops.mamba import selective_scan
+from weft.ops.mamba.scan_gluon import Shape, launch_selective_scan
 from weft.ops.triton.launch import launches_handled
-from weft.ops.triton.selective_scan_gluon import Shape, launch_selective_scan
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="emulated")
 

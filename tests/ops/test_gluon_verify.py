@@ -24,10 +24,11 @@ from tests.ops.test_triton_gdn import close
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.kimi import KimiDeltaConfig
 from weft.ops.backend import Backend
-from weft.ops.gdn_decode import gdn_decode, gdn_verify
-from weft.ops.kda import kda_decode
-from weft.ops.triton import gdn_decode_gluon, gdn_verify_gluon
-from weft.ops.triton import gdn_verify as gdn_verify_kernels
+from weft.ops.delta_rule import decode_gluon as gdn_decode_gluon
+from weft.ops.delta_rule import verify as gdn_verify_kernels
+from weft.ops.delta_rule import verify_gluon as gdn_verify_gluon
+from weft.ops.delta_rule.gdn_decode import gdn_decode, gdn_verify
+from weft.ops.delta_rule.kda import kda_decode
 from weft.ops.triton.launch import launches_handled
 from weft.ops.triton.sizes import MULTIPROCESSORS
 

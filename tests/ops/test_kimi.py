@@ -12,15 +12,15 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
 from tests.ops.test_triton_gdn import DTYPES, close, mixed_batch, on_device, poisoned
 from weft.config.kimi import KimiDeltaConfig
+from weft.ops.attention.latent_attention import latent_attention
 from weft.ops.backend import Backend
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule
-from weft.ops.kda import kda_decode, kda_gates
-from weft.ops.latent_attention import latent_attention
+from weft.ops.delta_rule import chunk_gated_delta_rule
+from weft.ops.delta_rule.kda import kda_decode, kda_gates
 from weft.ops.norm import gated_rms_norm
 
 pytest.importorskip("triton")
-from weft.ops.triton.gdn_decode import Shape  # isort: skip
-from weft.ops.triton.gdn_decode import kda_decode_triton  # isort: skip
+from weft.ops.delta_rule.decode import Shape  # isort: skip
+from weft.ops.delta_rule.decode import kda_decode_triton  # isort: skip
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 ON_GPU = DEVICE == "cuda"

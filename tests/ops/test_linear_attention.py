@@ -15,7 +15,7 @@ from tests.ops.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, poison
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.backend import Backend
 from weft.ops.linear_attention import chunk_linear_attention, lightning_attention_step, linear_attention_step_reference
-from weft.ops.mamba2 import Mamba2Weights, mamba2_decode, mamba2_gates
+from weft.ops.mamba.mamba2_decode import Mamba2Weights, mamba2_decode, mamba2_gates
 from weft.ops.norm import gated_group_norm
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
@@ -210,6 +210,6 @@ def test_a_group_is_normalised_on_its_own() -> None:
 )
 def test_tiles_are_the_widest_that_leave_no_multiprocessor_idle(rows: int, columns: int, tile: tuple[int, ...]) -> None:
     """One prompt of Mamba-2, one and four of lightning attention."""
-    from weft.ops.triton.linear_attention import choose_tile
+    from weft.ops.linear_attention.prefill import choose_tile
 
     assert choose_tile(rows, 128, columns, torch.bfloat16) == tile

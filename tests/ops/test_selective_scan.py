@@ -11,9 +11,9 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from tests.ops.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, on_device, poisoned
 from weft.ops.backend import Backend
-from weft.ops.causal_conv1d import causal_conv1d_update
+from weft.ops.convolution import causal_conv1d_update
+from weft.ops.mamba import selective_scan, selective_scan_step
 from weft.ops.norm import split_rms_norm
-from weft.ops.selective_scan import selective_scan, selective_scan_step
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 CHANNELS, SIZE = (8192, 16) if ON_GPU else (70, 5)

@@ -11,7 +11,7 @@ from tests.ops.oracles import make_batch
 from tests.ops.test_triton_gdn import ON_GPU, close, on_device
 from weft.forward_context import Batch
 from weft.ops.backend import Backend
-from weft.ops.short_conv import short_conv, short_conv_decode
+from weft.ops.convolution.short_conv import short_conv, short_conv_decode
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.step_inputs import load_step_inputs
+from weft.ops.steps import load_step_inputs
 
 ARRAYS, STRIDE = 3, 1200
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.step_results import NUM_RESULTS, store_step_results
+from weft.ops.steps.step_results import NUM_RESULTS, store_step_results
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from weft.forward_context import Batch, Mixture, Verification
 
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
-from weft.ops.triton.attention_decode import MOST_ROWS, launch_decode  # isort: skip
-from weft.ops.triton.attention_merge import most_splits  # isort: skip
-from weft.ops.triton.attention_tiles import Tile  # isort: skip
+from weft.ops.attention.decode import MOST_ROWS, launch_decode  # isort: skip
+from weft.ops.attention.merge import most_splits  # isort: skip
+from weft.ops.attention.tiles import Tile  # isort: skip
 from weft.ops.triton.sizes import next_power_of_2  # isort: skip
 
 ON_GPU = DEVICE == "cuda"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.draft_types import FROM_LAST_TOKEN, NO_DRAFT, AcceptanceRule, RowState
 from weft.ops.drafts import accept_drafts, follow_step, places_ahead
-from weft.ops.ngram import ngram_drafts
+from weft.ops.drafts.ngram_drafts import ngram_drafts
+from weft.ops.drafts.types import FROM_LAST_TOKEN, NO_DRAFT, AcceptanceRule, RowState
 
 ROWS, PAGE, PAGES = 9, 4, 12
 CASES = [(1, 2), (5, 2), (7, 4), (3, 1), (4, 17)]

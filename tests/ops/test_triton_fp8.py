@@ -11,19 +11,12 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.e4m3 import E4M3, Fp8Matrix
-from weft.ops.fp8 import (
-    dequantize_inputs,
-    dequantize_weight,
-    fp8_linear,
-    fp8_linear_parts,
-    fp8_linear_silu_mul,
-    quantize_inputs_reference,
-)
-from weft.ops.triton import fp8_few_rows, fp8_quantize
-from weft.ops.triton import fp8_linear as fp8_linear_module
-from weft.ops.triton.fp8_few_rows import FewRows, few_rows_config
-from weft.ops.triton.fp8_linear import (
+from weft.ops.fp8 import E4M3, Fp8Matrix
+from weft.ops.fp8 import quantize as fp8_quantize
+from weft.ops.fp8.quantize import quantize_inputs_triton
+from weft.ops.linear import fp8 as fp8_linear_module
+from weft.ops.linear import fp8_few_rows
+from weft.ops.linear.fp8 import (
     Library,
     ManyRows,
     choose_config,
@@ -31,7 +24,15 @@ from weft.ops.triton.fp8_linear import (
     many_rows_config,
     outputs,
 )
-from weft.ops.triton.fp8_quantize import quantize_inputs_triton
+from weft.ops.linear.fp8_few_rows import FewRows, few_rows_config
+from weft.ops.linear.fp8_linear import (
+    dequantize_inputs,
+    dequantize_weight,
+    fp8_linear,
+    fp8_linear_parts,
+    fp8_linear_silu_mul,
+    quantize_inputs_reference,
+)
 
 ON_GPU = DEVICE == "cuda"
 # Relative error of a whole product: one rounding to the dtype, float32 sums before it. Matrix units for FP8 add up with

@@ -22,13 +22,13 @@ from tests.ops.test_triton_fp8 import (
 )
 from tests.ops.test_triton_moe import expected_moe, routing
 from weft.ops.backend import Backend
-from weft.ops.fp8 import quantize_inputs_reference, quantize_rows
-from weft.ops.fp8_moe import fp8_fused_moe
-from weft.ops.triton import fp8_quantize
-from weft.ops.triton.fp8_moe import SINGLE, fp8_fused_moe_triton, fp8_moe_tiles
-from weft.ops.triton.fp8_quantize import prepare_pass
-from weft.ops.triton.moe_blocks import Tile, Tiles
-from weft.ops.triton.moe_groups import group_pairs
+from weft.ops.fp8 import quantize as fp8_quantize
+from weft.ops.fp8.quantize import prepare_pass
+from weft.ops.linear.fp8_linear import quantize_inputs_reference, quantize_rows
+from weft.ops.moe.blocks import Tile, Tiles
+from weft.ops.moe.fp8_experts import SINGLE, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.moe.fp8_moe import fp8_fused_moe
+from weft.ops.moe.groups import group_pairs
 
 # Experts: hidden values are quantised between the products. One near a rounding boundary may fall to either side: at
 # an error of 2e-4 one in 300 does, by up to an eighth.

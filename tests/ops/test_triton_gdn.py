@@ -14,16 +14,16 @@ from tests.ops.oracles import make_batch
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
-from weft.ops.causal_conv1d import causal_conv1d
-from weft.ops.gated_delta_rule import (
+from weft.ops.convolution import causal_conv1d
+from weft.ops.convolution import prefill as conv
+from weft.ops.delta_rule import (
     chunk_gated_delta_rule,
     gdn_gates,
 )
-from weft.ops.gdn_decode import gdn_decode, gdn_verify
+from weft.ops.delta_rule import gdn_prefill as gates
+from weft.ops.delta_rule.gdn_decode import gdn_decode, gdn_verify
 from weft.ops.norm import gated_rms_norm
-from weft.ops.triton import causal_conv1d as conv
-from weft.ops.triton import gated_delta_rule as gates
-from weft.ops.triton import norm
+from weft.ops.norm import kernels as norm
 
 pytest.importorskip("triton")
 TORCH, TRITON = Backend.TORCH, Backend.TRITON

@@ -9,9 +9,8 @@ from torch import Tensor
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
 from weft.ops.linear import linear, linear_parts, linear_silu_mul
-from weft.ops.norm import rms_norm
-from weft.ops.triton import skinny_linear
-from weft.ops.triton.skinny_linear import (
+from weft.ops.linear import skinny as skinny_linear
+from weft.ops.linear.skinny import (
     MAX_TOKENS,
     Config,
     choose_config,
@@ -19,6 +18,7 @@ from weft.ops.triton.skinny_linear import (
     load_table,
     skinny_linear_triton,
 )
+from weft.ops.norm import rms_norm
 
 ON_GPU = DEVICE == "cuda"
 # Relative error of a whole product: one rounding to the dtype, float32 sums before it.

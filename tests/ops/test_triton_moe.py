@@ -8,11 +8,12 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.moe import clamped_swiglu, fused_moe, topk_router
-from weft.ops.triton import moe_groups, moe_sum
-from weft.ops.triton.moe import fused_moe_triton, moe_tiles
-from weft.ops.triton.moe_blocks import Tile, Tiles
-from weft.ops.triton.moe_groups import FEW_PAIRS, group_pairs
-from weft.ops.triton.router import topk_router_triton
+from weft.ops.moe import combine as moe_sum
+from weft.ops.moe import groups as moe_groups
+from weft.ops.moe.blocks import Tile, Tiles
+from weft.ops.moe.experts import fused_moe_triton, moe_tiles
+from weft.ops.moe.groups import FEW_PAIRS, group_pairs
+from weft.ops.moe.router import topk_router_triton
 
 ON_GPU = DEVICE == "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.test_sampling import check_distribution, reference_filter
-from weft.ops.sampling import exponential_noise, random_words, sample
-from weft.ops.triton import random_numbers
-from weft.ops.triton import sampling as kernels
+from weft.ops.sampling import exponential_noise, kernels, random_numbers, random_words, sample
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

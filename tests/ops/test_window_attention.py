@@ -13,7 +13,7 @@ from weft.ops.backend import Backend
 from weft.ops.window_attention import window_attention, window_attention_decode
 
 pytest.importorskip("triton")
-from weft.ops.triton.window_attention import window_split  # isort: skip
+from weft.ops.window_attention.kernels import window_split  # isort: skip
 
 ON_GPU = DEVICE == "cuda"
 CHUNK, SLOTS = 64, 13

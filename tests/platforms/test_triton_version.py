@@ -15,9 +15,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from weft.config import resolution, resolve
-from weft.ops.e4m3 import E4M3
-from weft.ops.triton import fp8_linear, hopper_tiles
-from weft.ops.triton.fp8_few_rows import HopperRows
+from weft.ops.fp8 import E4M3
+from weft.ops.linear import fp8 as fp8_linear
+from weft.ops.linear.fp8_few_rows import HopperRows
+from weft.ops.triton import hopper_tiles
 from weft.platforms.triton_version import is_known, kernel_choice, triton_version
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.fp8_checkpoints import Reference, make_fp8_checkpoint
 from tests.media import HYBRID, VL, Engine, Prompt, overrides, reference_inputs
-from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import E4M3
 
 PROMPTS = [
     Prompt().text(5).image(4, 6, 1).text(7),

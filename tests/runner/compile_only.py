@@ -25,8 +25,13 @@ from triton.runtime.driver import driver
 from weft.cache.plan import CachePlan
 from weft.config import resolve
 from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
+from weft.ops.attention import decode as attention_decode
+from weft.ops.attention import paged as attention
 from weft.ops.backend import Backend
-from weft.ops.triton import attention, attention_decode, delta_scan, early_launch, gdn_verify, selective_scan
+from weft.ops.delta_rule import scan as delta_scan
+from weft.ops.delta_rule import verify as gdn_verify
+from weft.ops.mamba import scan as selective_scan
+from weft.ops.triton import early_launch
 from weft.runner import model_runner, warmup
 
 LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 1024}
@@ -98,7 +103,9 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_d
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
     attention_decode._HELD_WORK = 8 * 128  # batches so small take all of its ways
     if attention.GLUON_IS_KNOWN:
-        from weft.ops.triton import fp8_linear, fp8_moe_pairs_hopper, gated_linear_hopper
+        from weft.ops.linear import fp8 as fp8_linear
+        from weft.ops.linear import gated_hopper as gated_linear_hopper
+        from weft.ops.moe import fp8_pairs_hopper as fp8_moe_pairs_hopper
 
         attention.hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
         attention.decode_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]

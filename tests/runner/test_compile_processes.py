@@ -22,7 +22,7 @@ from typing import Any, cast
 import pytest
 import triton
 
-import weft.ops.triton
+import weft.ops
 from weft.errors import ConfigError
 from weft.runner import compile_order, compile_processes
 from weft.runner.compile_processes import kernel_lock, wait_for_lock
@@ -159,7 +159,7 @@ def test_the_slowest_kernel_that_waits_is_compiled_next(monkeypatch: pytest.Monk
 
 
 def test_every_kernel_with_a_place_in_the_order_is_there() -> None:
-    source = "".join(path.read_text() for path in Path(weft.ops.triton.__path__[0]).glob("*.py"))
+    source = "".join(path.read_text() for path in Path(weft.ops.__path__[0]).rglob("*.py"))
     assert all(f"def {name}(" in source for name in compile_order._SECONDS)
     assert compile_order.compile_seconds("_prefill_hopper_kernel") > compile_order.compile_seconds("unknown") == 0.0
 

@@ -13,7 +13,7 @@ from weft.config import resolve
 from weft.layers.sampler import Logprobs
 from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 from weft.ops.backend import Backend
-from weft.ops.draft_types import NO_DRAFT
+from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.model_runner import ModelRunner
 from weft.runner.results import ResultBlock, ResultMemory, pending_step
 from weft.runner.step_sampler import SampledTokens

@@ -9,7 +9,7 @@ import torch
 
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
-from weft.ops.draft_types import NO_DRAFT, RowState
+from weft.ops.drafts.types import NO_DRAFT, RowState
 from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
 from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
 from weft.speculation.planner import LOG_EVERY, AcceptanceLog

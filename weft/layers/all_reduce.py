@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.forward_context import get_forward_context, has_named_calls
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.ops.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters, takes_packets
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters, takes_packets
 
 NAME = "all_reduce"
 

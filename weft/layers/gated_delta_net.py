@@ -33,9 +33,9 @@ from weft.layers.weight import (
     split_rows,
     stacked,
 )
-from weft.ops.causal_conv1d import causal_conv1d
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
-from weft.ops.gdn_decode import gdn_decode, gdn_verify
+from weft.ops.convolution import causal_conv1d
+from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_gates
+from weft.ops.delta_rule.gdn_decode import gdn_decode, gdn_verify
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 

@@ -33,9 +33,9 @@ from weft.layers.weight import (
     stacked,
     whole_rows,
 )
-from weft.ops.causal_conv1d import causal_conv1d
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule
-from weft.ops.kda import kda_decode, kda_gates
+from weft.ops.convolution import causal_conv1d
+from weft.ops.delta_rule import chunk_gated_delta_rule
+from weft.ops.delta_rule.kda import kda_decode, kda_gates
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 

@@ -31,7 +31,7 @@ from weft.layers.weight import (
     stacked,
     whole_rows,
 )
-from weft.ops.peer_buffers import SentRows
+from weft.ops.collectives.peer_buffers import SentRows
 
 
 class LinearBase(WeightModule):

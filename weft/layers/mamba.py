@@ -22,9 +22,9 @@ from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import RECURRENCE_RANGES, Layout, WeightModule, WeightPiece, empty_parameter, split_rows
-from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from weft.ops.convolution import causal_conv1d, causal_conv1d_update
+from weft.ops.mamba import selective_scan, selective_scan_step
 from weft.ops.norm import split_rms_norm
-from weft.ops.selective_scan import selective_scan, selective_scan_step
 
 
 class PartNorms(WeightModule):

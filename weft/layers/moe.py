@@ -32,8 +32,8 @@ from weft.layers.weight import (
     empty_parameter,
     whole,
 )
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.moe import topk_router
-from weft.ops.peer_buffers import PeerBuffers, SentRows
 
 
 class Experts(WeightModule):

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, RowMap, WeightModule, empty_parameter, whole
-from weft.ops.all_reduce import all_reduce_rms_norm
+from weft.ops.collectives import all_reduce_rms_norm
+from weft.ops.collectives.peer_buffers import SentRows
 from weft.ops.norm import gated_rms_norm, rms_norm
-from weft.ops.peer_buffers import SentRows
 
 
 class RMSNorm(WeightModule):

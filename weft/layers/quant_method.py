@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from weft.layers.weight import Layout, WeightModule, uniform_range
-from weft.ops.peer_buffers import PeerBuffers, SentRows
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 
 if TYPE_CHECKING:
     from weft.layers.linear import LinearBase

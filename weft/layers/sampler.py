@@ -1,7 +1,7 @@
 """From logits to tokens: masks, bias, penalties, sampling, and log probabilities.
 
 Job: apply what the rows of a batch ask for, and nothing that no row asks for. Owns: the order of the steps (allowed
-ids, blocked ids, logit bias, penalties, then ``ops/sampling.py``) and the form of log probabilities. Does not know:
+ids, blocked ids, logit bias, penalties, then ``ops/sampling``) and the form of log probabilities. Does not know:
 requests, rows' histories, or stop conditions; the runner hands in tensors.
 """
 

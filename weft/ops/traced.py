@@ -8,7 +8,7 @@ The schema comes from the annotations, the fake from the torch reference, which 
 ``backend`` and returns the same shapes:
 
     @traced_op(fusible=True)
-    @with_kernel("weft.ops.triton.norm")
+    @with_kernel("weft.ops.norm.kernels")
     def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> Tensor: ...
 
 A tracer for a compiler that fuses may want to see through some of them: it then finds the reference instead.

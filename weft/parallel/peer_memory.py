@@ -1,7 +1,7 @@
 """Memory that the GPUs of a group map from each other (torch's symmetric memory, without multicast).
 
 Job: allocate the same buffer on every rank and exchange addresses. Owns: the buffer and its lifetime. Does not know:
-what is exchanged through it (``ops/all_reduce.py``).
+what is exchanged through it (``ops/collectives``).
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
 from weft.layers.quant_method import ExpertsMethod, LinearMethod, Routed
 from weft.layers.weight import CopyTarget, Interleaved, Layout, Slices, WeightPiece, empty_parameter
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import linear, linear_parts, linear_silu_mul
 from weft.ops.moe import fused_moe, send_fused_moe
-from weft.ops.peer_buffers import PeerBuffers, SentRows
 
 
 class UnquantizedLinear(LinearMethod):

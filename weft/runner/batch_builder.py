@@ -23,7 +23,7 @@ from weft.forward_context import Batch, ChunkTable, Mixture, Verification
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
-from weft.ops.draft_types import FROM_LAST_TOKEN
+from weft.ops.drafts.types import FROM_LAST_TOKEN
 from weft.runner import logits_rows
 from weft.runner.buffers import PAGE_UPDATES, StepBuffers
 from weft.runner.following import following_inputs

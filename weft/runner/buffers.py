@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend
-from weft.ops.step_inputs import load_step_inputs
+from weft.ops.steps import load_step_inputs
 
 ALIGNMENT = 16
 """Bytes; every array starts at a multiple, so that every dtype is aligned and loads can be wide."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from weft.config.layer_spec import LayerSpec
 from weft.forward_context import LayerCache
+from weft.ops.attention.kv_cache import copy_pages
 from weft.ops.backend import Backend
-from weft.ops.kv_cache import copy_pages
 from weft.runner.buffers import to_device
 
 Copier = Callable[[Tensor, Tensor], None]
@@ -50,7 +50,7 @@ class CacheCopier:
     def _copier(self, tensors: Sequence[Tensor]) -> Copier:
         if self._backend is Backend.TORCH:
             return lambda source, target: copy_pages(tensors, source, target)
-        from weft.ops.triton.pages import PageCopier
+        from weft.ops.attention.pages import PageCopier
 
         return PageCopier(tensors)
 

@@ -3,7 +3,7 @@
 Job: ``MtpStepDrafter`` hands a step's hidden states, the token after each position, and the last accepted positions to
 the model's head; all tokens of the step go through it, so that the head's cache is complete wherever drafts begin.
 ``NgramDrafter`` keeps the tokens of every row on the device and looks for earlier occurrences of the last ones. Does
-not know: how the head drafts (``models/mtp.py``), how a match is found (``ops/ngram.py``), which requests get drafts.
+not know: how the head drafts (``models/mtp.py``), how a match is found (``ops/drafts``), which requests get drafts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.messages import NewRequest, ScheduledRequest
 from weft.models.mtp import DraftInputs, MtpDrafter
 from weft.ops.backend import Backend
-from weft.ops.ngram import ngram_drafts
+from weft.ops.drafts.ngram_drafts import ngram_drafts
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable

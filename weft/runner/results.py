@@ -18,8 +18,8 @@ from torch import Tensor
 from weft.layers.sampler import Logprobs, logprobs_of
 from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 from weft.ops.backend import Backend
-from weft.ops.draft_types import NO_DRAFT
-from weft.ops.step_results import NUM_RESULTS, store_step_results
+from weft.ops.drafts.types import NO_DRAFT
+from weft.ops.steps.step_results import NUM_RESULTS, store_step_results
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable

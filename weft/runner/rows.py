@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
-from weft.ops.draft_types import RowState
+from weft.ops.drafts.types import RowState
 from weft.runner.mrope import mrope_positions
 
 

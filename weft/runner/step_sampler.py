@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
 from weft.messages import ScheduledRequest
-from weft.ops.draft_types import NO_DRAFT
+from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints
 from weft.runner.rows import RowTable

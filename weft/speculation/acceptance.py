@@ -19,8 +19,8 @@ from torch import Tensor
 
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
-from weft.ops.draft_types import AcceptanceRule, RowState
 from weft.ops.drafts import accept_drafts, right_drafts
+from weft.ops.drafts.types import AcceptanceRule, RowState
 
 
 def sampled_positions(requests: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:

@@ -11,13 +11,13 @@ one waited in turn, so have all before it. Hence a kernel in which no program wa
 without work need not, as long as one of the kernel does.
 
 Before the wait a program may read what was there when the forward pass began: weights, keys and states of earlier
-steps, and the step's metadata, which copies, torch's kernels and those of ``step_inputs.py``, ``drafts.py`` and
-``ngram.py`` bring. These are ordinary: each waits for everything before it. What they write is visible to all kernels
-that come after a further ordinary one: in a forward pass, after the embedding.
+steps, and the step's metadata, which copies, torch's kernels and those of ``steps/inputs.py`` and ``ops/drafts``
+write. These are ordinary: each waits for everything before it. What they write is visible to all kernels that come
+after a further ordinary one: in a forward pass, after the embedding.
 
 A kernel may ``pass_on`` instead, so that the next one's programs start when it has waited itself. Then what the kernels
 before it have written is there for the next one too, before its wait, if it loads past the L1 cache (``.cg``).
-``all_reduce_packed.py`` also says why a kernel may then write before its wait.
+``collectives/packed.py`` also says why a kernel may then write before its wait.
 
 When a kernel lets the next one start matters by percents of a step: what starts early asks for its weights early, and
 takes places from programs that have work. Where whole steps were faster for it, a launch says otherwise than the kernel

@@ -1,6 +1,6 @@
 """The parts of a program on Hopper, in Gluon: what the copy engine and a group of four warps do with one tile.
 
-Job: the parts below ``attention_prefill_hopper.py``. Owns: the layout of tiles in shared memory, the arithmetic of a
+Job: the parts below ``attention/prefill_hopper.py``. Owns: the layout of tiles in shared memory, the arithmetic of a
 tile, and which block of which sequence a program has. Does not know: the order of tiles, who waits for whom.
 
 In shared memory a tile ``[keys, head_dim]`` stands as *boxes* of one page and 64 dims (128 bytes, the widest swizzled
@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from weft.ops.triton.attention_tiles import sequence_of_block
+from weft.ops.attention.tiles import sequence_of_block
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
 from weft.ops.triton.launch import Kernel
 from weft.platforms.triton_version import is_gluon_tested

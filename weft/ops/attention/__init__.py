@@ -1,0 +1,213 @@
+"""Causal softmax attention over a paged KV cache, prefill and decode in one call.
+
+Job: read each sequence's pages and attend. Owns: the layout ``[num_pages, page_size, Hkv, D]`` on the read side.
+Does not know: who filled the pages (``qk_norm_rope`` has already written this step's keys and values), or what a layer
+is. Unwritten cache entries may hold anything, NaN included; they are never read.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.backend import Backend, with_kernel
+from weft.ops.device_work import device_work
+
+# Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
+_BLOCK_ELEMENTS = 1 << 19
+
+
+@with_kernel("weft.ops.attention.paged")
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``softmax(scale * q k^T) v`` of each token over its sequence up to and including itself.
+
+    Args:
+        q: ``[T, Hq, D]``. Over a cache in e4m3 the kernels multiply bfloat16 queries as float16: beyond 65,504
+            scores are not finite.
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in q's dtype or e4m3; Hq is a multiple of Hkv, and query
+            head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with
+            one query token, earlier steps wrote all keys but that token's, or kernels before an ordinary launch, which
+            waits for them: they are read early on the GPU (``ops/triton/early_launch.py``).
+        batch: says which tokens form which sequence and where their pages are.
+        sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
+        v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.
+        out: ``[T, Hq, D]`` to write to, optional.
+
+    Returns:
+        ``[T, Hq, D]`` in q's dtype; padding rows are zero.
+    """
+    # Decode rows in one call, prefill sequences one by one.
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if batch.mixture is not None:
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "scale": scale, "sinks": sinks}
+        device_work(paged_attention.reference, batch, out, given)
+    elif batch.verification is not None:
+        _decode(q, k_cache, v_cache, batch, scale, sinks, out, batch.verification.query_len)
+    else:
+        if batch.num_decodes:
+            _decode(q, k_cache, v_cache, batch, scale, sinks, out)
+        if batch.num_decodes < batch.num_seqs:
+            _prefill(q, k_cache, v_cache, batch, scale, sinks, out)
+        if batch.num_tokens < q.shape[0]:
+            out[batch.num_tokens :].zero_()
+    return out if v_scale is None else out.mul_(v_scale)
+
+
+def _decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+    query_len: int = 1,
+) -> None:
+    """Sequences with ``query_len`` rows each, in blocks of similar length, longest first; in a captured graph, whose
+    host knows no lengths, as one block over all the pages that there may be."""
+    count = batch.num_decodes if query_len == 1 else batch.num_seqs
+    if batch.token_count is not None:
+        seq_lens = batch.seq_lens[:count, None]
+        out[:] = _decode_block(
+            q, k_cache, v_cache, batch.page_table, seq_lens, batch.max_seq_len, scale, sinks, query_len, ragged=True
+        )
+        return
+    order = batch.seq_lens[:count].argsort(descending=True)
+    lengths = batch.seq_lens[order].tolist()
+    token_size = k_cache.shape[2] * k_cache.shape[3]
+    begin = 0
+    while begin < count:
+        end = begin + max(1, _BLOCK_ELEMENTS // (lengths[begin] * token_size))
+        rows = order[begin:end]
+        tokens = rows if query_len == 1 else (rows[:, None] * query_len + torch.arange(query_len)).flatten()
+        out[tokens] = _decode_block(
+            q[tokens],
+            k_cache,
+            v_cache,
+            batch.page_table[rows],
+            batch.seq_lens[rows, None],
+            lengths[begin],
+            scale,
+            sinks,
+            query_len,
+            ragged=end - begin > 1,
+        )
+        begin = end
+
+
+def _decode_block(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    longest: int,
+    scale: float,
+    sinks: Tensor | None,
+    query_len: int,
+    *,
+    ragged: bool,
+) -> Tensor:
+    """The last ``query_len`` tokens of sequences of at most ``longest`` tokens (all of exactly that many unless
+    ``ragged``); they and the query heads of a group stand as rows, so that keys need no repetition."""
+    n, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
+    offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
+    # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
+    slots = _slots(page_table, torch.minimum(offsets, seq_lens - 1), page_size).flatten()
+    k, v = (
+        c.flatten(0, 1).index_select(0, slots).to(q.dtype).view(n, longest, num_kv_heads, head_dim).transpose(1, 2)
+        for c in (k_cache, v_cache)
+    )
+    if query_len == 1:
+        mask = (offsets < seq_lens)[:, None, None] if ragged else None
+        sinks = None if sinks is None else sinks.view(num_kv_heads, -1)
+        attended = _attend(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale, sinks)
+        return attended.flatten(1, 2)
+    ends = seq_lens - torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=q.device)
+    seen = offsets < ends[:, :, None]  # [n, query, key]
+    rows = q.reshape(n, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # [n, Hkv, group, query, D]
+    mask = seen.repeat(1, rows.shape[2], 1)[:, None]
+    sinks = None if sinks is None else sinks.view(num_kv_heads, -1).repeat_interleave(query_len, dim=1)
+    attended = _attend(rows.flatten(2, 3), k, v, mask, scale, sinks)
+    return attended.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(n * query_len, -1, head_dim)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    """``q [..., rows, D]``, ``k, v [..., keys, D]``, ``mask [..., rows, keys]``, ``sinks [..., rows]``. A sink is the
+    score of one more key, whose value is zero."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+    scores = q.new_zeros(*q.shape[:-1], k.shape[-2] + 1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores[..., :-1].masked_fill_(~mask, -torch.inf)
+    scores[..., -1] = sinks
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, scores, scale=scale)
+
+
+def _prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    for i in range(batch.num_decodes, batch.num_seqs):
+        start, end, kv_len = starts[i], starts[i + 1], seq_lens[i]
+        slots = _slots(batch.page_table[i : i + 1], torch.arange(kv_len, device=q.device)[None], page_size)[0]
+        k, v = (
+            c.flatten(0, 1).index_select(0, slots).to(q.dtype).transpose(0, 1).unsqueeze(1) for c in (k_cache, v_cache)
+        )
+        rows = q[start:end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, group, query, D]
+        group = rows.shape[1]
+        attended = _attend(
+            rows,
+            k.expand(-1, group, -1, -1),
+            v.expand(-1, group, -1, -1),
+            _causal_mask(end - start, kv_len, q.device),
+            scale,
+            None if sinks is None else sinks.view(num_kv_heads, group, 1),
+            is_causal=end - start == kv_len,
+        )
+        out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, -1, head_dim)
+
+
+def _slots(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Cache slots of token positions: ``[N, max_pages]``, ``[N, L]`` -> ``[N, L]`` int64."""
+    pages = page_table.gather(1, (positions // page_size).long())
+    return (pages * page_size).add_(positions % page_size).long()
+
+
+def _causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor | None:
+    """The last ``query_len`` of ``kv_len`` positions ask: ``[query_len, kv_len]``. None if all do (plain causal)."""
+    if query_len == kv_len:
+        return None
+    return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - query_len)

@@ -1,0 +1,185 @@
+"""Paged attention of all heads over one latent per token (MLA, absorbed).
+
+Job: ``latent_attention`` on the GPU, prefill and decode in one launch; steps that only decode are split over the keys,
+and a second launch merges. Owns: tile shapes, the size of a split. Does not know: layers, or who filled the pages.
+
+All heads share the latent, so the heads of one or more tokens stand together as rows of one tile (``row = token * heads
++ head``), and a latent is read once for them, as key and as value. Its two parts are separate operands, because their
+widths together are no power of two.
+
+Graph-safe: the grid depends on padded sizes alone; which rows are real is read on the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.attention.merge import merge_kernel
+from weft.ops.attention.tiles import METADATA, sequence_of_block
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
+
+_MANY_ROWS = 1024
+"""From so many rows (tokens times heads) on, tiles hold several tokens."""
+
+_LEAST_SPLIT, _MOST_SPLITS = 128, 1024
+"""Tokens of a split, and splits of all sequences together: each has 64 KiB of partial results with 32 heads of 512."""
+
+
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        num_heads, rank, shared, entry, page_size: of the layer; an entry has ``rank + shared`` columns and padding.
+        tokens, rows, keys, block_r, block_s: of a tile.
+        precision: of products of float32 operands.
+        stages: of the pipeline.
+        mixture: how many sequences are real is known to the device only.
+        split: tokens of a split; 0: a program takes all keys.
+    """
+
+    num_heads: int
+    rank: int
+    shared: int
+    entry: int
+    page_size: int
+    tokens: int
+    rows: int
+    keys: int
+    block_r: int
+    block_s: int
+    precision: str
+    stages: int
+    mixture: bool
+    split: int
+
+
+@jit(do_not_specialize=["num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
+def _latent_attention_kernel(
+    q, latents, page_table, seq_lens, cu_seqlens_q, counts, out, partial, partial_lse, scale_log2, num_seqs, max_splits,
+    stride_q, stride_head, stride_table,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """All heads of some tokens of one sequence, over all keys or those of one split."""
+    enter(EARLY)
+    HEADS: tl.constexpr = FIXED.num_heads
+    RANK: tl.constexpr = FIXED.rank
+    SHARED: tl.constexpr = FIXED.shared
+    PAGE_SIZE: tl.constexpr = FIXED.page_size
+    TOKENS: tl.constexpr = FIXED.tokens
+    ROWS: tl.constexpr = FIXED.rows
+    KEYS: tl.constexpr = FIXED.keys
+    PRECISION: tl.constexpr = FIXED.precision
+    BLOCK_R: tl.constexpr = FIXED.block_r
+    BLOCK_S: tl.constexpr = FIXED.block_s
+    STAGES: tl.constexpr = FIXED.stages
+    ENTRY: tl.constexpr = FIXED.entry
+    SPLIT: tl.constexpr = FIXED.split
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks of a sequence see most keys: they go first
+    if FIXED.mixture:
+        num_seqs = tl.load(counts + 1)
+    total = tl.load(cu_seqlens_q + num_seqs)
+    if block >= total // TOKENS + num_seqs:
+        return
+    seq = sequence_of_block(cu_seqlens_q, block, 0, 0, num_seqs, TOKENS)
+    begin = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - begin
+    first = (block - (begin // TOKENS + seq)) * TOKENS
+    if first >= query_len:
+        return
+    lanes, o_r, o_s = tl.arange(0, ROWS), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
+    tokens = first + lanes // HEADS
+    valid = (lanes < TOKENS * HEADS) & (tokens < query_len)
+    in_rank, in_shared = (o_r < RANK)[None, :], (o_s < SHARED)[None, :]
+    rows = (begin + tokens).to(tl.int64)[:, None]
+    p_q = q + rows * stride_q + (lanes % HEADS)[:, None] * stride_head
+    q_rank = tl.load(p_q + o_r[None, :], mask=valid[:, None] & in_rank, other=0.0)
+    q_shared = tl.load(p_q + RANK + o_s[None, :], mask=valid[:, None] & in_shared, other=0.0)
+    kv_len = tl.load(seq_lens + seq)
+    before = kv_len - query_len
+    start_key = 0
+    end = before + tl.minimum(first + TOKENS, query_len)
+    if SPLIT > 0:
+        start_key = tl.program_id(1) * SPLIT
+        if start_key >= kv_len:
+            return
+        end = tl.minimum(end, start_key + SPLIT)
+    table = page_table + seq.to(tl.int64) * stride_table
+    acc = tl.zeros([ROWS, BLOCK_R], dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    for start in tl.range(start_key, end, KEYS, num_stages=STAGES):
+        keys = start + tl.arange(0, KEYS)
+        inside = keys < end
+        page = tl.load(table + keys // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        p_latent = latents + (page * PAGE_SIZE + keys % PAGE_SIZE)[:, None] * ENTRY
+        values = tl.load(p_latent + o_r[None, :], mask=inside[:, None] & in_rank, other=0.0)
+        shared = tl.load(p_latent + RANK + o_s[None, :], mask=inside[:, None] & in_shared, other=0.0)
+        scores = tl.dot(q_rank, tl.trans(values), input_precision=PRECISION)
+        scores = tl.dot(q_shared, tl.trans(shared), scores, input_precision=PRECISION)
+        visible = keys[None, :] <= (before + tokens)[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        shrink = tl.exp2(row_max - new_max)
+        p = tl.exp2(scores * scale_log2 - new_max[:, None])
+        row_sum = row_sum * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+        row_max = new_max
+    acc = acc / row_sum[:, None]
+    mask = valid[:, None] & in_rank
+    if SPLIT > 0:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
+        if kv_len > SPLIT:
+            place = (seq.to(tl.int64) * max_splits + tl.program_id(1)) * HEADS + lanes % HEADS
+            tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=valid)
+            tl.store(partial + place[:, None] * RANK + o_r[None, :], acc, mask=mask)
+            return
+    p_out = out + rows * (HEADS * RANK) + (lanes % HEADS)[:, None] * RANK + o_r[None, :]
+    tl.store(p_out, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def latent_attention_triton(q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float) -> Tensor:
+    """``latent_attention`` of ``weft/ops/attention/latent_attention.py``."""
+    num_rows, num_heads, entry = q.shape
+    assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= entry
+    assert latents.shape[2] % 8 == 0, "entries of pages are read in vectors of 16 bytes, whatever their place"
+    out = torch.zeros(num_rows, num_heads, rank, dtype=q.dtype, device=q.device)
+    num_seqs, mixture = batch.seq_lens.shape[0], batch.mixture
+    table_tokens, split, max_splits = batch.page_table.shape[1] * latents.shape[1], 0, 1
+    if batch.max_query_len == 1 and mixture is None:
+        split = max(_LEAST_SPLIT, next_power_of_2(cdiv(table_tokens * num_seqs, _MOST_SPLITS)))
+        max_splits = cdiv(table_tokens, split)
+    at_least = max(16, next_power_of_2(num_heads))
+    many = num_rows * num_heads >= _MANY_ROWS and q.element_size() < 4 and not split
+    rows = max(at_least, 64) if many else at_least
+    tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
+    keys = max(16, min(64, 16384 // block_r))
+    fixed = Fixed(
+        num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows, keys, block_r,
+        max(16, next_power_of_2(entry - rank)), precision(q), 2 if q.element_size() < 4 else 1, mixture is not None,
+        split,
+    )  # fmt: skip
+    merges = max_splits > 1
+    shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
+    partial = torch.empty((*shape, rank), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    counts = batch.seq_lens if mixture is None else mixture.counts
+    _latent_attention_kernel[(num_rows // tokens + num_seqs, max_splits)](
+        q, latents, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, counts, out, partial, partial_lse,
+        scale * LOG2_E.value, num_seqs, max_splits, q.stride(0), q.stride(1), batch.page_table.stride(0),
+        FIXED=fixed, num_warps=8, **early_launch(q.device),
+    )  # fmt: skip
+    if merges:
+        merge_kernel[(num_heads, num_seqs)](
+            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, table_tokens,
+            out.stride(0),
+            HEAD_DIM=rank, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_r,
+            QUERY_LEN=1, MIXTURE=False, num_warps=4, **early_launch(q.device),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,134 @@
+"""Paged attention on the GPU: which of its kernels a batch needs.
+
+Job: ``paged_attention`` in Triton. Owns: nothing. Does not know: layers, or who filled the pages.
+
+Graph-safe: grids depend on tensor shapes alone; which rows are real, and which sequences decode, is read on the
+device. Only *whether* each kernel is launched depends on the batch's host fields: a graph of a mixture launches both,
+and serves any batch of its size.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.attention.decode import MOST_ROWS, decode_tile, launch_decode
+from weft.ops.attention.prefill import launch_prefill, prefill_tile
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
+from weft.ops.triton.graph_branch import graph_branch
+from weft.ops.triton.sizes import MULTIPROCESSORS
+
+if GLUON_IS_KNOWN:
+    from weft.ops.attention import decode_hopper
+    from weft.ops.attention import prefill_hopper as hopper
+
+_BRANCH_ROWS, _BRANCH_HEADS = 512, 128 * MULTIPROCESSORS
+"""From so many rows on, up to so many heads of rows, which the prefill kernel's programs take at a time, decodes of a
+captured mixture run beside its prefills: 10% less at 512 rows of Qwen3-0.6B, 5% at 1,024, and nothing or a loss beyond.
+With fewer rows programs that find no decode and leave at once are the cheaper way."""
+
+_HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
+"""From so many rows of q on, and so many per prefilling sequence, the kernel for Hopper takes over. On an H200 both
+kernels are equal at 512 rows of one sequence without context, and with context it leads; many short sequences lose."""
+
+
+def paged_attention_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``paged_attention`` of ``weft/ops/attention``; float32 inputs keep float32 accuracy."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):
+        _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, batch.verification.query_len)
+        return out
+    num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
+    only_decodes = batch.max_query_len == 1 if batch.mixture is None else batch.mixture.max_prefills == 0
+    decodes = only_decodes or batch.num_decodes > 0 or batch.mixture is not None
+    prefills = not only_decodes or (num_rows > num_seqs and batch.mixture is None)
+    branches = decodes and prefills and batch.mixture is not None
+    branches = branches and num_rows >= _BRANCH_ROWS and num_rows * q.shape[1] <= _BRANCH_HEADS
+    with graph_branch(q.device) if branches else nullcontext(nullcontext()) as branch:
+        if decodes:
+            with branch:
+                _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out)
+        if prefills:
+            _prefill(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, skip_decodes=decodes)
+    return out
+
+
+def _prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    sinks: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    *,
+    skip_decodes: bool,
+) -> None:
+    if _is_for_hopper(q, k_cache, batch):
+        hopper.launch_prefill_hopper(
+            q, k_cache, v_cache, batch, scale, out, skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale
+        )
+        return
+    group = q.shape[1] // k_cache.shape[2]
+    tile = prefill_tile(q.shape[0], q.shape[1], q.shape[2], group, q.element_size())
+    launch_prefill(
+        q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale
+    )
+
+
+def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
+    """Whether that kernel takes these tensors and pays. Each of its programs fills a multiprocessor, so blocks without
+    work (one per sequence, decodes included) must not outnumber the full ones by far. How many sequences a graph of a
+    mixture will serve is not known: it is made for few."""
+    if not GLUON_IS_KNOWN or q.shape[0] < _HOPPER_ROWS or not hopper.takes(q, k_cache):
+        return False
+    if batch.mixture is not None:
+        num_seqs = batch.mixture.max_prefills
+    else:
+        num_seqs = batch.seq_lens.shape[0]
+        if q.shape[0] < _HOPPER_ROWS_EACH * (batch.num_seqs - batch.num_decodes):
+            return False
+    return num_seqs <= 2 * (q.shape[0] // hopper.block_tokens(q.shape[1] // k_cache.shape[2]))
+
+
+def verifies(q: Tensor, k_cache: Tensor, query_len: int) -> bool:
+    """Whether the rows of so many tokens fit in a tile of the decode kernel; the prefill kernel takes the others."""
+    return query_len * (q.shape[1] // k_cache.shape[2]) <= MOST_ROWS
+
+
+def _decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    sinks: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    query_len: int = 1,
+) -> None:
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    group, table_tokens = q.shape[1] // num_kv_heads, batch.page_table.shape[1] * page_size
+    rows = group * query_len
+    num_seqs = batch.seq_lens.shape[0]
+    sizes = q.element_size(), k_cache.element_size()
+    tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
+    on_hopper = GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
+    launch_decode(
+        q, k_cache, v_cache, batch, scale, out, decode_hopper.TILE if on_hopper else tile,
+        query_len=query_len, sinks=sinks, v_scale=v_scale, on_hopper=on_hopper,
+    )  # fmt: skip

@@ -1,0 +1,187 @@
+"""Paged attention of sequences with several query tokens, and zeros for padding rows.
+
+Job: the flash-style prefill kernel. Owns: tile shapes and the order of blocks. Does not know: layers, or who filled the
+pages.
+
+The query heads that share a key head stand together as rows of one tile (``row = token * group + head``), so each key
+is read once per group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.attention.tiles import (
+    METADATA,
+    Tile,
+    accumulate,
+    check_layout,
+    load_keys_values,
+    prefilled,
+    sequence_of_block,
+    start_softmax,
+)
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import next_power_of_2, precision
+
+_LONG_ROWS = 131072
+"""From so many (token, head) rows on, larger tiles pay for heads of up to 128."""
+
+_SHORT_ROWS = 24576
+"""Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
+
+
+class Fixed(NamedTuple):
+    """What the prefill kernel is compiled for.
+
+    Attributes:
+        head_dim, group, page_size: of the model; so many query heads share a key head.
+        tokens, rows, keys, block_d: of a tile.
+        precision: of products of float32 operands.
+        stages: see ``Tile``.
+        sinks: whether heads have one.
+        scaled: results are multiplied by the scale of the values.
+    """
+
+    head_dim: int
+    group: int
+    page_size: int
+    tokens: int
+    rows: int
+    keys: int
+    block_d: int
+    precision: str
+    stages: int
+    sinks: bool
+    scaled: bool
+
+
+@jit(
+    do_not_specialize=["num_rows", "num_seqs", "least_tokens", "stride_table"],
+    do_not_specialize_on_alignment=METADATA,
+)
+def _prefill_kernel(
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
+    scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_slot, stride_table,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY)
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    GROUP: tl.constexpr = FIXED.group
+    PAGE_SIZE: tl.constexpr = FIXED.page_size
+    TOKENS: tl.constexpr = FIXED.tokens
+    ROWS: tl.constexpr = FIXED.rows
+    KEYS: tl.constexpr = FIXED.keys
+    BLOCK_D: tl.constexpr = FIXED.block_d
+    PRECISION: tl.constexpr = FIXED.precision
+    SINKS: tl.constexpr = FIXED.sinks
+    LOWEST: tl.constexpr = float("-inf")
+    kv_head = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see most keys: they go first
+    lanes = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    head_offsets = (kv_head * GROUP + lanes % GROUP) * HEAD_DIM
+    first_seq = 0
+    first_token = 0
+    if num_seqs < 0:  # as in place_of_block
+        first_token = tl.load(counts + 2)
+        first_seq = first_token
+        num_seqs = tl.load(counts + 1)
+    total = tl.load(cu_seqlens_q + num_seqs)
+    beyond = block - ((total - first_token) // TOKENS + num_seqs - first_seq)
+    if beyond >= 0:
+        tokens = total + beyond * TOKENS + lanes // GROUP
+        mask = ((lanes < TOKENS * GROUP) & (tokens < num_rows))[:, None] & (dims < HEAD_DIM)[None, :]
+        offsets = tokens.to(tl.int64)[:, None] * stride_out + head_offsets[:, None] + dims[None, :]
+        tl.store(out + offsets, tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty), mask=mask)
+    else:
+        seq = sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS)
+        begin = tl.load(cu_seqlens_q + seq)
+        query_len = tl.load(cu_seqlens_q + seq + 1) - begin
+        first = (
+            block - ((begin - first_token) // TOKENS + seq - first_seq)
+        ) * TOKENS  # the block's first token, counted in this step's tokens
+        if (first < query_len) & (query_len >= least_tokens):
+            context_len = tl.load(seq_lens + seq) - query_len
+            tokens = first + lanes // GROUP
+            mask = ((lanes < TOKENS * GROUP) & (tokens < query_len))[:, None] & (dims < HEAD_DIM)[None, :]
+            rows = (begin + tokens).to(tl.int64)[:, None]
+            offsets = head_offsets[:, None] + dims[None, :]
+            queries = tl.load(q + rows * stride_q + offsets, mask=mask, other=0.0)
+            heads = kv_head * GROUP + lanes % GROUP
+            in_block = lanes < TOKENS * GROUP
+            acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, SINKS, LOWEST)
+            positions = context_len + tokens
+            table = page_table + seq.to(tl.int64) * stride_table
+            cache = (k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, stride_slot)
+            end = context_len + tl.minimum(first + TOKENS, query_len)
+            common = (context_len + first + 1) // KEYS * KEYS  # keys that every row of the block sees
+            ahead = tl.arange(0, KEYS)
+            next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+            for start in tl.range(0, common, KEYS, num_stages=FIXED.stages):
+                keys = start + tl.arange(0, KEYS)
+                page = next_page
+                ahead = keys + KEYS
+                next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+                k, v = load_keys_values(cache, page, keys, keys < end, dims, FIXED, False)
+                acc, row_sum, row_max = accumulate(
+                    acc, row_sum, row_max, queries, k, v, None, scale_log2, PRECISION, False
+                )
+            for start in tl.range(common, end, KEYS, num_stages=1):
+                keys = start + tl.arange(0, KEYS)
+                page = tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
+                k, v = load_keys_values(cache, page, keys, keys < end, dims, FIXED, True)
+                visible = keys[None, :] <= positions[:, None]
+                acc, row_sum, row_max = accumulate(
+                    acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
+                )
+            acc = acc / row_sum[:, None]
+            if FIXED.scaled:
+                acc *= tl.load(v_scale)
+            tl.store(out + rows * stride_out + offsets, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
+    """Tile of the prefill kernel. Rows hold at least one token of every head of the group."""
+    at_least = next_power_of_2(group)
+    if element_size == 4:
+        return Tile(rows=max(32, at_least), keys=32, warps=4, stages=1)
+    if head_dim <= 128 and num_rows * num_heads >= _LONG_ROWS:
+        return Tile(rows=max(128, at_least), keys=64, warps=8, stages=3)
+    if head_dim <= 128:
+        return Tile(rows=max(64, at_least), keys=64, warps=4, stages=3)
+    if num_rows * num_heads < _SHORT_ROWS:
+        return Tile(rows=max(64, at_least), keys=64, warps=4, stages=2)
+    return Tile(rows=max(128, at_least), keys=64, warps=8, stages=2)
+
+
+def launch_prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
+    *, skip_decodes: bool, sinks: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, with a given tile."""
+    check_layout(q, k_cache, v_cache, out)
+    num_rows, num_heads, head_dim = q.shape
+    num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
+    group = num_heads // num_kv_heads
+    tokens = tile.rows // group
+    # Sequences end in a broken block each, hence their number; the last one is for padding rows.
+    blocks = num_rows // tokens + (num_seqs if batch.mixture is None else batch.mixture.max_prefills) + 1
+    counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
+    fixed = Fixed(
+        head_dim, group, page_size, tokens, tile.rows, tile.keys, max(16, next_power_of_2(head_dim)), precision(q),
+        tile.stages, sinks is not None, v_scale is not None,
+    )  # fmt: skip
+    _prefill_kernel[(num_kv_heads, blocks)](
+        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
+        q if sinks is None else sinks, q if v_scale is None else v_scale, out,
+        counts, scale * LOG2_E.value, num_rows, num_seqs, least_tokens,
+        q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
+        FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
+    )  # fmt: skip

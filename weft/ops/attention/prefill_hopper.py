@@ -1,0 +1,376 @@
+"""Paged attention of sequences with several query tokens, for Hopper: copies, products and softmax at the same time.
+
+Job: what ``prefill.py`` does, in Gluon, the part of Triton in which a program's warps get different work.
+Owns: its tile shapes, and who waits for whom. Does not know: layers, who filled the pages, when it is the faster one.
+
+A program has rows (``row = token * group + head``) of one sequence and key head. Its warps form three parts:
+
+- *the producer* (``prefill_producer_hopper.py``) fills a ring of stages with tiles of keys and values; over an FP8
+  cache it widens them to float16, which holds all e4m3 numbers;
+- *two consumers*, four warps each, multiply on the matrix units and compute the online softmax.
+
+Each consumer has 64 rows of its own. Where that makes too few programs, both have the same 64 rows, and every other
+tile of the keys; at the end the second leaves its sums in shared memory, and the first adds them to its own.
+
+The schedule is that of FlashAttention-3 (arXiv 2407.08608). A consumer starts the scores of tile j, then the product of
+the values of tile j - 1, and computes the softmax of tile j while that product runs. For heads of up to 128 the
+consumers also take turns at the matrix units (ping-pong): one multiplies while the other computes its softmax.
+
+Who waits for whom, by barriers (``ready`` and ``empty`` exist per stage, for keys and for values)::
+
+    ready   the copy engine, when a tile has arrived, or the  ->  the consumers that read it
+            producer, when a tile is widened
+    empty   these consumers, when their product has been read ->  the producer
+    turns   the other consumer, when its products are queued  ->  a consumer, before it queues its own
+    merged  the second consumer, when its sums are stored     ->  the first, if they share rows
+
+A barrier counts phases: ``wait(barrier, n & 1)`` waits for the end of phase n; on a new barrier, a wait for the phase
+before the first returns at once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.forward_context import Batch
+from weft.ops.attention.prefill_producer_hopper import NARROW, produce
+from weft.ops.attention.tiles import METADATA, check_layout, prefilled
+from weft.ops.fp8 import E4M3
+from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.gluon import thread_barrier
+from weft.ops.triton.hopper_tiles import (
+    BOX,
+    GluonKernel,
+    hold,
+    place_of_block,
+    runs_gluon,
+    softmax,
+    start_scores,
+    start_values,
+    zero_unwritten,
+)
+from weft.ops.triton.sizes import MULTIPROCESSORS
+
+_ROWS = 64
+"""Of a consumer, as four warps multiply them at a time."""
+
+_SHARED_HEADS, _SHARED_HEAD = 128 * MULTIPROCESSORS * 3 // 4, 128
+"""Consumers share their rows up to so many heads of query tokens, if heads have so many elements at most. With 1,024
+tokens of Qwen3-0.6B, where each has rows of its own and nearly every multiprocessor a program, that is slower."""
+
+_LOWEST = gl.constexpr(-(2.0**100))
+"""A maximum below all scores, of rows that may see none of a consumer's keys: finite, so that differences are numbers,
+and a power of two, so that it is scaled without rounding (a fused multiply-subtract would leave the error)."""
+
+_SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+_ALL_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+_WIDENED_REGISTERS = gl.constexpr(232)
+_WIDENER_REGISTERS = gl.constexpr(40)
+"""Per thread: at the start all three parts have a third of 64 K; then the producer gives up most of its share, less
+where it widens tiles."""
+
+
+@gluon.jit
+def _wait(ring, n, STAGES: gl.constexpr):
+    """Wait until the barrier of tile ``n`` has completed the phase of that tile."""
+    mbarrier.wait(ring.index(n % STAGES), n // STAGES & 1)
+
+
+@gluon.jit
+def _steps(
+    first, last, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
+    WHICH: gl.constexpr, STEP: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of every ``STEP``-th tile from ``first`` to ``last - 1``, and the values of the tile before
+    each."""
+    k_ready, k_empty, v_ready, v_empty, turns, _merged = barriers
+    offsets = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    for j in range(first, last, STEP):
+        stage = j % STAGES
+        before = (j - STEP) % STAGES
+        _wait(k_ready, j, STAGES)
+        if HEAD_DIM <= 128:
+            mbarrier.wait(turns.index(WHICH), (j // STEP & 1) ^ (1 - WHICH))
+        products = start_scores(queries, k_tiles.index(stage), KEYS, HEAD_DIM, SCORES)
+        _wait(v_ready, j - STEP, STAGES)
+        acc = start_values(acc, p, v_tiles.index(before), KEYS, HEAD_DIM, OUT)
+        if HEAD_DIM <= 128:
+            mbarrier.arrive(turns.index(1 - WHICH), count=1)
+        scores = warpgroup_mma_wait(1, deps=(products,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if MASKED:
+            scores = gl.where((j * KEYS + offsets)[None, :] <= positions[:, None], scores, float("-inf"))
+        p, row_max, row_sum, shrink = softmax(scores, row_max, row_sum, scale_log2)
+        # Nothing tells the assembler that products take long, and it would wait for the values before the softmax: so
+        # the wait depends on the sums, which stay before it.
+        row_sum = hold(row_sum)
+        acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+    return acc, p, row_max, row_sum
+
+
+@gluon.jit
+def _attend(
+    queries, k_tiles, v_tiles, barriers, position, keys, sinks, scale_log2, WHICH: gl.constexpr, SHARED: gl.constexpr,
+    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    SINKS: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Attention of 64 rows, the first at ``position``, over the consumer's share of ``keys`` keys, at least 1: values
+    summed by weights, in layout ``OUT``, largest scores, and sums of weights. ``sinks``: of the group's heads."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    STEP: gl.constexpr = 2 if SHARED else 1
+    START: gl.constexpr = WHICH if SHARED else 0
+    LOWEST: gl.constexpr = _LOWEST if SHARED else float("-inf")
+    k_ready, k_empty, v_ready, _v_empty, turns, _merged = barriers
+    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    positions = position + lanes // GROUP
+    _wait(k_ready, START, STAGES)
+    if HEAD_DIM <= 128:
+        mbarrier.wait(turns.index(WHICH), 1 - WHICH)
+    products = start_scores(queries, k_tiles.index(START), KEYS, HEAD_DIM, SCORES)
+    if HEAD_DIM <= 128:
+        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+    scores = warpgroup_mma_wait(0, deps=(products,))
+    mbarrier.arrive(k_empty.index(START), count=1)
+    offsets = START * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    scores = gl.where(offsets[None, :] <= positions[:, None], scores, float("-inf"))
+    row_max = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    row_sum = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    if SINKS and START == 0:  # a key whose value is zero
+        row_max = gl.load(sinks + lanes % GROUP).to(gl.float32) * (LOG2_E / scale_log2)
+        row_sum = row_sum + 1.0
+    p, row_max, row_sum, _shrink = softmax(scores, row_max, row_sum, scale_log2)
+    acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, layout=OUT)
+    tiles = (keys + KEYS - 1) // KEYS
+    whole = gl.minimum((position + 1) // KEYS, tiles)  # tiles that every row sees whole
+    acc, p, row_max, row_sum = _steps(
+        START + STEP, whole, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
+        WHICH, STEP, KEYS, HEAD_DIM, STAGES, False, SCORES, OUT,
+    )  # fmt: skip
+    partial = gl.maximum(whole, START + STEP)
+    partial += (partial - START) % STEP
+    acc, p, row_max, row_sum = _steps(
+        partial, tiles, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
+        WHICH, STEP, KEYS, HEAD_DIM, STAGES, True, SCORES, OUT,
+    )  # fmt: skip
+    last = tiles - 1 - (tiles - 1 - START) % STEP
+    v_tile = v_tiles.index(last % STAGES)
+    _wait(v_ready, last, STAGES)
+    if last == tiles - 1:
+        zero_unwritten(v_tile, keys, PAGE_SIZE, KEYS, HEAD_DIM)
+    acc = start_values(acc, p, v_tile, KEYS, HEAD_DIM, OUT)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc, gl.convert_layout(row_max, gl.SliceLayout(1, OUT)), gl.convert_layout(row_sum, gl.SliceLayout(1, OUT))
+
+
+@gluon.jit
+def _offsets(
+    row, kv_head, stride, FIRST: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Of 64 rows, in a layout: tokens within the block, and offsets in ``q`` or ``out``."""
+    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    tokens = FIRST + lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
+    return tokens, ((row + tokens).to(gl.int64) * stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+
+
+@gluon.jit
+def _merge(acc, row_max, row_sum, sums, merged, scale_log2, OUT: gl.constexpr):
+    """The first consumer: its sums and the second's."""
+    other_acc, other_max, other_sum = sums
+    mbarrier.wait(merged.index(0), 0)
+    theirs = other_max.load(gl.SliceLayout(1, OUT))
+    new_max = gl.maximum(row_max, theirs)
+    mine = gl.exp2((row_max - new_max) * scale_log2)
+    theirs = gl.exp2((theirs - new_max) * scale_log2)
+    row_sum = row_sum * mine + other_sum.load(gl.SliceLayout(1, OUT)) * theirs
+    return acc * mine[:, None] + other_acc.load(OUT) * theirs[:, None], row_sum
+
+
+@gluon.jit
+def _consume(
+    q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out, scale_log2,
+    WHICH: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Consumer ``WHICH``: its 64 rows of a block, or, if ``SHARED``, its tiles of the block's 64 rows."""
+    LANES: gl.constexpr = HEAD_DIM // 8
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    FIRST: gl.constexpr = 0 if SHARED else WHICH * (64 // GROUP)
+    row, num_tokens, num_padding, position, keys = place
+    if num_padding > 0:
+        tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, COPY)
+        zeros = gl.full([64, HEAD_DIM], 0.0, gl.bfloat16, layout=COPY)
+        gl.store(out + offsets, zeros, mask=(tokens < num_padding)[:, None])
+    if keys > (KEYS if SHARED and WHICH == 1 else 0):
+        tokens, offsets = _offsets(row, kv_head, stride_q, FIRST, GROUP, HEAD_DIM, COPY)
+        queries = q_tiles.index(WHICH)
+        rows = gl.load(q + offsets, mask=(tokens < num_tokens)[:, None], other=0.0)
+        queries.store(rows.to(queries.dtype))
+        fence_async_shared()  # the matrix units read by another path than stores take
+        thread_barrier()
+        acc, row_max, row_sum = _attend(
+            queries, k_tiles, v_tiles, barriers, position + FIRST, keys, sinks + kv_head * GROUP, scale_log2,
+            WHICH, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, OUT,
+        )  # fmt: skip
+        if SHARED and WHICH == 1:
+            sums[0].store(acc)
+            sums[1].store(row_max)
+            sums[2].store(row_sum)
+            thread_barrier()
+            mbarrier.arrive(barriers[5].index(0), count=1)
+        else:
+            if SHARED:  # noqa: SIM102 (known to the compiler)
+                if keys > KEYS:
+                    acc, row_sum = _merge(acc, row_max, row_sum, sums, barriers[5], scale_log2, OUT)
+            tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, OUT)
+            result = acc / row_sum[:, None]
+            if SCALED:
+                result *= gl.load(v_scale)
+            gl.store(out + offsets, result.to(gl.bfloat16), mask=(tokens < num_tokens)[:, None])
+
+
+@functools.partial(
+    GluonKernel,
+    do_not_specialize=["num_rows", "num_seqs", "least_tokens", "stride_table"],
+    do_not_specialize_on_alignment=METADATA,
+)
+def _prefill_hopper_kernel(
+    q, k_source, v_source, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
+    scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_table,
+    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr, SINKS: gl.constexpr, WIDENED: gl.constexpr, SCALED: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    release(EARLY)
+    kv_head = gl.program_id(0)
+    place, table = place_of_block(
+        page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table,
+        (64 if SHARED else 128) // GROUP,
+    )  # fmt: skip
+    OPERAND: gl.constexpr = gl.float16 if WIDENED else gl.bfloat16
+    q_tiles = gl.allocate_shared_memory(OPERAND, [2, 64, HEAD_DIM], BOX)
+    k_tiles = gl.allocate_shared_memory(OPERAND, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    v_tiles = gl.allocate_shared_memory(OPERAND, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    merged = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    sums = ()
+    if SHARED:
+        sums = (  # type: ignore[assignment]
+            gl.allocate_shared_memory(gl.float32, [64, HEAD_DIM], _SUMS),
+            gl.allocate_shared_memory(gl.float32, [64], _FLAT),
+            gl.allocate_shared_memory(gl.float32, [64], _FLAT),
+        )
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=1 if SHARED else 2)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=1 if SHARED else 2)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    mbarrier.init(merged.index(0), count=1)
+    barriers = (k_ready, k_empty, v_ready, v_empty, turns, merged)
+    narrow = ()
+    if WIDENED:
+        narrow = gl.allocate_shared_memory(gl.float8e4nv, [2, KEYS * HEAD_DIM // 64, 64], NARROW)
+    wait(EARLY)  # the other parts' warps start when this one's have returned from it
+    gl.warp_specialize(
+        [
+            (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
+                        stride_out, scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, SCALED)),
+            (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
+                        stride_out, scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, SCALED)),
+            (produce, (k_source, v_source, k_tiles, v_tiles, barriers, narrow, table, kv_head * HEAD_DIM, place[4],
+                        PAGE_SIZE, KEYS, HEAD_DIM, STAGES, WIDENED)),
+        ],
+        [4, 4 if WIDENED else 1],
+        [_WIDENED_REGISTERS, _WIDENER_REGISTERS] if WIDENED else [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def _tiles(head_dim: int, is_shared: bool, is_widened: bool) -> tuple[int, int]:
+    """Keys of a tile, and stages: what shared memory has room for. A consumer that has every other tile gives a stage
+    back later, so there are more of them."""
+    if is_shared:
+        return 64, 4 if is_widened else 5
+    return (128 if head_dim <= 128 else 64), 2
+
+
+def shares_rows(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether the consumers of a program share their rows."""
+    num_rows, num_heads, head_dim = q.shape
+    fits = head_dim <= _SHARED_HEAD and _tiles(head_dim, True, False)[0] % k_cache.shape[1] == 0
+    return fits and num_rows * num_heads <= _SHARED_HEADS
+
+
+def block_tokens(group: int) -> int:
+    """Query tokens of a block, where each consumer has rows of its own."""
+    return 2 * _ROWS // group
+
+
+def takes(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether the kernel exists for these tensors: on compute capability 9, for queries in bfloat16 over a cache in
+    bfloat16 or e4m3, heads of 64, 128 or 256, groups that divide 64, and pages that divide a tile and are whole swizzle
+    patterns (8 rows)."""
+    (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
+    return (
+        runs_gluon(q.device)
+        and q.dtype == torch.bfloat16
+        and k_cache.dtype in (torch.bfloat16, E4M3)
+        and head_dim in (64, 128, 256)
+        and 64 % (num_heads // num_kv_heads) == 0
+        and page_size % 8 == 0
+        and _tiles(head_dim, False, False)[0] % page_size == 0
+    )
+
+
+def launch_prefill_hopper(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor,
+    *, skip_decodes: bool, sinks: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
+    ``takes``. The scale is positive."""
+    check_layout(q, k_cache, v_cache, out)
+    num_rows, num_heads, head_dim = q.shape
+    num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
+    group = num_heads // num_kv_heads
+    is_shared = shares_rows(q, k_cache)
+    tokens = block_tokens(group) // (2 if is_shared else 1)
+    # Sequences end in a broken block each, hence their number; the last one is for padding rows.
+    blocks = num_rows // tokens + (num_seqs if batch.mixture is None else batch.mixture.max_prefills) + 1
+    is_widened = k_cache.dtype == E4M3
+    keys, stages = _tiles(head_dim, is_shared, is_widened)
+    k_source, v_source = k_cache, v_cache
+    if not is_widened:
+        shape = [num_pages * page_size, num_kv_heads * head_dim]
+        k_source, v_source = (
+            TensorDescriptor(c, shape, [shape[1], 1], [page_size, 64], BOX.value) for c in (k_cache, v_cache)
+        )
+    counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
+    _prefill_hopper_kernel[(num_kv_heads, blocks)](
+        q, k_source, v_source, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
+        q if sinks is None else sinks, q if v_scale is None else v_scale, out, counts, scale * LOG2_E.value,
+        num_rows, num_seqs, least_tokens, q.stride(0), out.stride(0), batch.page_table.stride(0),
+        HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared,
+        SINKS=sinks is not None, WIDENED=is_widened, SCALED=v_scale is not None, num_warps=4, maxnreg=_ALL_REGISTERS,
+        **early_launch(q.device),
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""One step of the short causal convolution, for rows that continue a state: its parts, and one kernel for the step with
+SiLU and the double-gated one of LFM2."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
+from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv, next_power_of_2
+
+
+@triton.jit
+def load_columns(p, channels, mask, COUNT: tl.constexpr):
+    """Some rows of ``p [C, COUNT]``, column by column: the last inputs of channels, oldest first, or their taps."""
+    columns = ()
+    for j in tl.static_range(COUNT):
+        value = tl.load(p + channels * COUNT + j, mask=mask, other=0.0)
+        columns = columns + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    return columns
+
+
+@triton.jit
+def take_in(newest, taps, kept, W: tl.constexpr):
+    """The convolution of the last inputs with ``newest`` behind them, float32, and the last ``W - 1`` inputs then."""
+    y = newest.to(tl.float32) * taps[W - 1].to(tl.float32)
+    later = ()
+    for j in tl.static_range(W - 1):
+        y += kept[j].to(tl.float32) * taps[j].to(tl.float32)
+        if j > 0:
+            later = later + (kept[j],)  # type: ignore[assignment]  # noqa: RUF005
+    later = later + (newest.to(kept[0].dtype),)  # type: ignore[assignment]  # noqa: RUF005
+    return y, later
+
+
+@triton.jit
+def convolve(row, taps, kept, channels, mask, W: tl.constexpr):
+    """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their last ``W - 1`` inputs with the newest."""
+    newest = tl.load(row + channels, mask=mask, other=0.0)
+    y, later = take_in(newest, taps, kept, W)
+    return y * tl.sigmoid(y), later
+
+
+@triton.jit
+def store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
+    """Write some channels' states."""
+    for j in tl.static_range(W - 1):
+        tl.store(p_state + channels * (W - 1) + j, kept[j], mask=mask)
+
+
+@jit(do_not_specialize_on_alignment=["state_slots"])
+def _conv_update_kernel(
+    x, weight, bias, conv_state, state_slots, out, stride_x,
+    C: tl.constexpr, W: tl.constexpr, BLOCK_C: tl.constexpr, DOUBLE_GATED: tl.constexpr, KEEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row and block of channels: SiLU of the convolution of ``x``; or ``c * conv(b * x)`` of ``b | c | x``, rounded
+    as a chain of operations in the model's dtype would."""
+    release(EARLY, ALWAYS)
+    i_row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channels < C
+    slot = tl.load(state_slots + i_row).to(tl.int64)
+    p_out = out + i_row * C + channels
+    if slot == 0:
+        wait(EARLY)
+        if not KEEP:
+            tl.store(p_out, tl.zeros([BLOCK_C], out.dtype.element_ty), mask=mask)
+        return
+    p_state = conv_state + slot * C * (W - 1)
+    kept, taps = load_columns(p_state, channels, mask, W - 1), load_columns(weight, channels, mask, W)
+    if bias is not None:
+        b_bias = tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
+    wait(EARLY)  # what is loaded until here are weights, and states that no kernel of this step has written
+    p_row = x + i_row * stride_x + channels
+    newest = tl.load(p_row, mask=mask, other=0.0)
+    if DOUBLE_GATED:
+        gate_out = tl.load(p_row + C, mask=mask, other=0.0)
+        newest = newest * tl.load(p_row + 2 * C, mask=mask, other=0.0)
+    total, kept = take_in(newest, taps, kept, W)
+    if bias is not None:
+        total += b_bias
+    tl.debug_barrier()  # every thread has loaded what another one overwrites
+    store_inputs(p_state, kept, channels, mask, W)
+    if DOUBLE_GATED:
+        result = total.to(out.dtype.element_ty) * gate_out
+    else:
+        result = (total * sigmoid(total)).to(out.dtype.element_ty)
+    tl.store(p_out, result, mask=mask)
+
+
+def causal_conv1d_update_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    state_slots: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``causal_conv1d_update`` of ``weft/ops/convolution``."""
+    return _launch(x, weight, bias, conv_state, state_slots, out, double_gated=False, most_channels=512)
+
+
+def short_conv_decode_triton(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    state_slots: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``short_conv_decode`` of ``weft/ops/convolution/short_conv.py``."""
+    return _launch(projected, weight, bias, conv_state, state_slots, out, double_gated=True, most_channels=256)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_slots: Tensor, out: Tensor | None, *,
+    double_gated: bool, most_channels: int,
+) -> Tensor:  # fmt: skip
+    num_rows, (num_channels, kernel) = x.shape[0], weight.shape
+    assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous() and state_slots.is_contiguous()
+    keep, out = out is not None, x.new_empty(num_rows, num_channels) if out is None else out
+    assert out.is_contiguous(), "out must be contiguous"
+    if num_rows:
+        block = min(most_channels, next_power_of_2(num_channels))
+        _conv_update_kernel[(num_rows, cdiv(num_channels, block))](
+            x, weight, bias, conv_state, state_slots, out, x.stride(0),
+            C=num_channels, W=kernel, BLOCK_C=block, DOUBLE_GATED=double_gated, KEEP=keep,
+            num_warps=4, **early_launch(x.device),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,185 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), chunked for prefill and one step for decode.
+
+Per value head, with key k, value v, decay exp(g) and write strength beta (all per token)::
+
+    S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - k_t^T exp(g_t) S_{t-1}))^T        S: [K, V]
+    o_t = S_t^T q_t
+
+Queries and keys are L2-normalised (eps 1e-6 under the root), queries are scaled by ``K ** -0.5``; each of the HK key
+heads serves ``HV / HK`` consecutive value heads. In Kimi Delta Attention (arXiv 2510.26692) g has a value per channel
+of the key, ``[K]``, and ``exp(g)`` decays the rows of S.
+
+Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[num_slots, HV, K, V]``, float32 or
+bfloat16 (rounded at the store only), and the checkpoint stores. Does not know: projections, convolution, norms.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.gated_delta_net import L2_EPS
+from weft.forward_context import Batch
+from weft.ops.backend import Backend, with_kernel
+from weft.ops.chunks import ChunkWalk
+from weft.ops.device_work import device_work
+
+
+@with_kernel("weft.ops.delta_rule.gdn_prefill")
+def gdn_gates(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Log decay ``g = -exp(A_log) * softplus(a + dt_bias)`` and write strength ``beta = sigmoid(b)``.
+
+    Args:
+        a, b: ``[T, HV]``; tokens may be strided (slices of a wider projection).
+        A_log, dt_bias: ``[HV]``.
+        negative_eigenvalues: ``beta = 2 * sigmoid(b)`` (arXiv 2411.12537).
+
+    Returns:
+        ``(g, beta)``, each ``[T, HV]`` float32; g is at most 0.
+    """
+    g = F.softplus(a.float() + dt_bias.float()) * -A_log.float().exp()
+    beta = b.float().sigmoid()
+    return g, 2.0 * beta if negative_eigenvalues else beta
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+def recurrent_gated_delta_rule_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_slots: Tensor
+) -> Tensor:
+    """One step for N rows, as torch operations; their states advance in place. Part of ``gdn_decode``.
+
+    The state is read once: ``o = exp(g) S^T q + (q . k) delta`` gives the output without the updated state.
+
+    Args:
+        q, k: ``[N, HK, K]``, not yet normalised.
+        v: ``[N, HV, V]``; HV is a multiple of HK.
+        g: ``[N, HV]`` float32 from ``gdn_gates``, or ``[N, HV, K]`` from ``kda_gates``.
+        beta: ``[N, HV]`` float32.
+        state: ``[num_slots, HV, K, V]``.
+        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
+
+    Returns:
+        ``[N, HV, V]`` in v's dtype.
+    """
+    num_v_heads = v.shape[1]
+    slots = state_slots.long()
+    qk = _l2norm(torch.stack([q, k], dim=2).float())  # [N, HK, 2, K]
+    if num_v_heads != q.shape[1]:
+        qk = qk.repeat_interleave(num_v_heads // q.shape[1], dim=1)
+    decay = g.exp()[..., None] if g.dim() == 3 else g.exp()[..., None, None]
+    old = state.index_select(0, slots).float().mul_(decay)
+    from_q, from_k = torch.matmul(qk, old).unbind(2)
+    delta = (v.float() - from_k).mul_(beta.unsqueeze(-1))
+    queries, keys = qk.unbind(2)
+    overlap = (queries * keys).sum(-1, keepdim=True)
+    old.addcmul_(keys.unsqueeze(-1), delta.unsqueeze(-2))
+    state.index_copy_(0, slots, old.to(state.dtype))
+    return from_q.addcmul(overlap, delta).mul_(q.shape[-1] ** -0.5).to(v.dtype)
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
+
+
+@with_kernel("weft.ops.delta_rule.gdn_prefill")
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    batch: Batch,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """Run the sequences from ``batch.num_decodes`` on through the rule, cut as ``batch.chunks`` says.
+
+    Args:
+        q, k: ``[T, HK, K]``, not yet normalised.
+        v: ``[T, HV, V]``; HV is a multiple of HK.
+        g: ``[T, HV]`` float32 from ``gdn_gates``, or ``[T, HV, K]`` from ``kda_gates`` (then HK equals HV).
+        beta: ``[T, HV]`` float32.
+        state: ``[num_slots, HV, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
+            starts here); the final state is written back there, and the state after every chunk with a
+            ``checkpoint_slot`` into that slot, in the same pass.
+
+    Returns:
+        ``[T, HV, V]`` in v's dtype; rows outside those sequences are zero.
+    """
+    out = v.new_zeros(v.shape)
+    if batch.mixture is not None:
+        given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, {"state": state}
+        return device_work(chunk_gated_delta_rule.reference, batch, out, given, states)
+    if batch.num_decodes == batch.num_seqs:
+        return out
+    walk = ChunkWalk(batch, state)
+    wq, u, attention, k_decayed, decay = _intra_chunk(q, k, v, g, beta, walk)
+    inter = torch.empty_like(u)
+    for step, live in walk.steps():
+        from_w, from_q = torch.matmul(wq[step], live).split(CHUNK_SIZE, dim=2)
+        u[step] -= from_w
+        inter[step] = from_q
+        live.mul_(decay[step]).add_(torch.matmul(k_decayed[step].transpose(2, 3), u[step]))
+    o = inter.add_(torch.matmul(attention, u)).transpose(1, 2)  # [chunks, 64, HV, V]
+    out[walk.tokens[walk.valid]] = o[walk.valid].to(out.dtype)
+    return out
+
+
+def _intra_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, walk: ChunkWalk
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Everything that needs no state, for all chunks at once (the WY form of arXiv 2406.06484, with decay).
+
+    Unrolling the recurrence inside a chunk gives ``(I + A) (U - W S) = beta (V - decayed K S)`` with A strictly lower
+    triangular, ``A_ij = beta_i (k_i . k_j) exp(G_i - G_j)``, G the running sum of g. Cells past the chunk's end have
+    k = v = g = beta = 0 and so change nothing.
+
+    Returns:
+        ``wq [C, HV, 128, K]`` (W above the decayed queries), ``u [C, HV, 64, V]``, the masked attention inside the
+        chunk ``[C, HV, 64, 64]``, keys decayed to the chunk's end ``[C, HV, 64, K]``, and the chunk's whole decay
+        ``[C, HV, 1 or K, 1]``.
+    """
+    group, chunked = v.shape[1] // k.shape[1], walk.cells
+    queries = _l2norm(chunked(q)).mul_(q.shape[-1] ** -0.5).repeat_interleave(group, dim=1)
+    keys = _l2norm(chunked(k)).repeat_interleave(group, dim=1)
+    values = chunked(v)
+    strength = chunked(beta.unsqueeze(-1))
+    log_decay = chunked(g if g.dim() == 3 else g.unsqueeze(-1)).cumsum(2)  # [C, HV, 64, 1 or K]
+    scores = _channel_scores if g.dim() == 3 else _head_scores
+    system, attention = scores(keys * strength, queries, keys, log_decay)
+    decayed = log_decay.exp()
+    right_side = torch.cat([keys * (strength * decayed), values * strength], dim=3)
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    w, u = solved.split([keys.shape[3], values.shape[3]], dim=3)
+    last = log_decay[:, :, -1:]
+    wq = torch.cat([w, queries * decayed], dim=2)
+    return wq, u.contiguous(), attention, keys * (last - log_decay).exp(), last.exp().transpose(2, 3)
+
+
+def _head_scores(writes: Tensor, queries: Tensor, keys: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """``exp(G_i - G_j) (x_i . k_j)`` for i >= j and both x, ``[C, HV, 64, 64]``, with one decay per head."""
+    lower = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=keys.device).tril()
+    pairwise = (log_decay - log_decay.transpose(2, 3)).masked_fill_(~lower, -torch.inf).exp_()
+    scores = torch.matmul(torch.cat([writes, queries], dim=2), keys.transpose(2, 3))
+    system, attention = (s * pairwise for s in scores.split(CHUNK_SIZE, dim=2))
+    return system, attention
+
+
+def _channel_scores(writes: Tensor, queries: Tensor, keys: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with a decay per channel, row by row: the factors of a product of matrices would overflow."""
+    rows = torch.stack([writes, queries], dim=3)  # [C, HV, 64, 2, K]
+    scores = keys.new_zeros(*keys.shape[:2], 2, CHUNK_SIZE, CHUNK_SIZE)
+    for i in range(CHUNK_SIZE):
+        decayed = keys[:, :, : i + 1] * (log_decay[:, :, i : i + 1] - log_decay[:, :, : i + 1]).exp()
+        scores[:, :, :, i, : i + 1] = torch.matmul(rows[:, :, i], decayed.transpose(2, 3))
+    return scores[:, :, 0], scores[:, :, 1]

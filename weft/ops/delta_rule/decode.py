@@ -1,0 +1,353 @@
+"""The decode steps of Gated DeltaNet and of Kimi Delta Attention as one kernel.
+
+Job: ``gdn_decode`` and ``kda_decode`` on the GPU, in one launch. On Hopper the states get a second one where that is
+faster (``launch_of_states`` in ``verify.py``): with few rows, and in bfloat16 with any number of rows but those
+whose programs fill the device just once (9 to 16 of 32 heads). ``gdn_decode`` is then a verification of one token.
+Owns: who reads and writes which convolution channels. Does not know: layers.
+
+A program serves one row and one *key* head with all value heads of its group, in Kimi Delta Attention one. It alone
+reads and shifts the convolution states of that head's queries and keys and of those value heads, so the shift in place
+races with nobody, and it holds whole value heads, so the output norm needs no second launch. The recurrent state is
+read once and written once: its tiles, ``[K, BLOCK_V]``, pass through float32 registers with V along the lanes.
+
+Queries, keys, values, gates and decays are computed first, all their loads in flight together, and go through a small
+float32 buffer that stays in the L1 cache: read back, they have the layout that the state's tile asks for, where
+computing them in that layout would repeat every load in every warp.
+
+Graph-safe: the grid is the padded number of rows; rows with slot 0 write zeros and leave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.kimi import KimiDeltaConfig
+from weft.ops.convolution.decode import convolve, load_columns, store_inputs
+from weft.ops.delta_rule.gdn_prefill import delta_rule_step, l2_normalize
+from weft.ops.delta_rule.vectors import Vectors, vectors_of
+from weft.ops.delta_rule.verify import gdn_verify_triton, launch_of_states, serves_decodes
+from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
+from weft.ops.triton.elementwise import sigmoid, softplus
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
+
+
+class Shape(NamedTuple):
+    """Columns of the state per step, warps, whether the next step's columns load meanwhile, and a register limit."""
+
+    block_v: int
+    warps: int
+    prefetch: bool
+    max_registers: int | None
+
+
+def choose_shape(num_programs: int) -> Shape:
+    """With few programs each must hide its own latency; with many, four to a multiprocessor hide each other's."""
+    if num_programs <= 2 * MULTIPROCESSORS:
+        return Shape(64, 4, True, None)
+    return Shape(64, 4, False, 128)
+
+
+@triton.jit
+def _step_head(
+    p_state, b_next, b_q, b_k, decay, beta, p_value, p_gate, p_out, k_mask, o_v, eps,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PREFETCH: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):  # fmt: skip
+    """One value head: the delta rule over its state, column tile by column tile, then the output norm and its gate.
+
+    Args:
+        p_state: first tile of the head's state; the next head's state follows it.
+        b_next: a tile that has been loaded: the first, if PREFETCH or FIRST.
+        decay: of the state, a number or ``[K, 1]``.
+        p_value, p_gate: ``[V]`` float32 each, the gate with the norm's weight.
+        p_out: the head's output, from column ``o_v [BLOCK_V]`` on.
+        FIRST, LAST: whether it is the program's first or last head.
+
+    Returns: with PREFETCH, the next head's first tile.
+    """
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    outputs = ()
+    square_sum = 0.0
+    for j in tl.static_range(TILES):
+        columns = j * BLOCK_V + o_v
+        v_mask = columns < V
+        state_mask = k_mask[:, None] & v_mask[None, :]
+        b_state = b_next
+        if not PREFETCH and not (FIRST and j == 0):
+            b_state = tl.load(p_state + j * BLOCK_V, mask=state_mask, other=0.0)
+        if PREFETCH and not (LAST and j == TILES - 1):
+            ahead = (j + 1) % TILES * BLOCK_V
+            mask = k_mask[:, None] & (ahead + o_v < V)[None, :]
+            b_next = tl.load(p_state + (j + 1) // TILES * K * V + ahead, mask=mask, other=0.0)
+        b_v = tl.load(p_value + columns, mask=v_mask, other=0.0)
+        b_out, new_state = delta_rule_step(b_state.to(tl.float32), b_q, b_k, b_v, decay, beta)
+        tl.store(p_state + j * BLOCK_V, new_state.to(p_state.dtype.element_ty), mask=state_mask)
+        square_sum += tl.sum(b_out * b_out, 0)
+        outputs = outputs + (b_out,)  # type: ignore[assignment]  # noqa: RUF005
+    scale = tl.rsqrt(square_sum / V + eps)
+    for j in tl.static_range(TILES):
+        v_mask = j * BLOCK_V + o_v < V
+        normed = outputs[j] * scale * tl.load(p_gate + j * BLOCK_V + o_v, mask=v_mask, other=0.0)
+        tl.store(p_out + j * BLOCK_V, normed.to(p_out.dtype.element_ty), mask=v_mask)
+    return b_next
+
+
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel: of the layer, as in ``GatedDeltaNetConfig``.
+        block_k, block_v: of a tile of the state.
+        block_g, block_h: powers of two that hold a group's values, and its value heads.
+        vectors: what a program leaves of the token before it reads states. With a decay for each channel the layer is
+            one of Kimi Delta Attention, and a group one value head.
+        keep_padding: leave the output of rows with slot 0 as it is.
+        prefetch: see ``Shape``.
+        negative_eigenvalues: as in ``GatedDeltaNetConfig``.
+        has_states: the states are taken through the token here; else by a launch of its own.
+        most_to_release: with up to so many programs the next kernel's may start early. Those of Gated DeltaNet fill
+            multiprocessors unevenly; whatever started beside them would be spread badly.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel: int
+    block_k: int
+    block_v: int
+    block_g: int
+    block_h: int
+    vectors: Vectors
+    keep_padding: bool
+    prefetch: bool
+    negative_eigenvalues: bool
+    has_states: bool
+    most_to_release: int
+
+
+@jit(do_not_specialize_on_alignment=["state_slots"])
+def _gdn_decode_kernel(
+    projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
+    stride_row, stride_f, stride_gate, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row and key head. ``f`` and ``gate``: of ``kda_decode``; those of Gated DeltaNet are among ``projected``."""
+    release(EARLY, FIXED.most_to_release)
+    HK: tl.constexpr = FIXED.num_k_heads
+    HV: tl.constexpr = FIXED.num_v_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    V: tl.constexpr = FIXED.head_v_dim
+    W: tl.constexpr = FIXED.conv_kernel
+    BLOCK_V: tl.constexpr = FIXED.block_v
+    PREFETCH: tl.constexpr = FIXED.prefetch
+    PER_CHANNEL: tl.constexpr = FIXED.vectors.channels > 1
+    i_key_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    GROUP: tl.constexpr = HV // HK
+    KEY_DIM: tl.constexpr = HK * K
+    VALUE_DIM: tl.constexpr = HV * V
+    C: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V)
+    k_mask = o_k < K
+    slot = tl.load(state_slots + i_row).to(tl.int64)
+    p_out = out + i_row * VALUE_DIM + i_key_head * GROUP * V + o_v
+    if slot == 0:
+        wait(EARLY)
+        if FIXED.keep_padding:
+            return
+        for i in tl.static_range(GROUP):
+            for j in tl.static_range(TILES):
+                zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
+                tl.store(p_out + i * V + j * BLOCK_V, zeros, mask=j * BLOCK_V + o_v < V)
+        return
+    inside = (i_key_head * GROUP) * K * V + o_k[:, None] * V + o_v[None, :]
+    p_state = state + slot * HV * K * V + inside
+    if FIXED.has_states:  # under way during all of this
+        b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)
+    p_conv = conv_state + slot * C * (W - 1)
+    o_g, o_h = tl.arange(0, FIXED.block_g), tl.arange(0, FIXED.block_h)
+    g_mask, h_mask = o_g < GROUP * V, o_h < GROUP
+    q_channels = i_key_head * K + o_k
+    k_channels = KEY_DIM + q_channels
+    v_channels = 2 * KEY_DIM + i_key_head * GROUP * V + o_g
+    heads = i_key_head * GROUP + o_h
+    q_kept, q_taps = load_columns(p_conv, q_channels, k_mask, W - 1), load_columns(conv_weight, q_channels, k_mask, W)
+    k_kept, k_taps = load_columns(p_conv, k_channels, k_mask, W - 1), load_columns(conv_weight, k_channels, k_mask, W)
+    v_kept, v_taps = load_columns(p_conv, v_channels, g_mask, W - 1), load_columns(conv_weight, v_channels, g_mask, W)
+    if PER_CHANNEL:
+        rate = tl.exp(tl.load(A_log + i_key_head).to(tl.float32))
+        b_a = tl.load(dt_bias + q_channels, mask=k_mask, other=0.0).to(tl.float32)
+    else:
+        rate = tl.exp(tl.load(A_log + heads, mask=h_mask, other=0.0).to(tl.float32))
+        b_a = tl.load(dt_bias + heads, mask=h_mask, other=0.0).to(tl.float32)
+    norm = tl.load(norm_weight + o_g % V, mask=g_mask, other=0.0).to(tl.float32)
+    wait(EARLY)  # what is loaded until here are weights, and states that no kernel of this step has written
+    row = projected + i_row * stride_row
+    b_q, q_kept = convolve(row, q_taps, q_kept, q_channels, k_mask, W)
+    b_k, k_kept = convolve(row, k_taps, k_kept, k_channels, k_mask, W)
+    b_v, v_kept = convolve(row, v_taps, v_kept, v_channels, g_mask, W)
+    if PER_CHANNEL:
+        b_beta = sigmoid(tl.load(row + C + i_key_head).to(tl.float32))
+        b_a += tl.load(f + i_row * stride_f + q_channels, mask=k_mask, other=0.0).to(tl.float32)
+        b_gate = tl.load(gate + i_row * stride_gate + i_key_head * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
+        b_gate = sigmoid(b_gate) * norm
+    else:
+        b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
+        b_a += tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
+        b_gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
+        b_gate *= tl.sigmoid(b_gate) * norm
+
+    p_vectors = vectors + (i_row * HK + i_key_head) * FIXED.vectors.size
+    p_values, p_gates = p_vectors + FIXED.vectors.values, p_vectors + FIXED.vectors.gates
+    tl.store(p_vectors + o_k, l2_normalize(b_q) * (K**-0.5), mask=k_mask)
+    tl.store(p_vectors + K + o_k, l2_normalize(b_k), mask=k_mask)
+    tl.store(p_values + o_g, b_v, mask=g_mask)
+    tl.store(p_gates + o_g, b_gate, mask=g_mask)
+    p_decays = p_vectors + FIXED.vectors.decays
+    p_betas = p_vectors + FIXED.vectors.betas
+    if PER_CHANNEL:
+        tl.store(p_decays + o_k, tl.exp(-rate * softplus(b_a)), mask=k_mask)
+        if not FIXED.has_states:
+            tl.store(p_betas, b_beta)
+    else:
+        tl.store(p_decays + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
+        b_beta = tl.sigmoid(b_beta)
+        if FIXED.negative_eigenvalues:
+            b_beta *= 2.0
+        tl.store(p_betas + o_h, b_beta, mask=h_mask)
+    tl.debug_barrier()  # the vectors are written, and all convolution states read
+    store_inputs(p_conv, q_kept, q_channels, k_mask, W)
+    store_inputs(p_conv, k_kept, k_channels, k_mask, W)
+    store_inputs(p_conv, v_kept, v_channels, g_mask, W)
+
+    b_q = tl.load(p_vectors + o_k, mask=k_mask, other=0.0)
+    b_k = tl.load(p_vectors + K + o_k, mask=k_mask, other=0.0)
+    for i in tl.static_range(GROUP if FIXED.has_states else 0):
+        if PER_CHANNEL:
+            decay, beta = tl.load(p_decays + o_k, mask=k_mask, other=0.0)[:, None], b_beta
+        else:
+            decay, beta = tl.load(p_decays + i), tl.load(p_betas + i)
+        b_next = _step_head(
+            p_state + i * K * V, b_next, b_q, b_k, decay, beta,
+            p_values + i * V, p_gates + i * V, p_out + i * V, k_mask, o_v, eps,
+            K, V, BLOCK_V, PREFETCH, i == 0, i == GROUP - 1,
+        )  # fmt: skip
+
+
+def gdn_decode_triton(
+    projected: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    geometry: GatedDeltaNetConfig,
+    *,
+    out: Tensor | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """Triton kernel of ``gdn_decode``; all arithmetic in float32, rounded at the stores only.
+
+    ``shape`` overrides the choice of ``choose_shape`` (tests and measurements).
+    """
+    num_rows, g = projected.shape[0], geometry
+    if shape is None and out is None and serves_decodes(state, projected.dtype, num_rows):
+        weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
+        return gdn_verify_triton(projected, *weights, conv_state, state, state_slots, state_slots[:, None], geometry)
+    assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
+    assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
+    keep, out = out is not None, projected.new_empty(num_rows, g.value_dim) if out is None else out
+    assert out.is_contiguous(), "out must be contiguous"
+    shape = shape or choose_shape(num_rows * g.num_k_heads)
+    group = g.num_v_heads // g.num_k_heads
+    places = vectors_of(group, g.head_k_dim, g.head_v_dim)
+    vectors = projected.new_empty(num_rows, g.num_k_heads, places.size, dtype=torch.float32)
+    if num_rows:
+        fixed = Fixed(
+            g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
+            next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
+            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
+            g.negative_eigenvalues, has_states=True, most_to_release=0,
+        )  # fmt: skip
+        _gdn_decode_kernel[(g.num_k_heads, num_rows)](
+            projected, None, None, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors,
+            out, projected.stride(0), 1, 1, eps,
+            FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
+        )  # fmt: skip
+    return out
+
+
+_FEW_PROGRAMS = 1024
+"""Up to so many, 32 rows of 32 heads, a program hides its own latency best (measured on an H200)."""
+
+_FEW_TO_RELEASE = 512
+"""Up to so many, 16 rows of 32 heads, a step gains from the next kernel's early start; with more it loses, because that
+kernel's programs take places (measured on an H200)."""
+
+
+def choose_kda_shape(num_programs: int) -> Shape:
+    """Few programs load the next tile ahead; of many, three share a multiprocessor."""
+    return Shape(64, 4, True, None) if num_programs <= _FEW_PROGRAMS else Shape(64, 4, False, 160)
+
+
+_CONVOLUTIONS = Shape(64, 4, False, None)
+"""Of programs that read no states."""
+
+
+def kda_decode_triton(
+    projected: Tensor,
+    f: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    geometry: KimiDeltaConfig,
+    *,
+    out: Tensor | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """``kda_decode``, in one launch, or in two where ``launch_of_states`` has one for states.
+
+    ``shape`` overrides the choice of ``choose_kda_shape`` (tests and measurements).
+    """
+    heads, dim, num_rows = geometry.num_heads, geometry.head_dim, projected.shape[0]
+    assert projected.stride(1) == f.stride(1) == gate.stride(1) == 1
+    assert state.is_contiguous() and conv_state.is_contiguous() and conv_weight.is_contiguous()
+    assert out is None or out.is_contiguous()
+    launch_states = launch_of_states(state, projected.dtype, num_rows, 1) if out is None and shape is None else None
+    keep, out = out is not None, projected.new_empty(num_rows, geometry.width) if out is None else out
+    if num_rows:
+        if shape is None:
+            shape = _CONVOLUTIONS if launch_states is not None else choose_kda_shape(num_rows * heads)
+        block = next_power_of_2(dim)
+        places = vectors_of(1, dim, dim, channels=dim)
+        vectors = projected.new_empty(num_rows, heads, places.size, dtype=torch.float32)
+        has_states = launch_states is None  # else the launch of states is what starts early
+        fixed = Fixed(
+            heads, heads, dim, dim, geometry.conv_kernel, block, min(shape.block_v, block), block, 1, places, keep,
+            shape.prefetch, negative_eigenvalues=False, has_states=has_states,
+            most_to_release=_FEW_TO_RELEASE if has_states else ALWAYS.value,
+        )  # fmt: skip
+        _gdn_decode_kernel[(heads, num_rows)](
+            projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
+            projected.stride(0), f.stride(0), gate.stride(0), eps,
+            FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
+        )  # fmt: skip
+        if launch_states is not None:
+            launch_states(vectors, state, state_slots, state_slots[:, None], out, eps, places)
+    return out

@@ -1,0 +1,171 @@
+"""Operations before and after the forward pass of a step that verifies drafts, one launch each.
+
+Job: move a step back by the drafts that the one before it rejected (``follow_step``), accept the drafts that are what
+was sampled (``accept_drafts``), and lay out the passes in which the model's own head drafts further tokens
+(``places_ahead``). Owns: the arithmetic. Does not know: batches, requests, models.
+
+S sequences verify ``Q - 1`` drafts each, so they bring Q tokens, side by side on the flat axis of ``T = S * Q`` tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.ops.backend import Backend, with_kernel
+from weft.ops.drafts.types import (
+    FACTORS,
+    FROM_LAST_TOKEN,
+    MASK_31,
+    NO_DRAFT,
+    AcceptanceRule,
+    AcceptedDrafts,
+    FollowedStep,
+    PlacesAhead,
+    RowState,
+)
+
+
+@with_kernel("weft.ops.drafts.kernels")
+def follow_step(
+    input_ids: Tensor,
+    positions: Tensor,
+    sample_positions: Tensor,
+    seq_lens: Tensor,
+    rows: Tensor,
+    follows: Tensor,
+    slots: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    state: RowState,
+    *,
+    backend: Backend,
+) -> FollowedStep:
+    """A step of verifications as it is, from its layout by the host, which may have taken all drafts of the step before
+    for accepted.
+
+    Args:
+        input_ids: ``[T]`` int64; ``FROM_LAST_TOKEN`` stands for the row's last token.
+        positions, sample_positions: ``[T]`` int64, of the tokens (rotary), and of what is sampled after them.
+        seq_lens: ``[S]`` int32, with the step's tokens.
+        rows: ``[S]`` int64.
+        follows: ``[S]`` int64, 1: the sequence follows its step before: its tokens are those of its row, and it begins
+            earlier by the drafts that were rejected; 0: it is as laid out.
+        slots: ``[S, Q]`` int32, where the states after each token go. A step that follows stores into the slots of the
+            one before, and so reads the slot in which that one left the state after its last accepted token.
+        page_table: ``[R, P]`` int32 of all rows.
+        state: of the rows.
+    """
+    query_len = slots.shape[1]
+    rejected = state.num_rejected.index_select(0, rows) * follows
+    behind, is_following = rejected[:, None], follows[:, None] > 0
+    last = state.last_token.index_select(0, rows)[:, None]
+    held = torch.cat([last, state.drafts.index_select(0, rows)[:, : query_len - 1]], dim=1)
+    given = input_ids.view(-1, query_len)
+    lengths = seq_lens - rejected.int()
+    # While a graph is captured, the step buffers may hold padding for fewer drafts, shorter than a sequence's tokens.
+    places = (torch.arange(-query_len, 0, device=rows.device) + lengths[:, None]).clamp(min=0)
+    pages = page_table.index_select(0, rows).gather(1, places // page_size)
+    return FollowedStep(
+        torch.where(is_following, held, torch.where(given == FROM_LAST_TOKEN, last, given)).flatten(),
+        (positions.view(-1, query_len) - behind).flatten(),
+        (sample_positions.view(-1, query_len) - behind).flatten(),
+        (pages * page_size + places % page_size).flatten(),
+        lengths,
+        slots.gather(1, query_len - 1 - behind)[:, 0],
+    )
+
+
+def _random_31(seeds: Tensor, positions: Tensor) -> Tensor:
+    """``[M]`` int64, random numbers below 2**31 by seed and position. What is measured with them must not be their own
+    time, so they are mixed in few operations; texts get better ones (``ops/sampling``)."""
+    mixed = torch.add(seeds, positions, alpha=FACTORS[0])
+    mixed = (mixed ^ mixed >> 29) * FACTORS[1]
+    return (mixed ^ mixed >> 32) & MASK_31
+
+
+def right_drafts(
+    token_ids: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor, rule: AcceptanceRule
+) -> tuple[Tensor, Tensor]:
+    """The sequences' tokens ``[M]``, and which drafts are right, ``[M]`` bool; device work only.
+
+    Args:
+        token_ids: ``[M]`` int64, what was sampled.
+        drafts: ``[M]`` int64, the draft that follows each position; ``NO_DRAFT`` where none does.
+        seeds, positions: ``[M]`` int64, of the random numbers.
+    """
+    is_draft = drafts != NO_DRAFT
+    if rule.never is not None:
+        is_draft &= (drafts[:, None] != rule.never).all(1)
+    if rule.bound is None:
+        return token_ids, is_draft & (token_ids == drafts)  # NaN logits may sample anything, NO_DRAFT too
+    is_right = is_draft & (_random_31(seeds, positions) < rule.bound)
+    return torch.where(is_right, drafts, token_ids), is_right
+
+
+@with_kernel("weft.ops.drafts.kernels")
+def accept_drafts(
+    token_ids: Tensor,
+    input_ids: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    query_len: int,
+    rule: AcceptanceRule,
+    last_token: Tensor,
+    num_rejected: Tensor,
+    *,
+    backend: Backend,
+) -> AcceptedDrafts:
+    """Accept each sequence's drafts up to the first wrong one, and remember in its row what comes of it.
+
+    Args:
+        token_ids: ``[T]`` int64, what was sampled after every token.
+        input_ids: ``[T]`` int64, what was run: the last token and ``query_len - 1`` drafts of every sequence.
+        seeds, positions: ``[T]`` int64, of the random numbers.
+        rows: ``[T]`` int64, those of the sequences, for every token.
+        last_token, num_rejected: ``[R]`` int64, of all rows; written.
+    """
+    drafts = input_ids.roll(-1)
+    drafts[query_len - 1 :: query_len] = NO_DRAFT
+    tokens, is_right = right_drafts(token_ids, drafts, seeds, positions, rule)
+    num_accepted = is_right.view(-1, query_len)[:, :-1].long().cumprod(1).sum(1)
+    places = torch.arange(query_len, device=rows.device)
+    last = torch.arange(0, len(tokens), query_len, device=rows.device) + num_accepted
+    of_sequences = rows[::query_len]
+    last_token.index_copy_(0, of_sequences, tokens.index_select(0, last))
+    num_rejected.index_copy_(0, of_sequences, query_len - 1 - num_accepted)
+    return AcceptedDrafts(tokens, (places <= num_accepted[:, None]).flatten(), num_accepted, last)
+
+
+@with_kernel("weft.ops.drafts.kernels")
+def places_ahead(
+    last: Tensor,
+    ends: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    num_ahead: int,
+    max_len: int,
+    *,
+    backend: Backend,
+) -> PlacesAhead:
+    """Where the tokens 1, 2, … ``num_ahead`` after the last accepted one of N sequences stand.
+
+    Args:
+        last: ``[N]`` int64, index of that token on the flat axis.
+        ends: ``[N]`` int32, index behind the sequence's last token there.
+        positions: ``[T]`` int64, rotary positions; with images in the prompt they are not the places in the sequence.
+        seq_lens: ``[N]`` int32, with all tokens of the step.
+        page_table: ``[N, P]`` int32.
+        max_len: tokens beyond this many are placed at the last place.
+    """
+    ahead = torch.arange(1, num_ahead + 1, device=last.device)[:, None]
+    places = (seq_lens - ends + last + ahead).clamp(min=0, max=max_len - 1)
+    pages = page_table.gather(1, (places // page_size).T).T.long()
+    return PlacesAhead(
+        (positions[last] + ahead).clamp(max=max_len - 1),
+        pages * page_size + places % page_size,
+        (places + 1).int(),
+    )

@@ -1,0 +1,89 @@
+"""Matrix products with weights: linear layers, and the gated one of the MLPs (SwiGLU, arXiv 2002.05202).
+
+Job: ``x W^T + b``, and ``silu(gate) * up`` of a merged projection. Does not know: sharding, layers.
+
+The torch backend calls the matrix library in the open, where tracers and the replay emulator see it. The Triton backend
+decides by the number of rows, on the host and from the shape alone, so it can be captured; a tracer sees one operation.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.ops.activation import silu_and_mul
+from weft.ops.backend import Backend, with_kernel
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
+from weft.ops.traced import traced_op
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Torch reference of ``linear``."""
+    return F.linear(x, weight, bias)
+
+
+@traced_op(linear_reference)
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear`` by a kernel for few rows, by the matrix library for many."""
+    from weft.ops.linear.skinny import linear_triton
+
+    return linear_triton(x, weight, bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Backend) -> Tensor:
+    """``x W^T + b``, accumulated in float32.
+
+    Args:
+        x: ``[..., K]``, contiguous in its last dimension.
+        weight: ``[N, K]`` in x's dtype; no kernel of the step may write it (it is read early on the GPU).
+        bias: ``[N]`` or None.
+
+    Returns:
+        ``[..., N]`` in x's dtype. A row's values depend on that row and the number of rows alone.
+    """
+    return linear_reference(x, weight, bias) if backend is Backend.TORCH else skinny_linear(x, weight, bias)
+
+
+@with_kernel("weft.ops.linear.skinny")
+def linear_parts(x: Tensor, weight: Tensor, peers: PeerBuffers | None = None, *, backend: Backend) -> Tensor | SentRows:
+    """``linear`` without a bias, whose last sum may be left to ``rms_norm`` or ``all_reduce_rms_norm``.
+
+    Args:
+        x: ``[T, K]``, contiguous in its last dimension.
+        weight: as for ``linear``.
+        peers: where the ranks have parts of a sum that ``all_reduce_rms_norm`` forms next, to send them there.
+
+    Returns:
+        ``[T, N]`` in x's dtype; or ``[S, T, N]`` float32, partial sums that those add in order, where the product is
+        split. They add up to the same bits. With ``peers`` also rows that are on their way.
+    """
+    return linear_reference(x, weight)
+
+
+def linear_silu_mul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Torch reference of ``linear_silu_mul``."""
+    return silu_and_mul.reference(F.linear(x, weight, bias))
+
+
+@traced_op(linear_silu_mul_reference)
+def skinny_linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear_silu_mul`` in one kernel for few rows, in two for many."""
+    from weft.ops.linear.skinny import linear_silu_mul_triton
+
+    return linear_silu_mul_triton(x, weight, bias)
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Backend) -> Tensor:
+    """``silu(x G^T) * (x U^T)`` with the gate and up projections in one matrix.
+
+    Args:
+        x: ``[..., K]``, contiguous in its last dimension.
+        weight: ``[2 * I, K]``: the rows of the gate, then those of the up projection.
+        bias: ``[2 * I]`` or None.
+
+    Returns:
+        ``[..., I]`` in x's dtype; the reference rounds both projections to that dtype first, the kernel does not.
+    """
+    if backend is Backend.TORCH:
+        return linear_silu_mul_reference(x, weight, bias)
+    return skinny_linear_silu_mul(x, weight, bias)

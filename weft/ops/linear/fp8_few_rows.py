@@ -1,0 +1,255 @@
+"""Linear layers with FP8 weights for a few rows: the weight streams through once, and inputs are quantised on arrival.
+
+Job: the products of ``fp8.py`` for up to 64 rows, one launch. Owns: the kernel, and what it does by rule where
+nothing was measured. Does not know: layers, tables.
+
+A program quantises the inputs that it multiplies. All programs of a launch do the same work on the same few rows, while
+they wait for their weights; a pass of its own would be one more kernel in the chain of a decode step. That pass runs
+only where a scale is over a whole row and there are more rows than a program can look through meanwhile.
+
+Tensor cores on Hopper add e4m3 products up with fewer bits than float32 has. So 128 inputs are multiplied at a time,
+and these sums are added up in float32, where scales by block have their place anyway.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.fp8 import Fp8Matrix
+from weft.ops.fp8.quantize import quantize_inputs_triton, scale_of, to_e4m3
+from weft.ops.linear.few_rows import MAX_BLOCKS, add_splits, rows_of_block, workspace
+from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv, next_power_of_2
+
+MAX_TOKENS = 64
+"""The kernel is for at most this many."""
+MAX_HOPPER_TOKENS = 8
+"""That of ``fp8_few_rows_hopper.py`` is for at most this many."""
+_HELD_BYTES = 32768
+"""Weights that a program of four warps holds in registers before they are widened."""
+_PROGRAMS = 264
+"""Two for each multiprocessor of an H200."""
+_OWN_TOKENS, _OWN_INNER = 2, 8192
+"""Up to so many rows of up to so many inputs a program looks through for their largest magnitudes."""
+
+
+class FewRows(NamedTuple):
+    """How a product with few rows is computed.
+
+    Attributes:
+        held: the weight is loaded into registers at once, and as float16 multiplied; else it streams through a pipeline
+            and is multiplied as it is.
+        rows: weight rows per program (for a gated product half of them gate rows, half up rows).
+        warps, stages: per program; stages of the pipeline.
+        splits: programs that share the inner dimension.
+    """
+
+    held: bool
+    rows: int
+    warps: int
+    stages: int
+    splits: int
+
+
+class HopperRows(NamedTuple):
+    """How a product with very few rows is computed by ``fp8_few_rows_hopper.py``.
+
+    Attributes:
+        rows: weight rows per program, 16 or 32 (for a gated product half of them gate rows, half up rows).
+        warps: of a program; the inner size is a multiple of 128 times as many.
+        max_registers: a limit per thread.
+    """
+
+    rows: int
+    warps: int
+    max_registers: int | None
+
+
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        depth: the inner size.
+        span: of it, what one split takes; a multiple of 128.
+        splits, rows, held, stages: as of ``FewRows``.
+        tokens: a power of two.
+        block: inputs that share a scale, and weight rows; 0: a scale for each row.
+        scales: which there are of inputs: ``own``, found by each program; ``static``, one for all; ``given``, by row,
+            with inputs in e4m3.
+        gated, bias: whether gate and up rows take turns; whether there is a bias.
+        even: all splits have as much to do.
+    """
+
+    depth: int
+    span: int
+    splits: int
+    rows: int
+    held: bool
+    stages: int
+    tokens: int
+    block: int
+    scales: str
+    gated: bool
+    bias: bool
+    even: bool
+
+
+@triton.jit
+def _weight_tile(weight_rows, k, FIXED: tl.constexpr):
+    """``[rows, 128]``; zeros beyond the end."""
+    if FIXED.even:
+        tile = tl.load(weight_rows + k[None, :])
+    else:
+        tile = tl.load(weight_rows + k[None, :], mask=(k < FIXED.depth)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _inputs_tile(x_rows, k, FIXED: tl.constexpr):
+    """``[128, tokens]``; zeros beyond the end."""
+    if FIXED.even:
+        tile = tl.load(x_rows + k[:, None])
+    else:
+        tile = tl.load(x_rows + k[:, None], mask=(k < FIXED.depth)[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def _row_scales(x_rows, scales, tokens, FIXED: tl.constexpr):
+    """``[tokens]``: the scales of whole rows. Scales of groups are found with each tile instead."""
+    TOKENS: tl.constexpr = FIXED.tokens
+    DEPTH: tl.constexpr = FIXED.depth
+    if FIXED.scales == "given":
+        found = tl.load(scales + tokens)
+    elif FIXED.scales == "static":
+        found = tl.load(scales + tokens * 0)
+    else:
+        amax = tl.zeros([TOKENS], dtype=tl.float32)
+        if FIXED.block == 0:
+            for start in tl.static_range(0, DEPTH, 1024):
+                k = start + tl.arange(0, 1024)
+                wide = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None], other=0.0).to(tl.float32)
+                amax = tl.maximum(amax, tl.max(tl.abs(wide), 0))
+        found = scale_of(amax)
+    return found
+
+
+@triton.jit
+def _products(weight_tile, x_tile, of_inputs, weight_scale, scale_rows, k, FIXED: tl.constexpr):
+    """``[rows, tokens]``: 128 products of each summed, and scaled where scales are by block."""
+    BLOCK: tl.constexpr = FIXED.block
+    DEPTH: tl.constexpr = FIXED.depth
+    GROUPS: tl.constexpr = (DEPTH + 127) // 128
+    values = x_tile
+    if FIXED.scales != "given":
+        wide = x_tile.to(tl.float32)
+        if BLOCK and FIXED.scales == "own":
+            of_inputs = scale_of(tl.max(tl.abs(wide), 0))
+        values = to_e4m3(wide, of_inputs[None, :])
+    if FIXED.held:
+        sums = tl.dot(weight_tile.to(tl.float16), values.to(tl.float16))
+    else:
+        sums = tl.dot(weight_tile, values)
+    if BLOCK:
+        step = tl.minimum(k // 128, GROUPS - 1)  # beyond the end sums are zero
+        sums = sums * tl.load(weight_scale + scale_rows * GROUPS + step)[:, None] * of_inputs[None, :]
+    return sums
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _fp8_few_rows_kernel(
+    x, scales, weight, weight_scale, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out,
+    stride_part, FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Block ``program_id(0)`` of outputs, share ``program_id(1)`` of the inner dimension."""
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    SPAN: tl.constexpr = FIXED.span
+    TOKENS: tl.constexpr = FIXED.tokens
+    ROWS: tl.constexpr = FIXED.rows
+    first = split * SPAN
+    out += split * stride_part
+    rows = rows_of_block(block, width, ROWS, FIXED.gated)
+    weight_rows = weight + rows.to(tl.int64)[:, None] * FIXED.depth
+    inner = tl.arange(0, 128)
+    release(EARLY)
+    tiles = ()
+    if FIXED.held:
+        for step in tl.static_range(SPAN // 128):
+            tile = _weight_tile(weight_rows, first + step * 128 + inner, FIXED)
+            tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    wait(EARLY)
+    if TOKENS > 32:  # lanes without a token load all of them in turn: one place of the cache would be waited for
+        tokens = tl.arange(0, TOKENS) % num_tokens
+    else:
+        tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1)
+    x_rows = x + tokens.to(tl.int64)[None, :] * stride_x
+    of_inputs = _row_scales(x_rows, scales, tokens, FIXED)
+    acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    if FIXED.held:
+        inputs = ()
+        for step in tl.static_range(SPAN // 128):  # all of them before the first product
+            tile = _inputs_tile(x_rows, first + step * 128 + inner, FIXED)
+            inputs = inputs + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+        for step in tl.static_range(SPAN // 128):
+            k = first + step * 128
+            acc += _products(tiles[step], inputs[step], of_inputs, weight_scale, rows // 128, k, FIXED)
+    else:
+        for start in tl.range(0, SPAN, 128, num_stages=FIXED.stages):
+            k = first + start
+            weight_tile, x_tile = _weight_tile(weight_rows, k + inner, FIXED), _inputs_tile(x_rows, k + inner, FIXED)
+            acc += _products(weight_tile, x_tile, of_inputs, weight_scale, rows // 128, k, FIXED)
+    if FIXED.block == 0:
+        acc = acc * tl.load(weight_scale + rows)[:, None] * of_inputs[None, :]
+    add_splits(
+        acc, bias, out, partial, arrivals, block, block, split, num_tokens, width, stride_out,
+        FIXED.splits, TOKENS, ROWS, FIXED.gated, FIXED.bias,
+    )  # fmt: skip
+
+
+def few_rows_config(rows: int, inner: int, tokens: int) -> FewRows:
+    """How a product of up to 64 rows is computed, by rule.
+
+    Args:
+        rows, inner: of the weight.
+        tokens: a power of two.
+    """
+    held = tokens <= 16
+    block = 16 if held else 64
+    steps = cdiv(inner, 128)
+    splits = min(steps, cdiv(_PROGRAMS, cdiv(rows, block))) if rows <= block * MAX_BLOCKS else 1
+    if held:
+        splits = max(splits, cdiv(steps * 128 * block, _HELD_BYTES))
+    return FewRows(held, block, 4, 4, cdiv(steps, cdiv(steps, splits)))
+
+
+def few_rows_product(
+    x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor, config: FewRows, *, silu_mul: bool
+) -> None:
+    """Write the product of ``x [T, K]``, ``1 <= T <= 64``, into ``out [T, N]`` (``[T, N / 2]`` with ``silu_mul``), or
+    the sums of each split into ``[splits, T, N]`` float32."""
+    weight, weight_scale, input_scale, block = matrix
+    num_tokens, (rows, inner) = x.shape[0], weight.shape
+    assert x.stride(1) == 1 and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(-1) == 1
+    tokens, width = next_power_of_2(num_tokens), rows // 2 if silu_mul else rows
+    scales, kind = x if input_scale is None else input_scale, "own" if input_scale is None else "static"
+    if input_scale is None and not block and (tokens > _OWN_TOKENS or inner > _OWN_INNER):
+        (x, scales), kind = quantize_inputs_triton(x, None, block=0), "given"
+    blocks = cdiv(width, config.rows // 2 if silu_mul else config.rows)
+    to_add = config.splits if out.dim() == 2 else 1
+    partial, arrivals = workspace(blocks, to_add, config.rows, tokens, out)
+    span = cdiv(cdiv(inner, 128), config.splits) * 128
+    fixed = Fixed(
+        inner, span, to_add, config.rows, config.held, config.stages, tokens, block, kind, silu_mul,
+        bias is not None, inner == span * config.splits,
+    )  # fmt: skip
+    _fp8_few_rows_kernel[(blocks, config.splits)](
+        x, scales, weight, weight_scale, out if bias is None else bias, out, partial, arrivals, num_tokens, width,
+        x.stride(0), out.stride(-2), out.stride(0) if out.dim() == 3 else 0,
+        FIXED=fixed, num_warps=config.warps, **early_launch(x.device),
+    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""The selective scan's walk through a sequence, in Gluon: a few of a channel's states to a thread.
+
+Job: what the prefill kernel of ``scan.py`` does, on Hopper, for states of 16. Owns: who computes what.
+
+What bounds the scan is one exponential per token, channel and state. A channel's 16 states lie in 2 or 4 neighbouring
+threads, so one sequence fills the device, and a token's output is a sum over those alone. All else is computed once per
+token and channel, for a group of tokens at a time: the time steps before the walk through the group, the skip and the
+gate behind it, both through shared memory. The next group's inputs are on their way to registers meanwhile.
+
+A token of no chunk has the time step 0, which leaves the state as it is.
+
+Graph-safe: grids depend on padded sizes alone; sequences without chunks leave at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from weft.forward_context import Batch
+from weft.ops.triton.chunk_scan import METADATA, metadata
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.gluon import reinterpret, thread_barrier
+from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
+
+_N = gl.constexpr(16)
+_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_OUTPUTS = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
+_TOKENS = gl.constexpr(16)
+"""Of a group."""
+
+
+class Shape(NamedTuple):
+    """States of a channel in a thread, and warps."""
+
+    states: int
+    warps: int
+
+    @property
+    def channels(self) -> int:
+        """Of a program."""
+        return 2 * self.states * self.warps
+
+
+@gluon.jit
+def _softplus(x):
+    """``log(1 + exp(x))``, relative error below 1e-6: the logarithm is a polynomial, fitted at Chebyshev's points."""
+    e = gl.exp2(gl.abs(x) * -LOG2_E)
+    p = e * 0.005253457929939032 - 0.02958850748836994
+    p = p * e + 0.07836166769266129
+    p = p * e - 0.13674770295619965
+    p = p * e + 0.19111430644989014
+    p = p * e - 0.24844369292259216
+    p = p * e + 0.33319270610809326
+    p = p * e - 0.49999502301216125
+    p = p * e + 1.0
+    return gl.maximum(x, 0.0) + p * e
+
+
+@gluon.jit
+def _gate(z):
+    """``z / (1 + exp(-z))``."""
+    root = gl.rsqrt(1.0 + gl.exp2(z * -LOG2_E))
+    return z * root * root
+
+
+@gluon.jit
+def _read(p_inputs, begin, end, strides, o_t, o_c, o_t_small, o_n):
+    """The inputs x, z, dt, b, c of the tokens from ``begin`` on; zero from ``end`` on."""
+    x, z, dt, b, c = p_inputs
+    stride_x, stride_z, stride_dt = strides
+    rows = (begin + o_t)[:, None]
+    inside = rows < end
+    columns = o_c[None, :]
+    b_x = gl.load(x + rows * stride_x + columns, mask=inside, other=0.0)
+    b_z = gl.load(z + rows * stride_z + columns, mask=inside, other=0.0)
+    b_dt = gl.load(dt + rows * stride_dt + columns, mask=inside, other=0.0)
+    rows = (begin + o_t_small)[:, None]
+    inside = rows < end
+    b_b = gl.load(b + rows * _N + o_n[None, :], mask=inside, other=0.0)
+    b_c = gl.load(c + rows * _N + o_n[None, :], mask=inside, other=0.0)
+    return b_x, b_z, b_dt, b_b, b_c
+
+
+@gluon.jit
+def _joined(parts, COUNT: gl.constexpr):
+    """Half as many tensors, each of two that are ``COUNT`` apart, with a last dimension of 2."""
+    joined = ()
+    for i in gl.static_range(COUNT):
+        joined = joined + (gl.join(parts[i], parts[i + COUNT]),)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    return joined
+
+
+@gluon.jit
+def _walk(b_state, b_rate, tiles, WALK: gl.constexpr, CHANNELS: gl.constexpr):
+    """The group's tokens in order: the new state, and ``S_t . C_t`` of all tokens ``[CHANNELS, _TOKENS]``."""
+    steps, inputs, b_tile, c_tile = tiles
+    outputs = ()
+    for t in gl.static_range(_TOKENS):
+        step = steps.slice(t * CHANNELS, CHANNELS).load(gl.SliceLayout(0, WALK))
+        entering = inputs.slice(t * CHANNELS, CHANNELS).load(gl.SliceLayout(0, WALK))
+        b_b = b_tile.slice(t * _N, _N).load(gl.SliceLayout(1, WALK))
+        b_c = c_tile.slice(t * _N, _N).load(gl.SliceLayout(1, WALK))
+        b_state = b_state * gl.exp2(b_rate * step[None, :]) + b_b[:, None] * entering[None, :]
+        outputs = outputs + (gl.sum(b_state * b_c[:, None], 0),)  # type: ignore[assignment]  # noqa: RUF005
+    # In one store: a store for each token would be taken for one that has to wait for the last.
+    joined = _joined(_joined(_joined(_joined(outputs, 8), 4), 2), 1)[0]
+    return b_state, joined.reshape([CHANNELS, _TOKENS])
+
+
+@gluon.jit
+def _zero_rows(out, begin, end, o_t, o_c, C: gl.constexpr, CHANNELS: gl.constexpr, TILE: gl.constexpr):
+    """Zero some columns of the rows ``begin`` to ``end``."""
+    zeros = gl.full([_TOKENS, CHANNELS], 0.0, out.dtype.element_ty, layout=TILE)
+    for row in range(begin, end, _TOKENS):
+        rows = (row + o_t)[:, None]
+        gl.store(out + rows * C + o_c[None, :], zeros, mask=rows < end)
+
+
+@functools.partial(GluonKernel, do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=METADATA)
+def _selective_scan_gluon_kernel(
+    x, z, dt, b, c, dt_bias, A_log, D, state, out,
+    chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
+    num_rows, num_seqs, stride_x, stride_z, stride_dt,
+    C: gl.constexpr, SHAPE: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """One sequence and block of channels: its tokens in order, the state in registers."""
+    enter(EARLY)
+    STATES: gl.constexpr = SHAPE.states
+    WARPS: gl.constexpr = SHAPE.warps
+    CHANNELS: gl.constexpr = 2 * STATES * WARPS
+    WALK: gl.constexpr = gl.BlockedLayout([STATES, 1], [_N // STATES, 2 * STATES], [1, WARPS], [0, 1])
+    ACROSS: gl.constexpr = CHANNELS // 4 if CHANNELS < 128 else 32
+    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    SMALL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [WARPS, 1], [1, 0])
+    o_t = gl.arange(0, _TOKENS, layout=gl.SliceLayout(1, TILE)).to(gl.int64)
+    o_c = gl.program_id(0) * CHANNELS + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, TILE))
+    o_t_small = gl.arange(0, _TOKENS, layout=gl.SliceLayout(1, SMALL)).to(gl.int64)
+    o_n_small = gl.arange(0, _N, layout=gl.SliceLayout(0, SMALL))
+    i_prefill = gl.program_id(1)
+    num_chunks = gl.load(first_chunk + num_seqs)
+    if i_prefill == 0:
+        num_tokens = gl.load(cu_seqlens_q + num_seqs).to(gl.int64)
+        begin = num_tokens
+        if num_chunks > 0:
+            begin = gl.load(chunk_start).to(gl.int64)
+        _zero_rows(out, num_tokens, num_rows.to(gl.int64), o_t, o_c, C, CHANNELS, TILE)
+        _zero_rows(out, num_tokens - num_tokens, begin, o_t, o_c, C, CHANNELS, TILE)
+    i_seq = gl.load(chunk_seq, mask=num_chunks > 0, other=0) + i_prefill  # decodes stand before the first one
+    is_there = (num_chunks > 0) & (i_seq < num_seqs)
+    first = gl.load(first_chunk + i_seq, mask=is_there, other=0)
+    last = gl.load(first_chunk + i_seq + 1, mask=is_there, other=0)
+    if first < last:
+        channels = gl.program_id(0) * CHANNELS + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, WALK))
+        inside = gl.arange(0, _N, layout=gl.SliceLayout(1, WALK))[:, None] * C + channels[None, :]
+        slot = gl.load(state_slots + i_seq).to(gl.int64)
+        begin = gl.load(cu_seqlens_q + i_seq)
+        seq_end = gl.load(cu_seqlens_q + i_seq + 1)
+        continues = gl.load(seq_lens + i_seq) != seq_end - begin
+        b_state = gl.full([_N, CHANNELS], 0.0, gl.float32, layout=WALK)
+        if continues:
+            b_state = gl.load(state + slot * (_N * C) + inside).to(gl.float32)
+        b_rate = gl.exp2(gl.load(A_log + inside).to(gl.float32) * LOG2_E) * -LOG2_E
+        b_bias = gl.load(dt_bias + o_c).to(gl.float32)[None, :]
+        b_skip = gl.load(D + o_c).to(gl.float32)[None, :]
+        steps = gl.allocate_shared_memory(gl.float32, [_TOKENS * CHANNELS], _FLAT)
+        inputs = gl.allocate_shared_memory(gl.float32, [_TOKENS * CHANNELS], _FLAT)
+        b_tile = gl.allocate_shared_memory(gl.float32, [_TOKENS * _N], _FLAT)
+        c_tile = gl.allocate_shared_memory(gl.float32, [_TOKENS * _N], _FLAT)
+        y_tile = gl.allocate_shared_memory(gl.float32, [CHANNELS, _TOKENS], _OUTPUTS)
+        tiles = (steps, inputs, b_tile, c_tile)
+        p_inputs, strides = (x, z, dt, b, c), (stride_x, stride_z, stride_dt)
+        start = gl.load(chunk_start + first).to(gl.int64)
+        length = gl.load(chunk_length + first)
+        copy_slot = gl.load(checkpoint_slot + first).to(gl.int64)
+        ahead = _read(p_inputs, start, seq_end, strides, o_t, o_c, o_t_small, o_n_small)
+        for i_chunk in range(first, last):
+            # The next chunk's length is read one chunk ahead.
+            more = i_chunk + 1 < last
+            next_length = gl.load(chunk_length + i_chunk + 1, mask=more, other=0)
+            next_slot = gl.load(checkpoint_slot + i_chunk + 1, mask=more, other=0).to(gl.int64)
+            end = start + length
+            for token in range(start, end, _TOKENS):
+                b_x, b_z, b_dt, b_b, b_c = ahead
+                inside_chunk = (token + o_t < end)[:, None]
+                step = gl.where(inside_chunk, _softplus(b_dt.to(gl.float32) + b_bias), 0.0)
+                b_x = b_x.to(gl.float32)
+                reinterpret(steps, gl.float32, [_TOKENS, CHANNELS], _ROWS).store(step)
+                entering = gl.where(inside_chunk, step * b_x, 0.0)
+                reinterpret(inputs, gl.float32, [_TOKENS, CHANNELS], _ROWS).store(entering)
+                inside_small = (token + o_t_small < end)[:, None]
+                b_b = gl.where(inside_small, b_b.to(gl.float32), 0.0)
+                reinterpret(b_tile, gl.float32, [_TOKENS, _N], _ROWS).store(b_b)
+                reinterpret(c_tile, gl.float32, [_TOKENS, _N], _ROWS).store(b_c.to(gl.float32))
+                following = gl.minimum(token + _TOKENS, end)
+                ahead = _read(p_inputs, following, seq_end, strides, o_t, o_c, o_t_small, o_n_small)
+                thread_barrier()
+                b_state, y = _walk(b_state, b_rate, tiles, WALK, CHANNELS)
+                y_tile.store(y)
+                thread_barrier()
+                y = y_tile.permute((1, 0)).load(TILE)
+                y = (y + b_skip * b_x) * _gate(b_z.to(gl.float32))
+                rows = (token + o_t)[:, None]
+                gl.store(out + rows * C + o_c[None, :], y.to(out.dtype.element_ty), mask=inside_chunk)
+            if copy_slot >= 0:
+                gl.store(state + copy_slot * (_N * C) + inside, b_state.to(state.dtype.element_ty))
+            start, length, copy_slot = end, next_length, next_slot
+        gl.store(state + slot * (_N * C) + inside, b_state.to(state.dtype.element_ty))
+
+
+def choose_shape(num_seqs: int) -> Shape:
+    """With few sequences a channel has more threads (measured on an H200)."""
+    return Shape(4, 4) if num_seqs < 4 else Shape(8, 2)
+
+
+def takes(x: Tensor, b: Tensor) -> bool:
+    """Whether the kernel exists for ``x [T, C]`` and ``b [T, N]``: on compute capability 9, for states of 16 and whole
+    blocks of channels."""
+    return runs_gluon(x.device) and b.shape[1] == _N.value and x.shape[1] % 32 == 0
+
+
+def launch_selective_scan(
+    x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor, state: Tensor,
+    out: Tensor, batch: Batch, shape: Shape | None = None,
+) -> None:  # fmt: skip
+    """As ``selective_scan``, into ``out [T, C]``, for inputs that the kernel ``takes``.
+
+    ``shape`` overrides the choice (tests and measurements).
+    """
+    chunks, (num_rows, channels) = batch.chunk_table, x.shape
+    # A captured graph does not know how many sequences there will be; short latency is for the case of one.
+    shape = shape or choose_shape(1 if batch.mixture is not None else chunks.max_seqs)
+    _selective_scan_gluon_kernel[(channels // shape.channels, chunks.max_seqs)](
+        x, z, dt, b, c, dt_bias, A_log, D, state, out,
+        *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
+        C=channels, SHAPE=shape, num_warps=shape.warps, **early_launch(x.device),
+    )  # fmt: skip

@@ -1,0 +1,255 @@
+"""Mixture of experts: choosing experts, and running each token through its own.
+
+Job: softmax and sigmoid routing, and the expert MLPs (SwiGLU). Owns: the meaning of id -1 (no expert: padding). Does
+not know: the router's projection, shared experts, or how experts are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.ops.activation import silu_and_mul
+from weft.ops.backend import Backend, with_kernel
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
+from weft.ops.traced import traced_op
+
+
+@traced_op()
+@with_kernel("weft.ops.moe.router")
+def topk_router(
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    num_tokens: int | Tensor,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+    shared_expert: bool = False,
+    shared_gate: Tensor | None = None,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` experts of each token: the likeliest ones by a float32 softmax over all experts; or, with
+    ``sigmoid``, those with the highest ``sigmoid(logit) + bias``, weighted by the sigmoid alone (DeepSeek-V3, arXiv
+    2412.19437).
+
+    Args:
+        logits: ``[T, E]``.
+        top_k: experts per token.
+        renormalize: make the chosen weights sum to one (``norm_topk_prob``).
+        num_tokens: real tokens; the rows from there on are padding. A ``[1]`` int32 tensor is read on the device.
+        first_expert, num_experts: the experts that are here (``num_experts`` None: all from ``first_expert`` on). Ids
+            count from the first of them; experts that are elsewhere get id -1.
+        shared_expert: one more place per token, for an expert that sees all of them and stands behind those that are
+            here: its id is their number.
+        shared_gate: ``[T, 1]``: its weight is ``sigmoid(shared_gate)``; None: 1.
+        bias, epsilon, scale, num_groups, top_groups: with ``sigmoid`` alone. ``bias``: ``[E]`` float32, or None.
+            ``epsilon``: added to the sum that ``renormalize`` divides by. ``scale``: factor of the routed experts'
+            weights, after that. Experts stand in ``num_groups`` equal groups; only those of the ``top_groups`` groups
+            whose two best experts have the highest sum can be chosen.
+
+    Returns:
+        ``(weights [T, k] float32, ids [T, k] int32)``, k being ``top_k``, or one more; padding rows have weight 0 and
+        id -1.
+    """
+    if sigmoid:
+        scores = logits.float().sigmoid()
+        choice = scores if bias is None else scores + bias
+        ids = _of_best_groups(choice, num_groups, top_groups).topk(top_k, dim=-1)[1]
+        weights = scores.gather(1, ids)
+    else:
+        weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
+    if sigmoid:
+        weights = weights * scale
+    ids = _local_ids(ids, first_expert, num_experts)
+    if shared_expert:
+        weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
+    return _without_padding(weights, ids, num_tokens)
+
+
+def _of_best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
+    """``choice [T, E]`` with minus infinity where an expert's group is not one of the best."""
+    if top_groups == num_groups:
+        return choice
+    groups = choice.unflatten(1, (num_groups, -1))
+    best = groups.topk(min(2, groups.shape[2]), dim=2)[0].sum(2).topk(top_groups, dim=1)[1]
+    taken = torch.zeros_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+    return groups.masked_fill(~taken[:, :, None], -torch.inf).flatten(1)
+
+
+def _local_ids(ids: Tensor, first_expert: int, num_experts: int | None) -> Tensor:
+    """Ids from the first expert that is here; none (-1) for experts that are elsewhere."""
+    ids = ids.int() - first_expert
+    return ids if num_experts is None else ids.masked_fill_((ids < 0) | (ids >= num_experts), -1)
+
+
+def _with_shared(weights: Tensor, ids: Tensor, number: int, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One more place for the shared expert, which has id ``number``."""
+    weight = torch.ones_like(weights[:, :1]) if gate is None else gate.float().sigmoid()
+    return torch.cat([weights, weight], dim=1), torch.cat([ids, torch.full_like(ids[:, :1], number)], dim=1)
+
+
+def _without_padding(weights: Tensor, ids: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+    """None (-1) for rows from ``num_tokens`` on."""
+    if isinstance(num_tokens, Tensor):
+        padding = (torch.arange(ids.shape[0], device=ids.device) >= num_tokens)[:, None]
+        return weights.masked_fill_(padding, 0.0), ids.masked_fill_(padding, -1)
+    if num_tokens < ids.shape[0]:
+        weights[num_tokens:] = 0.0
+        ids[num_tokens:] = -1
+    return weights, ids
+
+
+def _experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    alpha: float,
+    limit: float | None,
+) -> Tensor:
+    gated = gate_up.shape[1] == 2 * down.shape[2]
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        hidden = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        if limit is not None:
+            hidden = clamped_swiglu(hidden, alpha, limit)
+        else:
+            hidden = silu_and_mul.reference(hidden) if gated else hidden.relu().square()
+        return F.linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
+
+    return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """``gate * sigmoid(alpha * gate) * (up + 1)`` of ``[..., gate | up]``, clamped as ``ClampedSwiGLU`` says."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1.0)
+
+
+def sum_over_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, num_experts: int, run: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """``sum_j weights[t, j] * run(ids[t, j], x_t)``; the host reads the ids. ``run`` takes an expert and its rows."""
+    if x.shape[0] == 1:
+        return _one_token(x, weights, ids, run)
+    return _many_tokens(x, weights, ids, num_experts, run)
+
+
+def _one_token(x: Tensor, weights: Tensor, ids: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Nothing to sort: one expert after the other."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, weight in zip(ids[0].tolist(), weights[0], strict=True):
+        if expert >= 0:
+            out.addcmul_(run(expert, x), weight)
+    return out.to(x.dtype)
+
+
+def _many_tokens(
+    x: Tensor, weights: Tensor, ids: Tensor, num_experts: int, run: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Sort the (token, expert) pairs by expert and run each hit expert once over its tokens."""
+    top_k = ids.shape[1]
+    flat = ids.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
+    order = order[counts[0] :]  # id -1 sorts first: padding meets no expert
+    tokens = order // top_k
+    batches = enumerate(x.index_select(0, tokens).split(counts[1:]))
+    results = [run(expert, rows) for expert, rows in batches if rows.shape[0]]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if results:
+        weighted = torch.cat(results) * weights.flatten()[order, None]
+        out.index_add_(0, tokens, weighted)
+    return out.to(x.dtype)
+
+
+def add_shared(out: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -> Tensor:
+    """``out + sigmoid(shared_gate) * shared``, of which the gate, or both, may be missing."""
+    if shared is None:
+        return out
+    return out + shared if shared_gate is None else torch.addcmul(out, torch.sigmoid(shared_gate), shared)
+
+
+_LIBRARY = torch.library.Library("weft", "FRAGMENT")
+_LIBRARY.define(
+    "experts_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? gate_up_bias, "
+    "Tensor? down_bias, float alpha, float? limit) -> Tensor"
+)
+_LIBRARY.impl("experts_reference", _experts, "CompositeExplicitAutograd")
+
+
+@traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
+@with_kernel("weft.ops.moe.experts")
+def fused_moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    backend: Backend,
+) -> Tensor:
+    """``sum_j weights[t, j] * down[e] (silu(gate[e] x_t) * (up[e] x_t))`` with ``e = ids[t, j]``.
+
+    Args:
+        x: ``[T, H]``.
+        gate_up: ``[E, 2 * I, H]``: gate rows, then up rows; or ``[E, I, H]``: experts without a gate, whose activation
+            is the square of ReLU.
+        down: ``[E, H, I]``.
+        weights: ``[T, k]``.
+        ids: ``[T, k]`` integers (int32 for the kernel); -1 means no expert.
+        gate_up_bias, down_bias: ``[E, 2 * I]`` and ``[E, H]`` to add to the projections, or None.
+        alpha, limit: with a limit the activation is ``clamped_swiglu`` of both.
+        shared: ``[T, H]``, output of a shared expert to add, times ``sigmoid(shared_gate)``.
+        shared_gate: ``[T, 1]``, or None: the shared expert is added as it is.
+
+    Returns:
+        ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
+    """
+    # The host reads which experts were hit, so the experts are one operation to the dispatcher: who records operations
+    # (the graph emulator) sees them as a unit and never a frozen list of experts.
+    out = torch.ops.weft.experts_reference(x, gate_up, down, weights, ids, gate_up_bias, down_bias, alpha, limit)
+    return add_shared(out, shared, shared_gate)
+
+
+def send_fused_moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    peers: PeerBuffers,
+    **options: Any,
+) -> SentRows:
+    """``fused_moe`` on a GPU, whose sums over experts are a rank's parts of what ``all_reduce_rms_norm`` forms next:
+    they are sent to ``peers``. ``options``: the others of ``fused_moe``."""
+    from weft.ops.moe.combine import send_experts
+    from weft.ops.moe.experts import pair_outputs
+
+    return send_experts(pair_outputs(x, gate_up, down, ids, **options), weights, ids, shared, shared_gate, peers)

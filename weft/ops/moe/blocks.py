@@ -1,0 +1,96 @@
+"""What the expert products of every dtype share: their tiles, and a block of places of one expert as a kernel sees it.
+
+A place is a (token, expert) pair's position in the order of ``groups.py``; a block is up to ``rows`` consecutive
+places of one expert. Does not know: weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+UNGROUPED_TOKENS = 3
+"""Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
+
+_HALVED_ROWS = tl.constexpr(128)
+"""From so many rows on, a block that is at most half full runs as a tile of half the rows: experts of 160 pairs would
+otherwise compute 256 rows."""
+
+
+class Tile(NamedTuple):
+    """Places, output columns and inner elements of one tile, warps and pipeline stages.
+
+    ``span``: with more than one, a program of the down product goes through so many tiles of columns: the weights of
+    the next tile come while one is written. In two bytes with all inner elements of each at once.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    span: int = 1
+
+
+class Tiles(NamedTuple):
+    """Tiles of the two products; they share ``rows``, the length of a block."""
+
+    up: Tile
+    down: Tile
+
+
+@triton.jit
+def block_of(ids, first_place, block_expert, block_first, num_blocks, block, GROUPED: tl.constexpr):
+    """``(expert, first, end)`` of a block: the places of its pairs, up to ``end``; expert -1 where there is nothing to
+    do."""
+    if GROUPED:
+        expert = -1
+        first = 0
+        end = 0
+        if block < tl.load(num_blocks):
+            expert = tl.load(block_expert + block)
+            first = tl.load(block_first + block)
+            end = tl.load(first_place + expert + 1)
+    else:
+        expert = tl.load(ids + block)
+        first = block
+        end = block + 1
+    return expert, first, end
+
+
+@triton.jit
+def is_half_full(block, ROWS: tl.constexpr):
+    """Whether a tile of half the rows holds the block and is worth its code."""
+    half_full = False
+    if ROWS >= _HALVED_ROWS:
+        half_full = block[2] - block[1] <= ROWS // 2
+    return half_full
+
+
+@triton.jit
+def pairs_at(pairs, places, inside, GROUPED: tl.constexpr):
+    """The pairs at some places."""
+    pair = places
+    if GROUPED:
+        pair = tl.load(pairs + places, mask=inside, other=0)
+    return pair
+
+
+@triton.jit
+def load_tile(rows, k, inside, DEPTH: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr):
+    """``[len(rows), INNER]`` of rows of ``DEPTH`` elements, zeros outside. ``FULL``: all rows are inside."""
+    if DEPTH % INNER == 0 and FULL:
+        tile = tl.load(rows + k[None, :])
+    elif DEPTH % INNER == 0:
+        tile = tl.load(rows + k[None, :], mask=inside[:, None], other=0.0)
+    else:
+        tile = tl.load(rows + k[None, :], mask=inside[:, None] & (k < DEPTH)[None, :], other=0.0)
+    return tile
+
+
+def single_pairs(ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
+    """A block per pair, and stand-ins for the grouping that the kernels do not read."""
+    return (ids,) * 5, ids.numel()

@@ -1,0 +1,365 @@
+"""Mixture-of-experts kernels for FP8 weights: up, SiLU and multiply, quantise, down.
+
+Job: ``fp8_fused_moe`` on the GPU, for a few tokens and for many. Owns: both products of grouped pairs, all tiles. Does
+not know: routing, sharding, how pairs are grouped (``groups.py``) or summed (``combine.py``).
+
+The steps are those of ``experts.py``; very few tokens need no grouping (``fp8_pairs.py``). Sums of 128 products are
+scaled and added up in float32. The first launch of the grouping quantises the inputs; in the up product it would take
+longer: each program would do it anew in every step. Hidden values are rounded to the model's dtype and quantised where
+one program has all that share a scale: at the end of the up product if its tile is as wide as a block, else while the
+down product loads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.fp8 import E4M3, Fp8Matrix
+from weft.ops.fp8.quantize import prepare_pass, scale_of, to_e4m3
+from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, is_half_full, load_tile
+from weft.ops.moe.combine import sum_experts
+from weft.ops.moe.fp8_pairs import pairs_product
+from weft.ops.moe.groups import group_pairs
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv
+from weft.ops.triton.tile_table import choose_tile, has_table
+
+if GLUON_IS_KNOWN:
+    from weft.ops.moe import fp8_pairs_hopper as hopper
+
+TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
+
+
+class Fixed(NamedTuple):
+    """What a product is compiled for; ``static``: its inputs have one scale, which is given; ``quantized``: hidden
+    values are stored in e4m3. See ``fp8_fused_moe``."""
+
+    hidden: int
+    width: int
+    top_k: int
+    block: int
+    static: bool
+    quantized: bool
+
+
+@triton.jit
+def _block_scale(scale_rows, columns, step, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """``[1]``: the scale of some weight rows, which lie in one block, and one step."""
+    return tl.load(scale_rows + tl.min(columns, 0) // BLOCK * GROUPS + step + tl.zeros([1], dtype=tl.int32))
+
+
+@triton.jit
+def _row_scale(rows, input_scale, inside, DEPTH: tl.constexpr, ROWS: tl.constexpr, STATIC: tl.constexpr):
+    """``[ROWS]``: the scale of whole rows: given, or from their largest magnitude."""
+    if STATIC:
+        scale = tl.load(input_scale) + tl.zeros([ROWS], dtype=tl.float32)
+    else:
+        STEP: tl.constexpr = 8192 // ROWS
+        amax = tl.zeros([ROWS], dtype=tl.float32)
+        for start in tl.range(0, DEPTH, STEP):
+            k = start + tl.arange(0, STEP)
+            wide = tl.load(rows + k[None, :], mask=inside[:, None] & (k < DEPTH)[None, :], other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.max(tl.abs(wide), 1))
+        scale = scale_of(amax)
+    return scale
+
+
+@triton.jit
+def _up_tile(
+    operands, block, column, FIXED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
+    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group = operands
+    expert, first, end = block
+    HIDDEN: tl.constexpr = FIXED.hidden
+    WIDTH: tl.constexpr = FIXED.width
+    BLOCK: tl.constexpr = FIXED.block
+    places = first + tl.arange(0, ROWS)
+    inside = places < end
+    token = (tl.load(pairs + places, mask=inside, other=0) // FIXED.top_k).to(tl.int64)
+    columns = column + tl.arange(0, COLUMNS)
+    in_width = columns < WIDTH
+    inner = tl.arange(0, 128)
+    value_rows = values + token[:, None] * HIDDEN
+    gate_rows = gate_up + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
+    up_rows = gate_rows + WIDTH * HIDDEN
+    GROUPS: tl.constexpr = (HIDDEN + 128 - 1) // 128
+    gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in tl.range(0, HIDDEN, 128, num_stages=STAGES):
+        k = start + inner
+        a = load_tile(value_rows, k, inside, HIDDEN, 128, False)
+        gate_sums = tl.dot(a, tl.trans(load_tile(gate_rows, k, in_width, HIDDEN, 128, WIDTH % COLUMNS == 0)))
+        up_sums = tl.dot(a, tl.trans(load_tile(up_rows, k, in_width, HIDDEN, 128, WIDTH % COLUMNS == 0)))
+        if BLOCK:
+            of_inputs = tl.load(scales + start // 128 * stride_group + token, mask=inside, other=0.0)
+            gate_scales = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH // BLOCK * GROUPS)
+            up_scales = gate_scales + WIDTH // BLOCK * GROUPS
+            step = start // 128
+            of_gate = _block_scale(gate_scales, columns, step, GROUPS, BLOCK)
+            of_up = _block_scale(up_scales, columns, step, GROUPS, BLOCK)
+            gate_sums *= of_inputs[:, None] * of_gate[None, :]
+            up_sums *= of_inputs[:, None] * of_up[None, :]
+        gate += gate_sums
+        up += up_sums
+    if not BLOCK:
+        of_inputs = tl.load(scales + token * 0) if FIXED.static else tl.load(scales + token, mask=inside, other=0.0)
+        channel = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH) + columns
+        gate *= of_inputs[:, None] * tl.load(channel, mask=in_width, other=0.0)[None, :]
+        up *= of_inputs[:, None] * tl.load(channel + WIDTH, mask=in_width, other=0.0)[None, :]
+    result = (gate / (1.0 + tl.exp(-gate)) * up).to(DTYPE)
+    stored = inside[:, None] & in_width[None, :]
+    offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    if FIXED.quantized:
+        wide = tl.reshape(result.to(tl.float32), [ROWS, COLUMNS // BLOCK, BLOCK])
+        scale = scale_of(tl.max(tl.abs(wide), 2))
+        quantized = tl.reshape(to_e4m3(wide, scale[:, :, None]), [ROWS, COLUMNS])
+        tl.store(hidden + offsets, quantized, mask=stored)
+        group = column // BLOCK + tl.arange(0, COLUMNS // BLOCK)
+        scale_at = places.to(tl.int64)[:, None] * (WIDTH // BLOCK) + group[None, :]
+        tl.store(hidden_scale + scale_at, scale, mask=inside[:, None] & (group * BLOCK < WIDTH)[None, :])
+    else:
+        tl.store(hidden + offsets, result, mask=stored)
+
+
+@jit(do_not_specialize=["stride_group"])
+def _fp8_up_kernel(
+    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, ids, pairs, first_place, block_expert, block_first,
+    num_blocks, stride_group,
+    FIXED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY)
+    block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
+    column = tl.program_id(0) * COLUMNS
+    operands = (values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group)
+    if block[0] >= 0:
+        if is_half_full(block, ROWS):
+            _up_tile(operands, block, column, FIXED, DTYPE, ROWS // 2, COLUMNS, STAGES)
+        else:
+            _up_tile(operands, block, column, FIXED, DTYPE, ROWS, COLUMNS, STAGES)
+
+
+@triton.jit
+def _store_outputs(out, down_scale, expert, pair, inside, columns, of_rows, acc, FIXED: tl.constexpr):
+    """A tile of outputs, each row where its pair's are."""
+    HIDDEN: tl.constexpr = FIXED.hidden
+    in_hidden = columns < HIDDEN
+    if not FIXED.block:
+        channel = down_scale + expert.to(tl.int64) * HIDDEN + columns
+        acc *= of_rows[:, None] * tl.load(channel, mask=in_hidden, other=0.0)[None, :]
+    offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
+
+
+@triton.jit
+def _down_tile(
+    operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """Down product of up to ``ROWS`` pairs of one expert: ``SPAN`` tiles of columns in one loop over the inner elements
+    of each, so that a tile's first loads are under way while the one before it is written."""
+    hidden, hidden_scale, down, down_scale, out, pairs = operands
+    expert, first, end = block
+    HIDDEN: tl.constexpr = FIXED.hidden
+    WIDTH: tl.constexpr = FIXED.width
+    BLOCK: tl.constexpr = FIXED.block
+    GROUPS: tl.constexpr = (WIDTH + 128 - 1) // 128
+    FULL: tl.constexpr = HIDDEN % (COLUMNS * SPAN) == 0
+    places = first + tl.arange(0, ROWS)
+    inside = places < end
+    pair = tl.load(pairs + places, mask=inside, other=0)
+    columns = column + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, 128)
+    hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
+    down_rows = down + expert.to(tl.int64) * (HIDDEN * WIDTH) + columns[:, None] * WIDTH
+    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    of_rows = tl.zeros([ROWS], dtype=tl.float32)
+    if not BLOCK:
+        of_rows = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
+    STRIDE: tl.constexpr = 128 if SPAN == 1 else 1  # counted in elements a single tile takes fewer instructions
+    for i in tl.range(0, SPAN * GROUPS * STRIDE, STRIDE, num_stages=STAGES):
+        step, behind, k = i // STRIDE, 0, i + inner
+        if SPAN > 1:
+            step, behind = i % GROUPS, i // GROUPS * COLUMNS
+            k = step * 128 + inner  # a product: the compiler sees that it is aligned, else no copy is asynchronous
+        of_inputs = of_rows
+        a = load_tile(hidden_rows, k, inside, WIDTH, 128, False)
+        if not FIXED.quantized:
+            wide = a.to(tl.float32)
+            if BLOCK:
+                of_inputs = scale_of(tl.max(tl.abs(wide), 1))
+            a = to_e4m3(wide, of_inputs[:, None])
+        else:
+            of_inputs = tl.load(hidden_scale + places * GROUPS + step, mask=inside, other=0.0)
+        b = load_tile(down_rows + behind * WIDTH, k, columns + behind < HIDDEN, WIDTH, 128, FULL)
+        sums = tl.dot(a, tl.trans(b))
+        if BLOCK:
+            scale_rows = down_scale + expert.to(tl.int64) * (tl.cdiv(HIDDEN, BLOCK) * GROUPS)
+            of_weights = _block_scale(scale_rows, columns + behind, step, GROUPS, BLOCK)
+            sums *= of_inputs[:, None] * of_weights[None, :]
+        acc += sums
+        if SPAN > 1:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
+            if step == GROUPS - 1:
+                _store_outputs(out, down_scale, expert, pair, inside, columns + behind, of_rows, acc, FIXED)
+                acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    if SPAN == 1:
+        _store_outputs(out, down_scale, expert, pair, inside, columns, of_rows, acc, FIXED)
+
+
+@jit
+def _fp8_down_kernel(
+    hidden, hidden_scale, down, down_scale, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY)
+    block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
+    column = tl.program_id(0) * (COLUMNS * SPAN)
+    operands = (hidden, hidden_scale, down, down_scale, out, pairs)
+    if block[0] >= 0:
+        if is_half_full(block, ROWS):
+            _down_tile(operands, block, column, FIXED, ROWS // 2, COLUMNS, STAGES, SPAN)
+        else:
+            _down_tile(operands, block, column, FIXED, ROWS, COLUMNS, STAGES, SPAN)
+
+
+@functools.cache
+def load_table() -> dict[tuple[int, int, int, int], dict[int, Tiles]]:
+    """``(experts, hidden size, expert width, block)`` to what was fastest for up to so many tokens."""
+    table: dict[tuple[int, int, int, int], dict[int, Tiles]] = {}
+    for row in json.loads(TABLE_PATH.read_text())["rows"]:
+        key = (row["experts"], row["hidden"], row["width"], row["block"])
+        table.setdefault(key, {})[row["tokens"]] = Tiles(Tile(*row["up"]), Tile(*row["down"]))
+    return table
+
+
+class HopperPairs(NamedTuple):
+    """Pair by pair, by ``fp8_pairs_hopper.py``."""
+
+
+def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles | HopperPairs:
+    """What computes experts of ``down [E, H, I]``: the tiles that were measured for this size and at least so many
+    tokens, else by rule; where these say pair by pair, the kernel for Hopper if it exists for them."""
+    tiles = _choose_tiles(down, num_tokens, top_k, block)
+    by_pair = tiles.up.rows == 1 and GLUON_IS_KNOWN and hopper.takes_pairs(down)
+    return HopperPairs() if by_pair else tiles
+
+
+def _choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
+    num_experts, hidden, width = down.shape
+    if has_table(down.device):
+        tuned = load_table().get((num_experts, hidden, width, block))
+        if tuned:
+            return choose_tile(tuned, num_tokens)
+    return SINGLE if num_tokens <= UNGROUPED_TOKENS else fp8_moe_tiles(num_tokens * top_k, num_experts)
+
+
+SINGLE = Tiles(Tile(1, 16, 128, 2, 8), Tile(1, 32, 128, 2, 4))
+"""One row: pairs are not grouped."""
+
+
+def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
+    """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert. Where they hardly share one
+    they are not grouped: up to 8 tokens of Qwen3-Next that was faster. ``inner`` is always 128."""
+    average = num_pairs / num_experts
+    if average <= 0.2:
+        return SINGLE
+    if average <= 8:
+        return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
+    if average <= 24:
+        return Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))
+    return Tiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4))
+
+
+def fp8_fused_moe_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    gate_up_input_scale: Tensor | None = None,
+    down_input_scale: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    block: int,
+    config: Tiles | HopperPairs | None = None,
+) -> Tensor:
+    """``fp8_fused_moe`` of ``weft/ops/moe/fp8_moe.py``. ``config``: overrides the choice (tests and measurements)."""
+    matrices = (
+        Fp8Matrix(gate_up, gate_up_scale, gate_up_input_scale, block),
+        Fp8Matrix(down, down_scale, down_input_scale, block),
+    )
+    return sum_experts(pair_outputs(x, ids, *matrices, config), weights, ids, shared, shared_gate)
+
+
+def pair_outputs(
+    x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, config: Tiles | HopperPairs | None = None
+) -> Tensor:
+    """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
+    config = choose_config(down.weight, ids.shape[0], ids.shape[1], down.block) if config is None else config
+    assert ids.dtype == torch.int32
+    assert all(t.is_contiguous() for t in (up.weight, up.scale, down.weight, down.scale, ids))
+    if isinstance(config, Tiles) and config.up.rows > 1:
+        return _grouped_pairs(x, ids, up, down, config)
+    return _single_pairs(x, ids, up, down, config)
+
+
+def _single_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, config: Tiles | HopperPairs) -> Tensor:
+    """``[T * top_k, H]``: what each pair's expert makes of its token."""
+    _num_experts, hidden_size, width = down.weight.shape
+    hidden, out = (torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device) for size in (width, hidden_size))
+    if isinstance(config, HopperPairs):
+        hopper.pairs_hopper_product(x, up, hidden, ids)
+        hopper.pairs_hopper_product(hidden, down, out, ids)
+    else:
+        pairs_product(x, up, hidden, ids, config.up)
+        pairs_product(hidden, down, out, ids, config.down)
+    return out
+
+
+def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles: Tiles) -> Tensor:
+    """The same, by blocks of pairs of one expert."""
+    (num_experts, hidden_size, width), block = down.weight.shape, down.block
+    assert tiles.up.rows == tiles.down.rows
+    inputs = prepare_pass(x, up.input_scale, block=block)
+    values, scales = inputs.outputs
+    grouping, num_blocks = group_pairs(ids, num_experts, tiles.up.rows, inputs)
+    quantize = block > 0 and tiles.up.columns % block == 0
+    hidden = torch.empty((ids.numel(), width), dtype=E4M3 if quantize else x.dtype, device=x.device)
+    hidden_scale = scales if down.input_scale is None else down.input_scale
+    if quantize:
+        hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
+    out = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
+    fixed = Fixed(hidden_size, width, ids.shape[1], block, up.input_scale is not None, quantize)
+    tile = tiles.up
+    assert block % tile.columns == block % tiles.down.columns == 0, "a tile's columns share one scale"
+    _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
+        values, scales, up.weight, up.scale, hidden, hidden_scale, ids, *grouping, scales.stride(-1),
+        FIXED=fixed, DTYPE=_TYPES[x.dtype], ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, **early_launch(ids.device),
+    )  # fmt: skip
+    tile = tiles.down
+    _fp8_down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
+        hidden, hidden_scale, down.weight, down.scale, out, ids, *grouping,
+        FIXED=fixed._replace(static=down.input_scale is not None), ROWS=tile.rows, COLUMNS=tile.columns,
+        STAGES=tile.stages, SPAN=tile.span, num_warps=tile.warps, **early_launch(ids.device),
+    )  # fmt: skip
+    return out
+
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -1,0 +1,223 @@
+"""Top-k router kernel: scores, selection and weights of one token's experts in one launch.
+
+Job: ``topk_router`` on the GPU. Owns: the order among equal scores (the lower expert id first). Does not know: experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import next_power_of_2
+
+
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        first_expert, local_experts: the experts that are here; ``shared``: a shared one stands behind them.
+        num_experts, top_k, num_groups, top_groups, renormalize, sigmoid: as of ``topk_router``.
+        block_e, block_k: powers of two that hold all experts, and those of a token.
+    """
+
+    first_expert: int
+    local_experts: int
+    shared: bool
+    num_experts: int
+    top_k: int
+    num_groups: int
+    top_groups: int
+    renormalize: bool
+    sigmoid: bool
+    block_e: int
+    block_k: int
+
+
+@triton.jit
+def _store_chosen(
+    weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids, FIXED: tl.constexpr
+):  # fmt: skip
+    """Write a token's experts, and behind them the shared one."""
+    TOP_K: tl.constexpr = FIXED.top_k
+    COUNT: tl.constexpr = FIXED.local_experts
+    places = tl.arange(0, FIXED.block_k)
+    local = chosen_ids - FIXED.first_expert
+    local = tl.where((local >= 0) & (local < COUNT), local, -1)
+    PLACES: tl.constexpr = TOP_K + 1 if FIXED.shared else TOP_K
+    if FIXED.shared:
+        gate = 1.0
+        if shared_gate is not None:
+            gate = sigmoid(tl.load(shared_gate + row * stride_gate).to(tl.float32))
+        is_real = row < num_tokens
+        chosen = tl.where(places == TOP_K, tl.where(is_real, gate, 0.0), chosen)
+        local = tl.where(places == TOP_K, tl.where(is_real, COUNT, -1), local)
+    tl.store(weights + row * PLACES + places, chosen, mask=places < PLACES)
+    tl.store(ids + row * PLACES + places, local, mask=places < PLACES)
+
+
+@triton.jit
+def _sortable(x):
+    """Integers in the order of 2 or 4 byte floats; the two zeros are equal."""
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        ordered = tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x == 0.0, 0, ordered)
+
+
+@triton.jit
+def _best_experts(values, experts, inside, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``[BLOCK_K]``: the experts with the highest values, the lower id first among equals; -1 behind them.
+
+    A maximum of 32-bit integers over a warp is one instruction on the GPU. With values of 16 bits one integer holds
+    value and id: the next best one is the least far below the one before, as an unsigned distance, in which those that
+    are taken already wrap around. Else the lowest id of the highest value takes a second maximum.
+    """
+    places = tl.arange(0, BLOCK_K)
+    PACKED: tl.constexpr = values.dtype.primitive_bitwidth == 16
+    keys = _sortable(values)
+    if PACKED:
+        keys = (keys << 16) | (0xFFFF - experts)
+    keys = tl.where(inside, keys, -0x80000000)
+    chosen = tl.full([BLOCK_K], -1, dtype=tl.int32)
+    before = tl.full([], 0x7FFFFFFF, dtype=tl.int32)
+    for place in tl.static_range(TOP_K):
+        if PACKED:
+            best = before - tl.min((before - keys).to(tl.uint32, bitcast=True), 0).to(tl.int32, bitcast=True)
+            before = best - 1
+            expert = 0xFFFF - (best & 0xFFFF)
+        else:
+            best = tl.max(keys, 0)
+            expert = tl.min(tl.where(keys == best, experts, 0x7FFFFFFF), 0)
+            keys = tl.where(experts == expert, -0x80000000, keys)
+        chosen = tl.where(places == place, expert, chosen)
+    return chosen
+
+
+@triton.jit
+def _best_groups(choice, experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """``choice`` with minus infinity where an expert's group is not one of the best."""
+    taken = tl.full(choice.shape, 0, tl.int1)
+    left = tl.full(choice.shape, 1, tl.int1)
+    for _ in tl.static_range(TOP_GROUPS):
+        best_score = float("-inf")
+        best_group = 0
+        for group in tl.static_range(NUM_GROUPS):
+            scores = tl.where((experts // GROUP_SIZE == group) & left, choice, float("-inf"))
+            first = tl.max(scores, 0)
+            second = tl.max(tl.where(experts == tl.argmax(scores, 0), float("-inf"), scores), 0)
+            score = first + second if GROUP_SIZE > 1 else first
+            best_group = tl.where(score > best_score, group, best_group)
+            best_score = tl.maximum(score, best_score)
+        taken = taken | (experts // GROUP_SIZE == best_group)
+        left = left & (experts // GROUP_SIZE != best_group)
+    return tl.where(taken, choice, float("-inf"))
+
+
+@triton.jit
+def _choose_by_softmax(row_logits, experts, inside, places, FIXED: tl.constexpr):
+    """A logit is higher where its probability is, and of the chosen ones alone the sum is their weights' if those are
+    renormalised."""
+    TOP_K: tl.constexpr = FIXED.top_k
+    BLOCK_K: tl.constexpr = FIXED.block_k
+    x = tl.load(row_logits + experts, mask=inside, other=float("-inf"))
+    chosen_ids = _best_experts(x, experts, inside, TOP_K, BLOCK_K)
+    best = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=float("-inf")).to(tl.float32)
+    highest = tl.max(best, 0)
+    chosen = tl.exp(best - highest)
+    if FIXED.renormalize:
+        chosen = chosen / tl.sum(chosen, 0)
+    else:
+        chosen = chosen / tl.sum(tl.exp(x.to(tl.float32) - highest), 0)
+    return chosen_ids, chosen
+
+
+@triton.jit
+def _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale, FIXED: tl.constexpr):
+    TOP_K: tl.constexpr = FIXED.top_k
+    BLOCK_K: tl.constexpr = FIXED.block_k
+    NUM_GROUPS: tl.constexpr = FIXED.num_groups
+    TOP_GROUPS: tl.constexpr = FIXED.top_groups
+    GROUP_SIZE: tl.constexpr = FIXED.num_experts // FIXED.num_groups
+    choice = sigmoid(tl.load(row_logits + experts, mask=inside, other=0.0).to(tl.float32))
+    if bias is not None:
+        choice += tl.load(bias + experts, mask=inside, other=0.0)
+    choice = tl.where(inside, choice, float("-inf"))
+    if TOP_GROUPS < NUM_GROUPS:
+        choice = _best_groups(choice, experts, NUM_GROUPS, TOP_GROUPS, GROUP_SIZE)
+    chosen_ids = _best_experts(choice, experts, inside, TOP_K, BLOCK_K)
+    taken = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=0.0).to(tl.float32)
+    chosen = tl.where(places < TOP_K, sigmoid(taken), 0.0)
+    if FIXED.renormalize:
+        chosen = chosen / (tl.sum(chosen, 0) + epsilon)
+    return chosen_ids, chosen * scale
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _router_kernel(
+    logits, shared_gate, bias, weights, ids, token_count, num_tokens, stride_logits, stride_gate, epsilon, scale,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One token."""
+    release(EARLY)
+    BLOCK_K: tl.constexpr = FIXED.block_k
+    row = tl.program_id(0).to(tl.int64)
+    experts, places = tl.arange(0, FIXED.block_e), tl.arange(0, BLOCK_K)
+    if token_count is not None:
+        num_tokens = tl.load(token_count)
+    wait(EARLY)
+    chosen_ids = tl.full([BLOCK_K], -1, dtype=tl.int32)
+    chosen = tl.zeros([BLOCK_K], dtype=tl.float32)
+    if row < num_tokens:
+        inside = experts < FIXED.num_experts
+        row_logits = logits + row * stride_logits
+        if FIXED.sigmoid:
+            chosen_ids, chosen = _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale, FIXED)
+        else:
+            chosen_ids, chosen = _choose_by_softmax(row_logits, experts, inside, places, FIXED)
+    _store_chosen(weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids, FIXED)
+
+
+def topk_router_triton(
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    num_tokens: int | Tensor,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+    shared_expert: bool = False,
+    shared_gate: Tensor | None = None,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """``topk_router`` of ``weft/ops/moe``."""
+    num_rows, all_experts = logits.shape
+    assert logits.stride(1) == 1 and top_k <= all_experts // num_groups * top_groups
+    places = top_k + shared_expert
+    weights = torch.empty((num_rows, places), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, places), dtype=torch.int32, device=logits.device)
+    fixed = Fixed(
+        first_expert, all_experts - first_expert if num_experts is None else num_experts, shared_expert, all_experts,
+        top_k, num_groups, top_groups, renormalize, sigmoid, next_power_of_2(all_experts), next_power_of_2(places),
+    )  # fmt: skip
+    count, number = (num_tokens, 0) if isinstance(num_tokens, Tensor) else (None, num_tokens)
+    _router_kernel[(num_rows,)](
+        logits, shared_gate, bias, weights, ids, count, number, logits.stride(0),
+        0 if shared_gate is None else shared_gate.stride(0), epsilon, scale,
+        FIXED=fixed, num_warps=1, **early_launch(logits.device),
+    )  # fmt: skip
+    return weights, ids

@@ -1,0 +1,45 @@
+"""A step's inputs on their way from the host to the device.
+
+Job: copy the packed inputs of a step (``runner/buffers.py``) to the device, and enter its new pages in the page table
+there. Does not know: what the numbers mean.
+
+The kernel reads the host's memory itself. Copies by the copy engine make the device change from one engine to another
+and back, which takes longer than a few kilobytes do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.ops.backend import Backend, with_kernel
+
+
+@with_kernel("weft.ops.steps.inputs")
+def load_step_inputs(
+    host: Tensor,
+    block: Tensor,
+    page_table: Tensor,
+    num_arrays: int,
+    stride: int,
+    num_tokens: int,
+    num_updates: int,
+    *,
+    backend: Backend,
+) -> None:
+    """Fill ``block``, and then write ``num_updates`` entries of the page table. The host does not wait.
+
+    Args:
+        host: ``[B + U]`` int64, on a GPU pinned memory, not to be changed before the device has done this: what belongs
+            into ``block``, and after it pairs of an index in the flat page table and a page.
+        block: ``[B]`` int64 on the device; it may be the same memory as ``host[:B]``.
+        page_table: int32 on the device, contiguous.
+        num_arrays, stride: ``block`` begins with ``num_arrays`` arrays of ``stride`` numbers, of which only the first
+            ``num_tokens`` need be copied.
+    """
+    size = len(block)
+    if host.data_ptr() != block.data_ptr():
+        block.copy_(host[:size], non_blocking=True)
+    if num_updates:
+        updates = host[size : size + 2 * num_updates].to(block.device, non_blocking=True).view(-1, 2)
+        page_table.view(-1).index_copy_(0, updates[:, 0], updates[:, 1].to(torch.int32))

@@ -1,0 +1,159 @@
+"""Causal softmax attention over a sliding window, whose keys and values lie in a state slot.
+
+Job: attend over a sequence's window and this step's tokens, and keep the window up to date. Owns: the layout of the
+windows, ``[num_slots, window, Hkv, D]``: the entry of a token is its position modulo the window. Does not know: rotary
+embedding (keys are stored as they are compared), or what a layer is.
+
+Entries that a short sequence has not reached may hold anything, NaN included; they are never read. A *sink* is a
+learned score per head that takes part in the softmax and has no value (arXiv 2309.17453, as in gpt-oss).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.backend import Backend, with_kernel
+from weft.ops.device_work import device_work
+from weft.ops.padding import settle_padding
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+@with_kernel("weft.ops.window_attention.kernels")
+def window_attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_window: Tensor,
+    v_window: Tensor,
+    state_slots: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: Backend,
+) -> Tensor:
+    """One token for each of N rows that continue a window; the windows advance in place.
+
+    Args:
+        q: ``[N, Hq, D]``; Hq is a multiple of Hkv, and query head h reads key head ``h // (Hq / Hkv)``.
+        k, v: ``[N, Hkv, D]``, the token's own.
+        k_window, v_window: ``[num_slots, window, Hkv, D]``.
+        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, or as it is in a given ``out``;
+            only the reserved slot's window may change. Other slots occur once.
+        positions: ``[N]`` int64, of the tokens in their sequences.
+        scale: of the scores.
+        sinks: ``[Hq]`` scores without a value, or None.
+        out: ``[N, Hq, D]`` to write to, optional.
+
+    Returns:
+        ``[N, Hq, D]`` in q's dtype.
+    """
+    rows, window = q.shape[0], k_window.shape[1]
+    slots = state_slots.long()
+    for new, windows in ((k, k_window), (v, v_window)):
+        windows[slots, positions % window] = new.to(windows.dtype)
+    valid = torch.arange(window, device=q.device) <= positions[:, None]
+    keys, values = (
+        torch.where(valid[:, :, None, None], windows.index_select(0, slots), 0.0) for windows in (k_window, v_window)
+    )
+    grouped = q.view(rows, keys.shape[2], -1, q.shape[2])
+    scores = torch.einsum("nhgd,nwhd->nhgw", grouped.float(), keys.float()) * scale
+    scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
+    attended = torch.einsum("nhgw,nwhd->nhgd", _softmax(scores, sinks), values.float()).flatten(1, 2).to(q.dtype)
+    return settle_padding(attended, state_slots, out)
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
+
+
+@with_kernel("weft.ops.window_attention.kernels")
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_window: Tensor,
+    v_window: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    backend: Backend,
+) -> Tensor:
+    """Attend for the sequences from ``batch.num_decodes`` on; read and update their windows.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k, v: ``[T, Hkv, D]``.
+        k_window, v_window: ``[num_slots, window, Hkv, D]``. The tokens before this step are those of
+            ``batch.state_slots`` (none for a sequence that starts here); the final window is written back there, and
+            the window after every chunk with a ``checkpoint_slot`` into that slot.
+        scale, sinks: as for ``window_attention_decode``.
+
+    Returns:
+        ``[T, Hq, D]`` in q's dtype; rows outside those sequences are zero.
+    """
+    # One sequence after the other.
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    if batch.mixture is not None:
+        given = {"q": q, "k": k, "v": v, "scale": scale, "sinks": sinks}
+        states = {"k_window": k_window, "v_window": v_window}
+        return device_work(window_attention.reference, batch, out, given, states)
+    if batch.num_decodes == batch.num_seqs:
+        return out
+    chunks = batch.chunk_table
+    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    ends = (chunks.start + chunks.length).tolist()
+    targets, first = chunks.checkpoint_slot.tolist(), chunks.first.tolist()
+    for seq, (begin, end) in enumerate(pairwise(starts[: batch.num_seqs + 1])):
+        if seq < batch.num_decodes:
+            continue
+        tokens, slot, length = slice(begin, end), int(batch.state_slots[seq]), seq_lens[seq]
+        before = length - (end - begin)
+        stored = range(max(0, before - k_window.shape[1]), before)
+        keys, values = (
+            torch.cat([_entries(windows[slot], stored), new[tokens]]) for windows, new in ((k_window, k), (v_window, v))
+        )
+        out[tokens] = _attend(q[tokens], keys, values, before - stored.start, k_window.shape[1], scale, sinks)
+        stops = {targets[i]: ends[i] - begin for i in range(first[seq], first[seq + 1]) if targets[i] >= 0}
+        for target, count in (*stops.items(), (slot, end - begin)):
+            for windows, all_entries in ((k_window, keys), (v_window, values)):
+                _store(windows[target], all_entries, stored.start, before + count)
+    return out
+
+
+def _entries(window: Tensor, positions: range) -> Tensor:
+    return window[torch.tensor(list(positions), dtype=torch.int64, device=window.device) % window.shape[0]]
+
+
+def _store(window: Tensor, entries: Tensor, first: int, length: int) -> None:
+    """Keep the last entries of a sequence of ``length`` tokens; ``entries`` are those from position ``first`` on."""
+    kept = torch.arange(max(first, length - window.shape[0]), length, device=window.device)
+    window[kept % window.shape[0]] = entries[kept - first].to(window.dtype)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, before: int, window: int, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """``q [L, Hq, D]`` stand at positions ``before`` on of ``keys`` and ``values [before + L, Hkv, D]``."""
+    own = torch.arange(before, keys.shape[0], device=q.device)[:, None]
+    other = torch.arange(keys.shape[0], device=q.device)
+    visible = (other <= own) & (other > own - window)
+    grouped = q.unflatten(1, (keys.shape[1], -1)).float()
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * scale
+    scores = scores.masked_fill(~visible, -torch.inf).transpose(1, 2)  # [Hkv, L, group, K]
+    weights = _softmax(scores.transpose(0, 1), sinks)
+    return torch.einsum("qhgk,khd->qhgd", weights, values.float()).flatten(1, 2).to(q.dtype)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension of ``scores [N, Hkv, group, K]``, with one more score per head that is left out."""
+    if sinks is None:
+        return scores.softmax(-1)
+    extra = sinks.float().view(1, *scores.shape[1:3], 1).expand(scores.shape[0], -1, -1, -1)
+    return torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
