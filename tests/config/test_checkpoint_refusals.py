@@ -13,6 +13,7 @@ from tests.config.published import QWEN3_NEXT, read, tiny, write
 from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.families import FAMILIES
+from weft.config.family import Family
 from weft.errors import ConfigError, UnsupportedModelError
 
 EQUAL_FACTORS = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
@@ -158,3 +159,9 @@ def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
         f"read_checkpoint_config(Path({str(tmp_path)!r})); assert not {{'torch', 'transformers'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["gelu", "SiLU", "swish", "relu"])
+def test_a_family_names_an_activation_exactly(name: str) -> None:
+    with pytest.raises(ValueError, match=f"activation='{name}' is not one of silu, gelu_pytorch_tanh, relu2"):
+        Family(mixers={}, activation=name)

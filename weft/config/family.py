@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
-from weft.config.model import Multipliers, ResidualWeights
+from weft.config.model import ACTIVATIONS, Multipliers, ResidualWeights
 from weft.config.moe import MoeConfig
 from weft.config.vision import VisionConfig
 
@@ -35,7 +35,8 @@ class Family:
         layer_types: the type of every layer, of so many, where ``config.json`` has no ``layer_types``.
         without_mlp: types of layers that have token mixers alone.
         multipliers: reads the constants that parts of the model are scaled by.
-        activation: the only one that the architecture's MLPs have, see ``ModelConfig``.
+        activation: the activation of the architecture's MLPs, one of ``ACTIVATIONS``. A checkpoint with another one is
+            refused.
         moe: reads the mixture of experts, from the (text) config and the number of layers; None: layers have none.
         mlp_bias: ``mlp_bias`` is read (other architectures have none).
         zero_centered_norm: see ``ModelConfig``.
@@ -65,3 +66,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     layer_names: Mapping[str, str] = field(default_factory=dict)
     intermediate_size: Callable[[JsonObject], int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r} is not one of {', '.join(ACTIVATIONS)}")

@@ -20,6 +20,10 @@ MTP_LAYER, MTP_LAYER_TYPE = "mtp.layers.0", "full_attention"
 """Name and type of the decoder layer in the multi-token-prediction head."""
 
 
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu2")
+"""Activations of MLPs, by the names of transformers. The first two gate a second projection; ``relu2`` has no gate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Multipliers:
     """Constants that some families scale parts of the model by.
@@ -86,8 +90,7 @@ class ModelConfig:
         mixers: the token mixers of every layer type that occurs. A layer with several side by side has several modules.
         layers_without_mlp: the layers that have token mixers alone. (A layer may also have an MLP alone: its type then
             has no mixers.)
-        activation: of dense MLPs and experts: ``"silu"`` or (dense alone) ``"gelu_pytorch_tanh"`` gates a second
-            projection, ``"relu2"`` (squared ReLU) stands alone.
+        activation: the activation of dense MLPs and experts, one of ``ACTIVATIONS``. Experts have no GELU.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
         norm_placement: layer type -> where its block's norms stand, if not before mixer and MLP (``pre``): after them
             (``post``), on both sides (``sandwich``), or before, with the residual stream taken after them

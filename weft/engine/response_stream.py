@@ -11,21 +11,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from weft.engine.output_processor import CompletionDelta, OutputStream
 from weft.errors import WeftError
 from weft.outputs import RequestOutput
 from weft.request import Request
 
-if TYPE_CHECKING:
-    from weft.engine.async_engine import AsyncEngine
-
 PromptDelta = tuple[int, CompletionDelta]
 """Number of the prompt within its call, and what one of its completions got."""
 
 Push = Callable[[list[PromptDelta]], bool]
 """Takes deltas at once, without the reader's task; False: not now."""
+
+
+class StreamOwner(Protocol):
+    """The part of ``AsyncEngine`` that a stream calls."""
+
+    def forget(self, stream: ResponseStream) -> None:
+        """Abort what still runs of the stream, and drop the stream."""
+
+    def give_up(self, request: Request) -> None:
+        """Abort one request whose tokens have no text."""
 
 
 class ResponseStream:
@@ -46,7 +53,7 @@ class ResponseStream:
 
     push: Push | None = None
 
-    def __init__(self, engine: AsyncEngine, request_id: str, outputs: list[OutputStream]) -> None:
+    def __init__(self, engine: StreamOwner, request_id: str, outputs: list[OutputStream]) -> None:
         self.request_id = request_id
         self.outputs = outputs
         self._engine = engine

@@ -26,9 +26,10 @@ def mix_rows(
     Args:
         inputs: ``[T, *]`` each, all with one row per token; the first has the dtype of the result.
         shape: of a row of the result.
-        decode: ``(*inputs, slots=, out=)``: of the first rows, each brought to an existing state; rows without a slot
-            are zero, or left as they are in a given ``out``.
-        prefill: ``(*inputs)``: of all rows; those of decodes are overwritten.
+        decode: ``(*inputs, slots=, out=)`` computes the first rows, one token of an existing state each. Rows with
+            slot 0 are padding. ``decode`` returns zeros there, but does not write them to a given ``out``.
+        prefill: ``(*inputs)`` computes all rows. It returns zeros in every row that belongs to no chunk: rows of
+            decodes, which ``decode`` then overwrites, and padding, which stays zero.
 
     Returns:
         ``[T, *shape]``; padding rows are zero.

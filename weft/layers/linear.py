@@ -8,6 +8,7 @@ beyond heads and parts, or checkpoint names.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from weft.config.sharding import divide, head_range
 from weft.forward_context import has_named_calls
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.quant_method import LinearMethod
+from weft.layers.quant_method import QuantMethod
 from weft.layers.weight import (
     Layout,
     MatrixShard,
@@ -31,7 +32,7 @@ from weft.layers.weight import (
     stacked,
     whole_rows,
 )
-from weft.ops.collectives.peer_buffers import SentRows
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 
 
 class LinearBase(WeightModule):
@@ -67,6 +68,23 @@ class LinearBase(WeightModule):
 
     def initial_range(self, name: str) -> tuple[float, float]:
         return super().initial_range(name) if name == "bias" else self.quant_method.initial_range(self, name)
+
+
+class LinearMethod(QuantMethod[LinearBase]):
+    """A matrix ``[N, K]``."""
+
+    @abstractmethod
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + b``: ``[..., K] -> [..., N]`` in x's dtype."""
+
+    def apply_parts(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+        """``x W^T``: ``[T, K] -> [T, N]``, or ``[S, T, N]``, or sent to ``peers``, as
+        ``weft.ops.linear.linear_parts``."""
+        return self.apply(layer, x, None)
+
+    @abstractmethod
+    def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``silu(x G^T) * (x U^T)`` of a merged ``G`` and ``U``: ``[..., K] -> [..., N / 2]`` in x's dtype."""
 
 
 class PackedLinear(LinearBase):

@@ -15,13 +15,15 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from weft.ops.activation import silu_and_mul
 
+_GATED = ("silu", "gelu_pytorch_tanh")
+
 
 class MLP(nn.Module):
     """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
 
     Args:
-        activation: of the gate, ``silu`` or ``gelu_pytorch_tanh``.
-        gate_multiplier, down_multiplier: of the gate before the activation, and of the output (Falcon-H1).
+        activation: the activation of the gate, ``silu`` or ``gelu_pytorch_tanh``.
+        gate_multiplier, down_multiplier: factors of the gate before the activation, and of the output (Falcon-H1).
 
     Attributes:
         is_plain_swiglu: SwiGLU without biases and multipliers.
@@ -39,6 +41,8 @@ class MLP(nn.Module):
         down_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
+        if activation not in _GATED:
+            raise ValueError(f"activation={activation!r} is not one of {', '.join(_GATED)}")
         self._backend, self._silu = context.backend, activation == "silu"
         self._gate_multiplier, self._down_multiplier = gate_multiplier, down_multiplier
         self.is_plain_swiglu = self._silu and not bias and gate_multiplier == down_multiplier == 1.0

@@ -7,7 +7,8 @@ sharded, by their width or one by one. Does not know: which layers are sparse, h
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, MergedReplicatedLinear
 from weft.layers.mlp import MLP, dense_mlp
-from weft.layers.quant_method import ExpertsMethod, Routed
+from weft.layers.quant_method import QuantMethod
 from weft.layers.weight import (
     Interleaved,
     Layout,
@@ -34,6 +35,15 @@ from weft.layers.weight import (
 )
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.moe import topk_router
+
+
+class Routed(NamedTuple):
+    """Which experts each token meets, and an expert that sees all of them: arguments of ``weft.ops.moe.fused_moe``."""
+
+    weights: Tensor
+    ids: Tensor
+    shared: Tensor | None = None
+    shared_gate: Tensor | None = None
 
 
 class Experts(WeightModule):
@@ -147,6 +157,15 @@ products are large enough for the matrix library."""
 _NARROW, _MOST_ROUTED_ROWS_OF_NARROW = 256, 2048
 """The same for experts of up to 256 columns in two bytes, as on one of several ranks: 2 to 3% of a pass of 512 to
 2,048 rows, where measuring ended, of a quarter of Qwen3-Next's experts, 1.5% of half of them."""
+
+
+class ExpertsMethod(QuantMethod[Experts]):
+    """The merged gate and up projections of all experts, and their down projections."""
+
+    @abstractmethod
+    def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+        """The routed experts' weighted sum, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``. Ids reach the shared
+        expert only where ``experts.shared_joins`` says so. With ``peers``, as ``send_fused_moe``."""
 
 
 def most_routed_rows(experts: Experts) -> int:

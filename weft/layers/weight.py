@@ -238,7 +238,8 @@ class WeightTable:
     """How one model's published tensor names relate to its modules.
 
     Attributes:
-        packed: module name -> checkpoint names of its parts, in order (``qkv_proj``: q_proj, k_proj, v_proj).
+        packed: module name -> checkpoint names of its parts, in order (``qkv_proj``: q_proj, k_proj, v_proj). Where two
+            kinds of layers have a module of the same name, its parent stands before it (``average.in_proj``).
         renames: leading part of a tensor name in the checkpoint -> leading part of the module name.
         modules: one component of a module's path, or of the name of an expert's part, -> what checkpoints call it
             (``mlp``: feed_forward).
@@ -270,13 +271,14 @@ class WeightTable:
         """``model.layers.0.self_attn.qkv_proj`` and ``1.weight`` -> ``model.layers.0.self_attn.k_proj.weight``."""
         *parents, leaf = module_name.split(".")
         parent = ".".join(self.modules.get(component, component) for component in parents)
-        if leaf not in self.packed or not part[0].isdigit():
+        parts = self.packed.get(f"{parents[-1]}.{leaf}" if parents else leaf) or self.packed.get(leaf)
+        if parts is None or not part[0].isdigit():
             inside = part
             if part.count(".") > 1:  # 7.gate_proj.weight, of an expert
                 inside = ".".join(self.modules.get(component, component) for component in part.split("."))
             return f"{parent}.{self.modules.get(leaf, leaf)}.{inside}".removeprefix(".")
         index, _, parameter = part.partition(".")
-        return f"{parent}.{self.packed[leaf][int(index)]}.{parameter}"
+        return f"{parent}.{parts[int(index)]}.{parameter}"
 
     def named(self, module_name: str, layout: Layout) -> Layout:
         """A module's layout under the checkpoint's names."""

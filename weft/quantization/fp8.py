@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.layers.context import ModelContext
-from weft.layers.linear import LinearBase
-from weft.layers.moe import Experts
-from weft.layers.quant_method import ExpertsMethod, LinearMethod, Routed
+from weft.layers.linear import LinearBase, LinearMethod
+from weft.layers.moe import Experts, ExpertsMethod, Routed
 from weft.layers.weight import Layout, MatrixShard, WeightPiece, empty_parameter, uniform_range
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import E4M3, Fp8Matrix

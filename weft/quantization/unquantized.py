@@ -8,9 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from weft.layers.context import ModelContext
-from weft.layers.linear import LinearBase
-from weft.layers.moe import Experts
-from weft.layers.quant_method import ExpertsMethod, LinearMethod, Routed
+from weft.layers.linear import LinearBase, LinearMethod
+from weft.layers.moe import Experts, ExpertsMethod, Routed
 from weft.layers.weight import CopyTarget, Interleaved, Layout, Slices, WeightPiece, empty_parameter
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import linear, linear_parts, linear_silu_mul
