@@ -55,14 +55,14 @@ class RequestSpec(msgspec.Struct, frozen=True, tag="add"):
             numbers is sent, converted and freed one by one.
         sampling: resolved sampling parameters, for the runner.
         max_tokens: most tokens to generate; prompt and output together fit the context.
-        arrival: place of the request in order of arrival, or in the fair order of a server's callers.
+        arrival: its number in the order of arrival.
         stop_token_ids: ids that end the generation as the user's stop token; the id is the ``stop_reason``.
         eos_token_ids: ids that end it as the model's own end (empty under ``ignore_eos``).
         priority: smaller goes first under the ``priority`` policy.
         cache_salt: only cached prefixes under the same salt are reused, and what it computes is cached under it.
         checkpoint_positions: prompt positions at which later prompts may leave this one, for recurrent states.
         media: images and videos of the prompt, in the order of their placeholders.
-        caller: whose it is, for the fair order; an API key's identity or a connection.
+        caller: an API key's identity or a connection; callers get fair shares of the engine.
         arrival_time: when it was accepted, ``time.monotonic()``.
     """
 
@@ -89,6 +89,7 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
             leave the process, so they are no part of the spec.
         num_computed_tokens: tokens fed to the model, counted when a step is launched.
         num_pending: tokens sampled by launched steps and not back yet.
+        admission: its number in the order of admission; None: it was not admitted yet.
         num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
         cache_report: what it found in the cache then, and why not more.
         num_preemptions: how often it was preempted.
@@ -106,6 +107,7 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
     output_token_ids: list[int] = []
     num_computed_tokens: int = 0
     num_pending: int = 0
+    admission: int | None = None
     num_cached_tokens: int | None = None
     cache_report: CacheReport | None = None
     num_preemptions: int = 0

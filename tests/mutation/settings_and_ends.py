@@ -46,9 +46,9 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "priority-ties-by-push", "requests of one priority go by arrival", "weft/scheduler/queue.py",
-        "return (request.priority if policy == \"priority\" else 0, request.arrival)",
-        "return (request.priority, 0) if policy == \"priority\" else (0, request.arrival)",
-        "tests/scheduler/test_scheduler.py",
+        "return (request.priority if policy == \"priority\" else 0, request.admission or 0, request.arrival)",
+        "return (request.priority if policy == \"priority\" else 0, request.admission or 0, 0)",
+        "tests/scheduler/test_queue.py", "tests/scheduler/test_scheduler.py",
     ),
     mutant(
         "awaits-any-match", "few shared tokens are not waited for", "weft/scheduler/lookups.py",
@@ -129,8 +129,9 @@ SETTINGS_AND_ENDS = (
         "            request.times.finished = time.monotonic()\n", "", "tests/server/test_async_engine.py",
     ),
     mutant(
-        "images-cost-nothing", "tokens of images count in the fair order", "weft/engine/process.py",
-        "message.max_tokens + num_image_tokens)", "message.max_tokens)", "tests/server/test_async_engine.py",
+        "cached-tokens-charged", "cached prompt tokens cost a caller nothing", "weft/scheduler/scheduler.py",
+        "request.num_prompt_tokens - lease.num_cached_tokens)", "request.num_prompt_tokens)",
+        "tests/engine/test_fair_admission.py",
     ),
     mutant(
         "broken-steps-add-up", "broken steps count in a row only", "weft/engine/process.py",
@@ -139,9 +140,9 @@ SETTINGS_AND_ENDS = (
         "", "tests/server/test_async_engine.py",
     ),
     mutant(
-        "served-untold", "who comes later is not placed before what was served", "weft/engine/process.py",
-        "            self._order.served(request.arrival)\n", "            pass\n",
-        "tests/server/test_async_engine.py",
+        "outputs-uncharged", "output tokens are charged as they come", "weft/scheduler/scheduler.py",
+        "            self._order.charge(request.caller, len(request.output_token_ids) - num_output_tokens)\n", "",
+        "tests/engine/test_fair_admission.py",
     ),
     mutant(
         "truncation-drops-salt", "a truncated prompt keeps its salt", "weft/engine/inputs.py",

@@ -248,13 +248,14 @@ WAITS_AND_LEAKS = (
     ),
     # -- the engine's messages ---------------------------------------------------------------------------------------
     mutant(
-        "places-forgotten-early", "callers whose place is ahead are remembered", "weft/engine/fair_order.py",
-        "self._last = {caller: last for caller, last in self._last.items() if last > self._now}", "self._last = {}",
-        "tests/engine/test_fair_order.py",
+        "places-forgotten-early", "callers who are ahead are remembered", "weft/scheduler/fair_order.py",
+        "if used > self._time or name in open_ones}", "if name in open_ones}",
+        "tests/scheduler/test_fair_order.py",
     ),
     mutant(
-        "order-goes-back", "who comes now is placed behind all that was served", "weft/engine/fair_order.py",
-        "self._now = max(self._now, place)", "self._now = place", "tests/engine/test_fair_order.py",
+        "order-goes-back", "who comes now is placed behind all that was served", "weft/scheduler/fair_order.py",
+        "self._time = max(self._time, self._used[caller])", "self._time = self._used[caller]",
+        "tests/scheduler/test_fair_order.py",
     ),
     mutant(
         "closed-streams-end-others", "a stream that is closed again ends no other one of its id", _ENGINE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.media import item
 from tests.server.fake_engine import BREAK, CUT, FakeCore
 from tests.tiny_tokenizer import save_sentencepiece_tokenizer
 from weft.config import resolve
@@ -24,8 +22,6 @@ from weft.engine.inputs import InputProcessor
 from weft.engine.process import MAX_BROKEN_STEPS, PREFIXES_EVERY_S, EngineLoop, start_core
 from weft.engine.response_stream import PromptDelta, ResponseStream
 from weft.errors import EngineDeadError, RequestError
-from weft.messages import RowSampling
-from weft.multimodal.items import MediaItem
 from weft.outputs import CacheReport
 from weft.request import RequestSpec
 from weft.sampling_params import SamplingParams
@@ -477,24 +473,6 @@ def test_broken_steps_with_good_ones_between_them_end_nothing_else(inputs: Input
             link.run(5)
             assert (await bad.results())[0].outputs[0].finish_reason == "error"
             assert (await good.results())[0].outputs[0].text == "ab"
-
-    run(inputs, body)
-
-
-def test_places_in_the_fair_order(inputs: InputProcessor) -> None:
-    """By the tokens that are asked for and those of images, behind what has been served."""
-
-    async def body(engine: AsyncEngine, link: Link) -> None:
-        def place(caller: str, max_tokens: int, media: list[MediaItem]) -> int:
-            spec = RequestSpec(caller, array("I", [1] * 200), RowSampling(), max_tokens, caller=caller, media=media)
-            link.loop._handle(spec)
-            return link.core.requests[caller].arrival
-
-        assert place("first", 100, []) == 100
-        assert place("image", 100, [item("image", (1, 16, 32), 0, [(0, 128)])]) == 228
-        del link.core.requests["image"]
-        link.run()  # the first request is served
-        assert place("later", 10, []) == 110
 
     run(inputs, body)
 

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-from msgspec.structs import replace
 
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
-from weft.engine.fair_order import FairOrder
 from weft.errors import EngineDeadError, WeftError
 from weft.executor.rank_process import begin_start
 from weft.processes.collector import collector_off
@@ -75,7 +73,6 @@ class EngineLoop:
         self._channel = channel
         self._sent: dict[str, tuple[int, int]] = {}  # tokens and prompt log probabilities sent, by open request
         self._broken_steps = 0
-        self._order = FairOrder()
 
     def run(self) -> None:
         """Until ``Shutdown``. Raises what a step raised if ``MAX_BROKEN_STEPS`` of them broke in a row, or if no step
@@ -127,9 +124,7 @@ class EngineLoop:
             return
         if isinstance(message, RequestSpec):
             self._sent[message.request_id] = (0, 0)
-            num_image_tokens = sum(item.num_tokens for item in message.media)
-            place = self._order.place(message.caller, message.max_tokens + num_image_tokens)
-            self._core.add(Request.of(replace(message, arrival=place)))
+            self._core.add(Request.of(message))
             return
         for request_id in message.request_ids:
             self._sent.pop(request_id, None)
@@ -162,8 +157,6 @@ class EngineLoop:
     def _update(self, request: Request) -> wire.Update:
         """What the server has not been sent yet."""
         num_tokens, num_prompt_logprobs = self._sent[request.request_id]
-        if num_tokens == 0:
-            self._order.served(request.arrival)
         # A preempted request has all its prompt log probabilities again, the same ones, before its next token.
         if request.finish_reason is None:
             self._sent[request.request_id] = (len(request.output_token_ids), len(request.prompt_logprobs))

@@ -36,6 +36,7 @@ from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOu
 from weft.request import FinishReason, Request, RequestStatus
 from weft.scheduler.draft_steps import add_drafts, following_step, must_wait, settle, tokens_by_row
 from weft.scheduler.encoder_cache import EncoderCache
+from weft.scheduler.fair_order import FairOrder
 from weft.scheduler.lookups import PrefixLookups
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
 from weft.scheduler.running import EMPTY, Launched, Planned, Running
@@ -66,14 +67,15 @@ class Scheduler:
         self.drafts = drafts
         self.encoder = encoder
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._waiting = WaitingQueue(policy)
+        self._order = FairOrder()
+        self._waiting = WaitingQueue(policy, self._order)
         self._running: list[Running] = []
         self._leaving: list[Running] = []
         self._by_id: dict[str, Request] = {}
         self._finished_rows: list[int] = []
         self._lookups = PrefixLookups(manager)
         self._launched: dict[int, list[Launched]] = {}
-        self._step = self._num_preemptions = self._num_by_history = 0
+        self._step = self._num_preemptions = self._num_by_history = self._num_admitted = 0
         self._stalls = StallDetector()
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -86,6 +88,7 @@ class Scheduler:
         self._num_by_history += request.samples_by_history
         if self.drafts is not None:
             request.no_drafts_because = refusal(request)
+        self._order.begin(request.caller)
         self._waiting.push(request)
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
@@ -256,6 +259,9 @@ class Scheduler:
             request.num_cached_tokens = lease.num_cached_tokens
             request.cache_report = lease.report
             request.times.first_scheduled = time.monotonic()
+            self._num_admitted += 1
+            request.admission = self._num_admitted
+            self._order.admit(request.caller, request.num_prompt_tokens - lease.num_cached_tokens)
         self._running.append(running)
         self._running.sort(key=lambda r: sort_key(self.policy, r.request))
         return running
@@ -352,6 +358,7 @@ class Scheduler:
             if request.finish_reason is not None:
                 self._give_back_if_idle(running)
                 continue
+            num_output_tokens = len(request.output_token_ids)
             request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
             if exclusion is not None:
                 num_tokens, reason = exclusion
@@ -365,6 +372,7 @@ class Scheduler:
                 request.draft_token_ids = output.draft_token_ids.get(running.row, [])
             elif launched.samples:
                 request.append(results[running.row], *output.logprobs.get(running.row, (None,)))
+            self._order.charge(request.caller, len(request.output_token_ids) - num_output_tokens)
             if request.finish_reason is not None:
                 self._leave(running)
             if launched.samples or request.finish_reason is not None:
@@ -392,6 +400,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.times.finished = time.monotonic()
         del self._by_id[request.request_id]
+        self._order.end(request.caller)
         self._num_by_history -= request.samples_by_history
         request.drop_pixels()
 

@@ -1,0 +1,60 @@
+"""Fair shares of callers when more requests wait than can run.
+
+Each caller has a counter of the tokens that the engine computed for it: prompt tokens that were not cached, and output
+tokens. The request to admit next is that of the caller with the smallest sum of its counter and the expected cost of
+its request. Counters hold what was computed; the expectation only lets a short request pass long ones.
+
+A caller that has nothing waiting gets no credit: with its next request its counter rises to the virtual time, which is
+the counter that a caller with a fair share would have. (Sheng et al., Fairness in Serving Large Language Models, OSDI
+2024; Goyal et al., Start-time Fair Queueing, 1996.)
+"""
+
+from __future__ import annotations
+
+MAX_EXPECTED = 512
+"""Tokens beyond which requests are expected to cost the same. Most prompts are partly cached, and most callers do not
+say how long the answer will be."""
+
+_MIN_REMEMBERED = 4096
+
+
+class FairOrder:
+    """Counters of callers."""
+
+    def __init__(self) -> None:
+        self._time = 0.0
+        self._used: dict[str, float] = {}
+        self._num_open: dict[str, int] = {}
+        self._forget_at = _MIN_REMEMBERED
+
+    def begin(self, caller: str) -> None:
+        """Note a new request of ``caller``."""
+        self._num_open[caller] = self._num_open.get(caller, 0) + 1
+        if len(self._used) >= self._forget_at:
+            open_ones = self._num_open
+            self._used = {name: used for name, used in self._used.items() if used > self._time or name in open_ones}
+            self._forget_at = max(_MIN_REMEMBERED, 2 * len(self._used))
+
+    def wait(self, caller: str) -> None:
+        """Note that ``caller`` has a waiting request and had none before."""
+        self._used[caller] = max(self._used.get(caller, 0.0), self._time)
+
+    def place(self, caller: str, num_tokens: int) -> float:
+        """Return where a waiting request of ``num_tokens`` prompt and output tokens stands; smaller ones go first."""
+        return self._used[caller] + min(num_tokens, MAX_EXPECTED)
+
+    def admit(self, caller: str, num_tokens: int) -> None:
+        """Note that a request was admitted, of whose prompt ``num_tokens`` tokens have to be computed."""
+        self._time = max(self._time, self._used[caller])
+        self.charge(caller, num_tokens)
+
+    def charge(self, caller: str, num_tokens: int) -> None:
+        """Note that ``num_tokens`` tokens were computed for an open request of ``caller``."""
+        self._used[caller] += num_tokens
+        self._time += num_tokens / len(self._num_open)
+
+    def end(self, caller: str) -> None:
+        """Note that a request of ``caller`` has ended."""
+        self._num_open[caller] -= 1
+        if self._num_open[caller] == 0:
+            del self._num_open[caller]
