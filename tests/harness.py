@@ -29,7 +29,7 @@ from weft.layers.table import LayerTable
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.ops.backend import Backend
-from weft.ops.linear.fp8_linear import dequantize_inputs, dequantize_weight, quantize_inputs_reference
+from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
 from weft.runner.memory import allocate_caches
 from weft.weights import load_weights

@@ -29,7 +29,7 @@ from benchmarks.kernels.linear import _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 from weft.bench import report
 from weft.ops.activation import silu_and_mul
-from weft.ops.fp8 import E4M3, Fp8Matrix
+from weft.ops.fp8 import E4M3, Fp8Matrix, dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.fp8.quantize import quantize_inputs_triton
 from weft.ops.linear import fp8 as fp8_linear
 from weft.ops.linear.fp8 import (
@@ -43,7 +43,6 @@ from weft.ops.linear.fp8 import (
     quantized_product,
 )
 from weft.ops.linear.fp8_few_rows import MAX_HOPPER_TOKENS, MAX_TOKENS, FewRows, HopperRows
-from weft.ops.linear.fp8_linear import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.moe.blocks import Tiles
 from weft.ops.moe.fp8_experts import HopperPairs
 from weft.ops.norm.kernels import rms_norm_triton

@@ -11,7 +11,7 @@ from benchmarks.kernels.fp8_weights import DTYPE, FP8_FLOP_PER_S, fp8_weight, li
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms
 from weft.layers.moe import MOST_ROUTED_ROWS
 from weft.ops.activation import silu_and_mul
-from weft.ops.linear.fp8_linear import dequantize_inputs, dequantize_weight, quantize_inputs_reference
+from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.moe.blocks import Tile, Tiles
 from weft.ops.moe.fp8_experts import SINGLE, HopperPairs, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
 

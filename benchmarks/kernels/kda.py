@@ -28,10 +28,9 @@ from weft.bench import report
 from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Batch
 from weft.ops.attention.latent import latent_attention_triton
-from weft.ops.delta_rule import chunk_gated_delta_rule
+from weft.ops.delta_rule import chunk_gated_delta_rule, kda_decode, kda_gates
 from weft.ops.delta_rule import kda_prefill as kda
 from weft.ops.delta_rule.decode import Shape, kda_decode_triton
-from weft.ops.delta_rule.kda import kda_decode, kda_gates
 from weft.ops.delta_rule.kda_prefill import chunk_kda_triton, kda_gates_triton
 from weft.ops.triton.chunk_scan import Tile
 from weft.ops.window_attention.kernels import window_attention_decode_triton, window_attention_triton

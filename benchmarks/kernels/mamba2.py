@@ -33,8 +33,8 @@ from weft.ops.linear_attention.prefill import (
     choose_tile,
     chunk_linear_attention_triton,
 )
+from weft.ops.mamba import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
 from weft.ops.mamba.mamba2 import mamba2_decode_triton, mamba2_gates_triton
-from weft.ops.mamba.mamba2_decode import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
 from weft.ops.norm.kernels import gated_group_norm_triton
 
 NEMOTRON = Mamba2Config(64, 64, 128, 8, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)

@@ -24,7 +24,7 @@ from weft.ops.convolution import prefill as conv
 from weft.ops.moe import combine as moe_sum
 from weft.ops.norm import kernels as norm
 from weft.ops.rotary import kernels as rope
-from weft.ops.rotary.qk_norm_rope import qk_norm_rope
+from weft.ops.rotary import qk_norm_rope
 from weft.ops.triton.tile_table import choose_tile
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32

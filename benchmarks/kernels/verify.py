@@ -23,8 +23,8 @@ from benchmarks.kernels.measure import COPY_BYTES_PER_S, ON_GPU, error, time_us
 from weft.bench import report
 from weft.forward_context import Verification
 from weft.ops.attention.paged import paged_attention_triton
+from weft.ops.delta_rule import gdn_verify
 from weft.ops.delta_rule.decode import gdn_decode_triton
-from weft.ops.delta_rule.gdn_decode import gdn_verify
 from weft.ops.delta_rule.verify import gdn_verify_triton
 
 MODEL = "B"

@@ -12,8 +12,8 @@ from tests.fp8_checkpoints import SCHEMES, Reference, RoundedKeysAndValues, make
 from tests.gpu.test_precision import divergence, logits_of
 from tests.harness import Harness
 from tests.models.test_parity import prompt
-from tests.ops.test_triton_fp8 import assert_near, fp8_matrix, inputs, product
-from tests.ops.test_triton_fp8_moe import check_moe
+from tests.ops.linear.test_triton_fp8 import assert_near, fp8_matrix, inputs, product
+from tests.ops.moe.test_triton_fp8_moe import check_moe
 from tests.tiny import make_model
 from weft.ops.attention import prefill_hopper as attention_prefill_hopper
 from weft.ops.backend import Backend

@@ -13,7 +13,7 @@ BETWEEN_ROOMS = (
     mutant(
         "longest-suffix-ignored", "n-gram drafts look up suffixes up to the longest", "weft/runner/drafters.py",
         "            config.prompt_lookup_max,\n", "            config.prompt_lookup_min,\n",
-        "tests/speculation/test_ngram.py", "tests/ops/test_triton_drafts.py",
+        "tests/speculation/test_ngram.py", "tests/ops/drafts/test_triton_drafts.py",
     ),
     mutant(
         "history-of-last-token-only", "all tokens that a step sampled are in the row's history",
@@ -44,24 +44,24 @@ BETWEEN_ROOMS = (
     mutant(
         "nan-hidden-by-the-scan", "a NaN among the logits is noticed", "weft/ops/sampling/kernels.py",
         'tl.max(tl.where(raw == raw, raw, float("inf")), 0)', 'tl.max(tl.where(raw == raw, raw, float("-inf")), 0)',
-        "tests/ops/test_triton_sampling.py",
+        "tests/ops/sampling/test_triton_sampling.py",
     ),
     mutant(
         "higher-token-among-equals", "the lower token wins among equal scores of several blocks",
         "weft/ops/sampling/kernels.py",
         "tl.store(out + index, tl.min(tl.where(wins, tokens, _NO_TOKEN), 0).to(tl.int64))",
         "tl.store(out + index, tl.max(tl.where(wins, tokens, -1), 0).to(tl.int64))",
-        "tests/ops/test_triton_sampling.py",
+        "tests/ops/sampling/test_triton_sampling.py",
     ),
     mutant(
         "min-p-alone-unfiltered", "min-p alone is a filter", "weft/ops/sampling/kernels.py",
         "filtered = not all_greedy and (candidates > 0 or uses_min_p)",
-        "filtered = not all_greedy and candidates > 0", "tests/ops/test_triton_sampling.py",
+        "filtered = not all_greedy and candidates > 0", "tests/ops/sampling/test_triton_sampling.py",
     ),
     mutant(
         "held-though-too-few", "a threshold below what is held draws from the whole row",
         "weft/ops/sampling/kernels.py", "            if threshold > floor:\n",
-        "            if threshold > float('-inf'):\n", "tests/ops/test_triton_sampling.py",
+        "            if threshold > float('-inf'):\n", "tests/ops/sampling/test_triton_sampling.py",
     ),
     mutant(
         "padding-overwrites-a-last-row", "rows that pad the last layer's are no sequence's last",
@@ -100,31 +100,32 @@ BETWEEN_ROOMS = (
     mutant(
         "padding-rows-of-the-scan", "rows behind the last sequence are zero", "weft/ops/triton/chunk_scan.py",
         "        _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, H, V, CHUNK)\n", "",
-        "tests/ops/test_triton_gdn.py",
+        "tests/ops/delta_rule/test_triton_gdn.py",
     ),
     mutant(
         "state-of-a-new-sequence-read", "a sequence that starts here starts from zeros",
         "weft/ops/triton/chunk_scan.py", "continues = tl.load(seq_lens + i_seq) != query_len",
-        "continues = tl.load(seq_lens + i_seq) > 0", "tests/ops/test_triton_gdn.py",
+        "continues = tl.load(seq_lens + i_seq) > 0", "tests/ops/delta_rule/test_triton_gdn.py",
     ),
     mutant(
         "higher-expert-among-equals", "the lower expert id wins among equal logits", "weft/ops/moe/router.py",
-        "keys = (keys << 16) | (0xFFFF - experts)", "keys = (keys << 16) | experts", "tests/ops/test_triton_moe.py",
+        "keys = (keys << 16) | (0xFFFF - experts)", "keys = (keys << 16) | experts", "tests/ops/moe/test_triton_moe.py",
     ),
     mutant(
         "negative-zero-below-zero", "the two zeros are equal", "weft/ops/moe/router.py",
-        "return tl.where(x == 0.0, 0, ordered)", "return ordered", "tests/ops/test_triton_moe.py",
+        "return tl.where(x == 0.0, 0, ordered)", "return ordered", "tests/ops/moe/test_triton_moe.py",
     ),
     mutant(
         "merge-misses-long-splits", "the merge cuts sequences as the decode kernel does",
         "weft/ops/attention/merge.py",
         "    num_splits = tl.cdiv(kv_len, split_of(kv_len, double_from, SPLIT))\n    wait(EARLY)",
-        "    num_splits = tl.cdiv(kv_len, SPLIT)\n    wait(EARLY)", "tests/ops/test_triton_attention.py",
+        "    num_splits = tl.cdiv(kv_len, SPLIT)\n    wait(EARLY)", "tests/ops/attention/test_triton_attention.py",
     ),
     mutant(
         "too-few-splits-planned", "partial results have room for every split", "weft/ops/attention/merge.py",
         "lengths = min(table_tokens, double_from), min(table_tokens, 8 * double_from), table_tokens",
-        "lengths = (table_tokens >> 2, table_tokens >> 1, table_tokens)", "tests/ops/test_triton_attention.py",
+        "lengths = (table_tokens >> 2, table_tokens >> 1, table_tokens)",
+        "tests/ops/attention/test_triton_attention.py",
     ),
     mutant(
         "compiled-captured-cold", "what is compiled runs before each of its captures", "weft/graph/graph_set.py",
@@ -232,16 +233,16 @@ BETWEEN_ROOMS = (
     mutant(
         "scan-takes-odd-rows", "the copy engine is given rows that it can address",
         "weft/ops/delta_rule/scan_hopper.py", " and x.stride(0) % 8 == 0", "",
-        "tests/ops/test_gluon_delta_scan.py",
+        "tests/ops/delta_rule/test_gluon_delta_scan.py",
     ),
     mutant(
         "scan-takes-float32", "the scan on Hopper is for bfloat16", "weft/ops/delta_rule/scan_hopper.py",
-        "x.dtype == torch.bfloat16 and ", "", "tests/ops/test_gluon_delta_scan.py",
+        "x.dtype == torch.bfloat16 and ", "", "tests/ops/delta_rule/test_gluon_delta_scan.py",
     ),
     mutant(
         "scan-of-decodes-keeps-rows", "the rows of decodes are zero",
         "weft/ops/triton/chunk_scan.py", "begin = tl.load(chunk_start)", "begin = 0",
-        "tests/ops/test_triton_gdn.py",
+        "tests/ops/delta_rule/test_triton_gdn.py",
     ),
     mutant(
         "draft-fallback-dropped", "tokens that are edited behind a graph are drafted from again",

@@ -238,7 +238,7 @@ CONFIGS_AND_WEIGHTS = (
     mutant(
         "room-for-half-the-splits", "every sequence has room for its splits", "weft/ops/attention/merge.py",
         "min(table_tokens, 8 * double_from)", "min(table_tokens, 4 * double_from)",
-        "tests/ops/test_triton_attention.py",
+        "tests/ops/attention/test_triton_attention.py",
     ),
     mutant(
         "gates-without-their-end", "columns beyond the last whole block are gated", "weft/ops/activation/kernels.py",
@@ -249,33 +249,33 @@ CONFIGS_AND_WEIGHTS = (
         "gate-with-the-stride-of-x", "the scan's gate has a stride of its own", "weft/ops/mamba/scan.py",
         "num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),",
         "num_rows, chunks.first.shape[0] - 1, x.stride(0), x.stride(0), dt.stride(0),",
-        "tests/ops/test_selective_scan.py",
+        "tests/ops/mamba/test_selective_scan.py",
     ),
     mutant(
         "sigmoids-without-epsilon", "a small number is added to the sum of sigmoids", "weft/ops/moe/__init__.py",
         "weights = weights / (weights.sum(-1, keepdim=True) + epsilon)",
-        "weights = weights / weights.sum(-1, keepdim=True)", "tests/ops/test_moe.py",
+        "weights = weights / weights.sum(-1, keepdim=True)", "tests/ops/moe/test_moe.py",
     ),
     mutant(
         "ids-below-the-first", "an expert of a rank before has no id", "weft/ops/moe/__init__.py",
-        "(ids < 0) | (ids >= num_experts)", "ids >= num_experts", "tests/ops/test_moe.py",
+        "(ids < 0) | (ids >= num_experts)", "ids >= num_experts", "tests/ops/moe/test_moe.py",
     ),
     mutant(
         "yarn-beyond-the-rotation", "YaRN's ramp ends with the rotated dimensions", "weft/ops/rotary/__init__.py",
         "low, high = max(low, 0), min(high, rope.rotary_dim - 1)", "low, high = max(low, 0), high",
-        "tests/ops/test_norm_rotary_activation.py",
+        "tests/ops/norm/test_norm_rotary_activation.py",
     ),
     mutant(
         "yarn-divides-by-zero", "YaRN's ramp has a width", "weft/ops/rotary/__init__.py", "        high += 0.001",
-        "        high += 0", "tests/ops/test_norm_rotary_activation.py",
+        "        high += 0", "tests/ops/norm/test_norm_rotary_activation.py",
     ),
     mutant(
         "yarn-scales-shorter-contexts", "a factor of at most one scales nothing", "weft/ops/rotary/__init__.py",
-        "return 1.0 if factor <= 1 else ", "return ", "tests/ops/test_norm_rotary_activation.py",
+        "return 1.0 if factor <= 1 else ", "return ", "tests/ops/norm/test_norm_rotary_activation.py",
     ),
     mutant(
         "yarn-by-mscale-alone", "mscale counts beside mscale_all_dim alone", "weft/ops/rotary/__init__.py",
-        "if numerator and denominator:", "if numerator:", "tests/ops/test_norm_rotary_activation.py",
+        "if numerator and denominator:", "if numerator:", "tests/ops/norm/test_norm_rotary_activation.py",
     ),
     mutant(
         "drafts-of-the-first-rank", "each rank multiplies its share of the head's input", "weft/models/mtp.py",

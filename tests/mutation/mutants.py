@@ -90,7 +90,7 @@ MUTANTS = (
     _mutant(
         "top-p-one-too-many", "top-p keeps the smallest set whose share reaches it", "weft/ops/sampling/__init__.py",
         "(before < share * mass[:, -1:])", "(before <= share * mass[:, -1:])",
-        "tests/ops/test_sampling.py",
+        "tests/ops/sampling/test_sampling.py",
     ),
     _mutant(
         "explains-the-wrong-state", "a miss names the latest state that was lost", "weft/cache/match.py",
@@ -223,12 +223,12 @@ MUTANTS = (
     _mutant(
         "top-k-one-more", "top-k keeps k", "weft/ops/sampling/__init__.py",
         "within_k = (rank < top_k[:, None]) | ~has_k", "within_k = (rank <= top_k[:, None]) | ~has_k",
-        "tests/ops/test_sampling.py",
+        "tests/ops/sampling/test_sampling.py",
     ),
     _mutant(
         "penalty-counts-the-prompt", "frequency counts what was generated", "weft/ops/sampling/__init__.py",
         "return logits.sub_(presence[:, None] * generated)",
-        "return logits.sub_(presence[:, None] * (generated | prompt_mask))", "tests/ops/test_sampling.py",
+        "return logits.sub_(presence[:, None] * (generated | prompt_mask))", "tests/ops/sampling/test_sampling.py",
     ),
     _mutant(
         "completions-share-a-seed", "each of n completions has a seed of its own", "weft/engine/inputs.py",

@@ -127,7 +127,7 @@ ROWS_AND_RESPONSES = (
     ),
     mutant(
         "half-of-a-tile-lost", "a block of more than half a tile takes a whole one", "weft/ops/moe/blocks.py",
-        "<= ROWS // 2", "< ROWS", "tests/ops/test_triton_moe.py::test_blocks_that_are_at_most_half_full",
+        "<= ROWS // 2", "< ROWS", "tests/ops/moe/test_triton_moe.py::test_blocks_that_are_at_most_half_full",
     ),
     mutant(
         "fp8-sums-without-the-input-scale", "products that leave their sums take the static scale of their inputs",

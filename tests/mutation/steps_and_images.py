@@ -23,9 +23,9 @@ STEPS_AND_IMAGES = (
         FOLLOWING,
     ),
     mutant(
-        "old-rejections-kept", "a decode leaves no rejected drafts in its row", "weft/ops/drafts/ngram_drafts.py",
+        "old-rejections-kept", "a decode leaves no rejected drafts in its row", "weft/ops/drafts/__init__.py",
         "        state.num_rejected.index_copy_(0, rows, query_len - 1 - accepted)\n", "        pass\n",
-        "tests/ops/test_triton_drafts.py", FOLLOWING,
+        "tests/ops/drafts/test_triton_drafts.py", FOLLOWING,
     ),
     mutant(
         "drafts-counted-as-text", "n-gram drafts begin behind the last token that counts", "weft/runner/drafters.py",
@@ -33,19 +33,19 @@ STEPS_AND_IMAGES = (
         "lengths = [r.start + r.num_tokens + query_len - 1 for", "tests/speculation/test_ngram.py",
     ),
     mutant(
-        "repeats-are-cut", "drafts behind a near occurrence repeat what follows it", "weft/ops/drafts/ngram_drafts.py",
+        "repeats-are-cut", "drafts behind a near occurrence repeat what follows it", "weft/ops/drafts/__init__.py",
         "start + step % (lengths - start)", "torch.minimum(start + step, lengths - 1)",
-        "tests/ops/test_triton_drafts.py", "tests/speculation/test_ngram.py",
+        "tests/ops/drafts/test_triton_drafts.py", "tests/speculation/test_ngram.py",
     ),
     mutant(
         "next-sequence-is-a-draft", "the first token of the next sequence is no draft of the one before",
         "weft/ops/drafts/__init__.py", "    drafts[query_len - 1 :: query_len] = NO_DRAFT\n", "",
-        "tests/speculation/test_acceptance.py", "tests/ops/test_triton_drafts.py",
+        "tests/speculation/test_acceptance.py", "tests/ops/drafts/test_triton_drafts.py",
     ),
     mutant(
         "drafts-of-images-by-place", "drafts behind images have rotary positions, not places in the sequence",
         "weft/ops/drafts/__init__.py", "(positions[last] + ahead).clamp(max=max_len - 1)", "places",
-        "tests/ops/test_triton_drafts.py", "tests/speculation/test_images.py",
+        "tests/ops/drafts/test_triton_drafts.py", "tests/speculation/test_images.py",
     ),
     mutant(
         "shortest-decode-first", "the decode with the longest context comes first in a step",
@@ -64,7 +64,7 @@ STEPS_AND_IMAGES = (
     mutant(
         "programs-without-work-count", "attention releases what follows where few programs have work",
         "weft/ops/attention/decode.py", "release_by_work(EARLY, tl.minimum(num_splits, step), step)",
-        "release_by_work(EARLY, step, step)", "tests/ops/test_early_launch.py",
+        "release_by_work(EARLY, step, step)", "tests/ops/triton/test_early_launch.py",
     ),
     mutant(
         "results-leave-their-memory", "memory for results is used again", "weft/runner/results.py",
@@ -137,10 +137,10 @@ STEPS_AND_IMAGES = (
         "tests/server/test_replicas.py",
     ),
     mutant(
-        "one-scale-for-both", "the products of an expert have input scales of their own", "weft/ops/moe/fp8_moe.py",
+        "one-scale-for-both", "the products of an expert have input scales of their own", "weft/ops/moe/__init__.py",
         "down_scale[expert], input_scale=down_input_scale, block=block)",
         "down_scale[expert], input_scale=gate_up_input_scale, block=block)",
-        "tests/ops/test_triton_fp8_moe.py::test_experts_of_awkward_widths",
+        "tests/ops/moe/test_triton_fp8_moe.py::test_experts_of_awkward_widths",
     ),
     mutant(
         "images-of-no-step-stay", "what a step that was not launched was to encode keeps nobody waiting",

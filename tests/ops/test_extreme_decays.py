@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.delta_rule.test_triton_gdn import ON_GPU, on_device
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from tests.ops.test_triton_gdn import ON_GPU, on_device
 from weft.ops.backend import Backend
 from weft.ops.delta_rule import chunk_gated_delta_rule
 from weft.ops.linear_attention import chunk_linear_attention

@@ -10,10 +10,10 @@ from tests.ops.interpreter import DEVICE
 from weft.ops.activation.kernels import sigmoid_mul_triton, silu_and_mul_triton
 from weft.ops.attention.pages import PageCopier
 from weft.ops.norm.kernels import rms_norm_triton
+from weft.ops.rotary import qk_norm_rope
 from weft.ops.rotary.kernels import TILES as ROPE_TILES
 from weft.ops.rotary.kernels import Tile as RopeTile
 from weft.ops.rotary.kernels import qk_norm_rope_triton
-from weft.ops.rotary.qk_norm_rope import qk_norm_rope
 
 ON_GPU = DEVICE == "cuda"
 # Half a unit in the last place of the dtype, and float32 arithmetic before it.

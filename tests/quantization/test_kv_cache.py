@@ -19,11 +19,10 @@ from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.errors import ConfigError
 from weft.forward_context import Batch
-from weft.ops.attention import paged_attention
-from weft.ops.attention.kv_cache import copy_pages
+from weft.ops.attention import copy_pages, paged_attention
 from weft.ops.backend import Backend
 from weft.ops.fp8 import E4M3
-from weft.ops.rotary.qk_norm_rope import qk_norm_rope
+from weft.ops.rotary import qk_norm_rope
 
 SETTINGS: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "cpu_cache_gib": 0.05, "max_num_seqs": 3}
 PROMPT = list(range(40, 110))

@@ -31,7 +31,7 @@ from weft.errors import ConfigError, UnsupportedModelError, WeightsError
 from weft.layers.linear import LinearBase
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
-from weft.ops.linear.fp8_linear import dequantize_weight
+from weft.ops.fp8 import dequantize_weight
 from weft.quantization.storage import QuantizedRows
 from weft.weights import load_weights
 

@@ -23,7 +23,7 @@ from weft.layers.weight import Layout, WeightModule, empty_parameter, split_rows
 from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
 from weft.ops.fp8 import E4M3
-from weft.ops.rotary.qk_norm_rope import qk_norm_rope
+from weft.ops.rotary import qk_norm_rope
 
 
 class PagedAttention(WeightModule):

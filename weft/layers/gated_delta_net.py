@@ -34,8 +34,7 @@ from weft.layers.weight import (
     stacked,
 )
 from weft.ops.convolution import causal_conv1d
-from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_gates
-from weft.ops.delta_rule.gdn_decode import gdn_decode, gdn_verify
+from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_decode, gdn_gates, gdn_verify
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 

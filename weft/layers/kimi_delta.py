@@ -34,8 +34,7 @@ from weft.layers.weight import (
     whole_rows,
 )
 from weft.ops.convolution import causal_conv1d
-from weft.ops.delta_rule import chunk_gated_delta_rule
-from weft.ops.delta_rule.kda import kda_decode, kda_gates
+from weft.ops.delta_rule import chunk_gated_delta_rule, kda_decode, kda_gates
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 

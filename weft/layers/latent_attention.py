@@ -18,7 +18,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
 from weft.layers.weight import Layout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
-from weft.ops.attention.latent_attention import latent_attention, store_latents
+from weft.ops.attention import latent_attention, store_latents
 
 _EPS = 1e-6
 """Of the latents' norms, whatever the model's is."""

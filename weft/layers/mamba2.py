@@ -24,7 +24,7 @@ from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import RECURRENCE_RANGES, Layout, WeightModule, empty_parameter, split_rows
 from weft.ops.convolution import causal_conv1d
 from weft.ops.linear_attention import chunk_linear_attention
-from weft.ops.mamba.mamba2_decode import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
+from weft.ops.mamba import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
 from weft.ops.norm import gated_group_norm
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel

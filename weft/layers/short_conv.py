@@ -18,7 +18,7 @@ from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.weight import Layout, RowMap, WeightModule, empty_parameter, split_rows
-from weft.ops.convolution.short_conv import short_conv, short_conv_decode
+from weft.ops.convolution import short_conv, short_conv_decode
 
 
 class DepthwiseConv(WeightModule):

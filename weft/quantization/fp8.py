@@ -16,8 +16,8 @@ from weft.layers.moe import Experts, ExpertsMethod, Routed
 from weft.layers.weight import Layout, MatrixShard, WeightPiece, empty_parameter, uniform_range
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import E4M3, Fp8Matrix
-from weft.ops.linear.fp8_linear import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
-from weft.ops.moe.fp8_moe import fp8_fused_moe, send_fp8_fused_moe
+from weft.ops.linear import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
+from weft.ops.moe import fp8_fused_moe, send_fp8_fused_moe
 from weft.quantization.storage import OnlineStorage, QuantizedRows, Storage, random_ranges
 from weft.quantization.unquantized import fused_layout
 

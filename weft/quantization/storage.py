@@ -14,8 +14,7 @@ from torch import Tensor
 from weft.config.quantization import BLOCK
 from weft.errors import ConfigError
 from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, Slices, WeightPiece
-from weft.ops.fp8 import E4M3_MAX
-from weft.ops.linear.fp8_linear import quantize_rows
+from weft.ops.fp8 import E4M3_MAX, quantize_rows
 
 
 class Storage(ABC):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.config.layer_spec import LayerSpec
 from weft.forward_context import LayerCache
-from weft.ops.attention.kv_cache import copy_pages
+from weft.ops.attention import copy_pages
 from weft.ops.backend import Backend
 from weft.runner.buffers import to_device
 

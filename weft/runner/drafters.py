@@ -22,7 +22,7 @@ from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.messages import NewRequest, ScheduledRequest
 from weft.models.mtp import DraftInputs, MtpDrafter
 from weft.ops.backend import Backend
-from weft.ops.drafts.ngram_drafts import ngram_drafts
+from weft.ops.drafts import ngram_drafts
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable

@@ -19,7 +19,7 @@ from weft.layers.sampler import Logprobs, logprobs_of
 from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
-from weft.ops.steps.step_results import NUM_RESULTS, store_step_results
+from weft.ops.steps import NUM_RESULTS, store_step_results
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable

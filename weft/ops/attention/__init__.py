@@ -1,11 +1,18 @@
-"""Causal softmax attention over a paged KV cache, prefill and decode in one call.
+"""Causal softmax attention over a paged cache, of keys and values or of latents, and the writes to that cache.
 
-Job: read each sequence's pages and attend. Owns: the layout ``[num_pages, page_size, Hkv, D]`` on the read side.
-Does not know: who filled the pages (``qk_norm_rope`` has already written this step's keys and values), or what a layer
-is. Unwritten cache entries may hold anything, NaN included; they are never read.
+Job: read each sequence's pages and attend, prefill and decode in one call; store keys, values and latents; copy pages.
+Owns: the layouts ``[num_pages, page_size, Hkv, D]`` of keys and values and ``[num_pages, page_size, P]`` of latents
+(MLA, arXiv 2405.04434, absorbed), and the meaning of a slot (``page * page_size + offset``). Does not know: who owns a
+page, how queries are absorbed, or what a layer is.
+
+A latent's first R columns are both key and value, the columns up to E are key alone, and the others are padding. Page 0
+is reserved: padding tokens write there, and nobody reads it. Unwritten cache entries may hold anything, NaN included;
+they are never read.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +21,7 @@ from torch import Tensor
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
+from weft.ops.fp8 import E4M3, E4M3_MAX
 
 # Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
 _BLOCK_ELEMENTS = 1 << 19
@@ -211,3 +219,71 @@ def _causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor | 
     if query_len == kv_len:
         return None
     return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - query_len)
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write one key and one value per token, in place, as torch operations. Part of ``qk_norm_rope``.
+
+    Args:
+        k, v: ``[T, Hkv, D]``.
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``, contiguous, in k's dtype or e4m3 (saturating).
+        slot_mapping: ``[T]`` int64. Only slots of page 0 may occur more than once.
+    """
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        if cache.dtype is E4M3:
+            x = x.clamp(-E4M3_MAX, E4M3_MAX)
+        as_bytes(cache).flatten(0, 1).index_copy_(0, slot_mapping, as_bytes(x.to(cache.dtype)))
+
+
+def copy_pages(caches: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
+    """Copy page ``src[i]`` to page ``dst[i]`` in every cache tensor (any tensor indexed by page or by slot), in place.
+
+    Args:
+        caches: tensors ``[num_pages, ...]``.
+        src, dst: ``[N]`` integer tensors. All reads happen before any write; ``dst`` has no duplicates.
+    """
+    src, dst = src.long(), dst.long()
+    for cache in caches:
+        cache = as_bytes(cache)
+        cache.index_copy_(0, dst, cache.index_select(0, src))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """e4m3 as bytes, which torch can copy by index on every device; other dtypes as they are."""
+    return x.view(torch.uint8) if x.dtype is E4M3 else x
+
+
+@with_kernel("weft.ops.attention.latent")
+def latent_attention(
+    q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float, backend: Backend
+) -> Tensor:  # fmt: skip
+    """``softmax(scale * q c^T) c[:rank]`` of each token over its sequence up to and including itself.
+
+    Args:
+        q: ``[T, H, E]``, absorbed queries.
+        latents: ``[num_pages, page_size, P]`` in q's dtype, P a multiple of 8 and at least E; this step's are written.
+        batch: says which tokens form which sequence and where their pages are.
+        rank: columns of an entry that are its value.
+
+    Returns:
+        ``[T, H, rank]`` in q's dtype; padding rows are zero.
+    """
+    # Attention with one key head, whose values are its keys.
+    if batch.mixture is not None:
+        out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
+        return device_work(
+            latent_attention.reference, batch, out, {"q": q, "latents": latents, "rank": rank, "scale": scale}
+        )
+    cache = latents[..., : q.shape[2]].unsqueeze(2)
+    return paged_attention.reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
+
+
+def store_latents(entries: Tensor, latents: Tensor, slot_mapping: Tensor) -> None:
+    """Write one entry per token, in place.
+
+    Args:
+        entries: ``[T, E]``.
+        latents: ``[num_pages, page_size, P]``; columns from E on stay as they are.
+        slot_mapping: ``[T]`` int64. Only slots of page 0 may occur more than once.
+    """
+    latents.flatten(0, 1)[:, : entries.shape[1]].index_copy_(0, slot_mapping, entries.to(latents.dtype))

@@ -114,7 +114,7 @@ def short_conv_decode_triton(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``short_conv_decode`` of ``weft/ops/convolution/short_conv.py``."""
+    """``short_conv_decode`` of ``weft/ops/convolution``."""
     return _launch(projected, weight, bias, conv_state, state_slots, out, double_gated=True, most_channels=256)
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), chunked for prefill and one step for decode.
+"""The gated delta rule of Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692).
 
 Per value head, with key k, value v, decay exp(g) and write strength beta (all per token)::
 
@@ -6,11 +6,14 @@ Per value head, with key k, value v, decay exp(g) and write strength beta (all p
     o_t = S_t^T q_t
 
 Queries and keys are L2-normalised (eps 1e-6 under the root), queries are scaled by ``K ** -0.5``; each of the HK key
-heads serves ``HV / HK`` consecutive value heads. In Kimi Delta Attention (arXiv 2510.26692) g has a value per channel
-of the key, ``[K]``, and ``exp(g)`` decays the rows of S.
+heads serves ``HV / HK`` consecutive value heads. In Kimi Delta Attention g has a value per channel of the key, ``[K]``,
+and ``exp(g)`` decays the rows of S.
 
-Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[num_slots, HV, K, V]``, float32 or
-bfloat16 (rounded at the store only), and the checkpoint stores. Does not know: projections, convolution, norms.
+Job: gates, outputs and states, all arithmetic in float32: chunked for prefill; for decoding rows and for the tokens of
+draft verification, everything between the layer's two projections as one operation. Owns: the state layout
+``[num_slots, HV, K, V]``, float32 or bfloat16 (rounded at the store only), the checkpoint stores, and the order of the
+merged projections on the reading side (``q | k | v | z | b | a``; KDA: ``q | k | v | b``). Does not know: the
+projections themselves, slots' owners, or which drafts will be accepted.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
-from weft.config.gated_delta_net import L2_EPS
+from weft.config.gated_delta_net import L2_EPS, GatedDeltaNetConfig
+from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.chunks import ChunkWalk
+from weft.ops.convolution import causal_conv1d_update_reference
 from weft.ops.device_work import device_work
+from weft.ops.norm import gated_rms_norm
+from weft.ops.padding import settle_padding
 
 
 @with_kernel("weft.ops.delta_rule.gdn_prefill")
@@ -183,3 +190,164 @@ def _channel_scores(writes: Tensor, queries: Tensor, keys: Tensor, log_decay: Te
         decayed = keys[:, :, : i + 1] * (log_decay[:, :, i : i + 1] - log_decay[:, :, : i + 1]).exp()
         scores[:, :, :, i, : i + 1] = torch.matmul(rows[:, :, i], decayed.transpose(2, 3))
     return scores[:, :, 0], scores[:, :, 1]
+
+
+@with_kernel("weft.ops.delta_rule.decode")
+def gdn_decode(
+    projected: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    geometry: GatedDeltaNetConfig,
+    *,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token for each of N rows that continue a state; both states advance in place.
+
+    Args:
+        projected: ``[N, C + HV * V + 2 * HV]``, ``q | k | v | z | b | a`` with ``C = 2 * HK * K + HV * V``.
+        conv_weight: ``[C, W]``.
+        A_log, dt_bias: ``[HV]``.
+        norm_weight: ``[V]``, of the gated output norm.
+        eps: of that norm.
+        conv_state: ``[num_slots, C, W - 1]``.
+        state: ``[num_slots, HV, K, V]``, float32 or bfloat16.
+        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, or as it is in a given ``out``;
+            only the reserved slot's state may change. Other slots occur once.
+        geometry: heads and sizes of this rank's share.
+        out: ``[N, HV * V]`` to write to, optional.
+
+    Returns:
+        ``[N, HV * V]`` in projected's dtype, ready for the output projection.
+    """
+    # The operations that the kernel fuses, one after the other.
+    key_dim, value_dim, num_v_heads = geometry.key_dim, geometry.value_dim, geometry.num_v_heads
+    qkv, z, b, a = projected.split([geometry.conv_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
+    g, beta = gdn_gates.reference(a, b, A_log, dt_bias, negative_eigenvalues=geometry.negative_eigenvalues)
+    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
+    q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
+    q, k = (x.unflatten(-1, (geometry.num_k_heads, geometry.head_k_dim)) for x in (q, k))
+    v = v.unflatten(-1, (num_v_heads, geometry.head_v_dim))
+    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
+    normed = gated_rms_norm.reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
+    return settle_padding(normed.view(-1, value_dim), state_slots, out)
+
+
+@with_kernel("weft.ops.delta_rule.verify")
+def gdn_verify(
+    projected: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    slots: Tensor,
+    geometry: GatedDeltaNetConfig,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """T tokens for each of S sequences that continue a state: what ``gdn_decode`` does, token after token, with the
+    states after every token kept in slots of their own.
+
+    Args:
+        projected: ``[S * T, C + HV * V + 2 * HV]``, ``q | k | v | z | b | a`` with ``C = 2 * HK * K + HV * V``, the
+            tokens of a sequence side by side.
+        conv_weight, A_log, dt_bias, norm_weight, eps, geometry: as in ``gdn_decode``.
+        conv_state: ``[num_slots, C, W - 1]``.
+        state: ``[num_slots, HV, K, V]``, float32 or bfloat16; rounded to that after every token, as decoding does.
+        state_slots: ``[S]`` int32, the slots that hold the states before these tokens. Slot 0: the sequence is padding,
+            its output is zero, and only the reserved slot's state may change.
+        slots: ``[S, T]`` int32, the slots that receive the states after each token; 0: nothing is kept. Those of
+            ``state_slots`` may be among them, each in its own row; no other slot occurs twice.
+
+    Returns:
+        ``[S * T, HV * V]`` in projected's dtype, ready for the output projection.
+    """
+    # Decode steps on copies of the states, which go to their slots after each.
+    num_seqs, query_len = slots.shape
+    rows = projected.view(num_seqs, query_len, -1)
+    weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
+    first = state_slots.new_zeros(1)
+    read = torch.cat([first, state_slots]).long()  # entry 0 is reserved, as in the caches
+    local = torch.arange(1, num_seqs + 1, dtype=state_slots.dtype, device=state_slots.device) * (state_slots > 0)
+    conv, running, outputs = conv_state[read], state[read], []
+    for i in range(query_len):
+        outputs.append(gdn_decode.reference(rows[:, i], *weights, conv, running, local, geometry))
+        after = slots[:, i].long()
+        conv_state[after], state[after] = conv[1:], running[1:]
+    return torch.stack(outputs, dim=1).flatten(0, 1)
+
+
+@with_kernel("weft.ops.delta_rule.kda_prefill")
+def kda_gates(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: Backend) -> tuple[Tensor, Tensor]:
+    """Log decays ``g = -exp(A_log) * softplus(f + dt_bias)`` and write strengths ``beta = sigmoid(b)``.
+
+    Args:
+        f: ``[T, H * K]``, the forget gate's projection; rows may be strided.
+        b: ``[T, H]``; rows may be strided.
+        A_log: ``[H]``.
+        dt_bias: ``[H * K]``.
+
+    Returns:
+        ``g [T, H, K]`` and ``beta [T, H]``, float32; g is at most 0.
+    """
+    x = (f.float() + dt_bias.float()).unflatten(-1, (A_log.shape[0], -1))
+    return F.softplus(x) * -A_log.float().exp()[:, None], b.float().sigmoid()
+
+
+@with_kernel("weft.ops.delta_rule.decode")
+def kda_decode(
+    projected: Tensor,
+    f: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    geometry: KimiDeltaConfig,
+    *,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token for each of N rows that continue a state; both states advance in place.
+
+    Args:
+        projected: ``[N, 3 * H * K + H + ...]``, ``q | k | v | b``; more columns may follow.
+        f, gate: ``[N, H * K]``, projections of the forget gate and of the output gate.
+        conv_weight: ``[3 * H * K, W]``.
+        A_log, dt_bias: see ``kda_gates``.
+        norm_weight: ``[K]``, of the output norm, whose gate is a sigmoid; eps of that norm.
+        conv_state: ``[num_slots, 3 * H * K, W - 1]``.
+        state: ``[num_slots, H, K, K]``, float32 or bfloat16.
+        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, or as it is in a given ``out``;
+            only the reserved slot's state may change. Other slots occur once.
+        geometry: heads and sizes of this rank's share.
+        out: ``[N, H * K]`` to write to, optional.
+
+    Returns:
+        ``[N, H * K]`` in projected's dtype, ready for the output projection.
+    """
+    # The operations that the kernel fuses, one after the other.
+    heads, dim = geometry.num_heads, geometry.head_dim
+    qkv, b = projected[:, : 3 * heads * dim], projected[:, 3 * heads * dim : 3 * heads * dim + heads]
+    g, beta = kda_gates.reference(f, b, A_log, dt_bias)
+    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
+    q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
+    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
+    normed = gated_rms_norm.reference(
+        o.flatten(0, 1), gate.reshape(-1, dim), norm_weight, eps, activation="sigmoid"
+    )  # fmt: skip
+    return settle_padding(normed.view(-1, heads * dim), state_slots, out)

@@ -1,4 +1,4 @@
-"""The kernel of ``weft/ops/drafts/ngram_drafts.py``: one program per sequence walks through its tokens once.
+"""The kernel of ``weft/ops/drafts``: one program per sequence walks through its tokens once.
 
 It is launched as an ordinary kernel: what it writes is read by the next step's (``early_launch.py``).
 """
@@ -75,7 +75,7 @@ def ngram_drafts_triton(
     high: int,
     always: bool,
 ) -> Tensor:
-    """As ``weft.ops.drafts.ngram_drafts.ngram_drafts``."""
+    """As ``weft.ops.drafts.ngram_drafts``."""
     num_seqs, query_len = len(rows), len(token_ids) // len(rows)
     assert history.is_contiguous() and state.drafts.is_contiguous()
     assert max(query_len, num_drafts) <= _DRAFT_BLOCK

@@ -149,7 +149,7 @@ def prepare_pass(x: Tensor, input_scale: Tensor | None, *, block: int) -> Pass:
 
 
 def quantize_inputs_triton(x: Tensor, input_scale: Tensor | None, *, block: int) -> tuple[Tensor, Tensor]:
-    """``quantize_inputs_reference`` of ``weft/ops/linear/fp8_linear.py`` for ``x [T, K]``.
+    """``quantize_inputs_reference`` of ``weft/ops/linear`` for ``x [T, K]``.
 
     Returns:
         Contiguous values ``[T, K]``, and scales: ``[T, G]``, the T of each group side by side, or ``[T, 1]``; or the

@@ -1,6 +1,7 @@
 """Matrix products with weights: linear layers, and the gated one of the MLPs (SwiGLU, arXiv 2002.05202).
 
-Job: ``x W^T + b``, and ``silu(gate) * up`` of a merged projection. Does not know: sharding, layers.
+Job: ``x W^T + b``, and ``silu(gate) * up`` of a merged projection, with weights in the inputs' dtype or in FP8 (e4m3)
+as ``weft.ops.fp8`` defines it. Does not know: sharding, layers, checkpoints.
 
 The torch backend calls the matrix library in the open, where tracers and the replay emulator see it. The Triton backend
 decides by the number of rows, on the host and from the shape alone, so it can be captured; a tracer sees one operation.
@@ -8,12 +9,14 @@ decides by the number of rows, on the host and from the shape alone, so it can b
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.activation import silu_and_mul
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
+from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.traced import traced_op
 
 
@@ -87,3 +90,73 @@ def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     if backend is Backend.TORCH:
         return linear_silu_mul_reference(x, weight, bias)
     return skinny_linear_silu_mul(x, weight, bias)
+
+
+@traced_op()
+@with_kernel("weft.ops.linear.fp8")
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    plain_weight: Tensor | None = None,
+    *,
+    block: int,
+    backend: Backend,
+) -> Tensor:
+    """``x W^T + b`` of dequantised values, summed in float32.
+
+    Args:
+        x: ``[..., K]``, contiguous in its last dimension.
+        weight: ``[M, K]`` e4m3; no kernel of the step may write it (it is read early on the GPU).
+        weight_scale: float32, ``[M / block, K / block]`` (rounded up), or ``[M, 1]`` if ``block`` is 0.
+        bias: ``[N]`` or None.
+        input_scale: ``[1]`` float32: the scale of all inputs; None: found for each token (and group).
+        plain_weight: ``[N - M, K]`` in x's dtype: further rows, which are multiplied with x as it is.
+        block: 128, or 0 for scales by row and token.
+
+    Returns:
+        ``[..., N]`` in x's dtype. A row's values depend on that row and the number of rows alone.
+    """
+    values, scales = quantize_inputs_reference(x, input_scale, block=block)
+    y = F.linear(dequantize_inputs(values, scales, block=block), dequantize_weight(weight, weight_scale, block=block))
+    if plain_weight is not None:
+        y = torch.cat([y, F.linear(x.float(), plain_weight.float())], dim=-1)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+@with_kernel("weft.ops.linear.fp8")
+def fp8_linear_parts(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None = None,
+    *,
+    block: int,
+    backend: Backend,
+) -> Tensor:
+    """``fp8_linear`` of ``x [T, K]``, whose last sum may be left to ``rms_norm`` (``weft.ops.linear.linear_parts``)."""
+    return fp8_linear.reference(x, weight, weight_scale, None, input_scale, block=block)
+
+
+@traced_op()
+@with_kernel("weft.ops.linear.fp8")
+def fp8_linear_silu_mul(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    *,
+    block: int,
+    backend: Backend,
+) -> Tensor:
+    """``silu(x G^T) * (x U^T)`` with gate and up projections in one FP8 matrix ``[2 * I, K]``, gate rows first.
+
+    Arguments as of ``fp8_linear``. Returns ``[..., I]`` in x's dtype; the reference rounds both projections to that
+    dtype first, the kernel for few rows does not.
+    """
+    return silu_and_mul.reference(fp8_linear.reference(x, weight, weight_scale, bias, input_scale, block=block))

@@ -219,7 +219,7 @@ def fp8_linear_triton(
     *,
     block: int,
 ) -> Tensor:
-    """``fp8_linear`` of ``weft/ops/linear/fp8_linear.py``."""
+    """``fp8_linear`` of ``weft/ops/linear``."""
     flat, rows = x.flatten(0, -2), weight.shape[0]
     total = rows + (0 if plain_weight is None else plain_weight.shape[0])
     out = outputs(flat.shape[0], total, x)
@@ -240,7 +240,7 @@ def fp8_linear_triton(
 def fp8_linear_parts_triton(
     x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None = None, *, block: int
 ) -> Tensor:
-    """``fp8_linear_parts`` of ``weft/ops/linear/fp8_linear.py``."""
+    """``fp8_linear_parts`` of ``weft/ops/linear``."""
     config = choose_config(weight, x.shape[0], False, block)
     if not x.shape[0] or not isinstance(config, FewRows) or config.splits == 1:
         return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
@@ -258,7 +258,7 @@ def fp8_linear_silu_mul_triton(
     *,
     block: int,
 ) -> Tensor:
-    """``fp8_linear_silu_mul`` of ``weft/ops/linear/fp8_linear.py``."""
+    """``fp8_linear_silu_mul`` of ``weft/ops/linear``."""
     flat, rows = x.flatten(0, -2), weight.shape[0]
     if flat.shape[0] > MAX_TOKENS:
         return silu_and_mul_triton(fp8_linear_triton(x, weight, weight_scale, bias, input_scale, block=block))

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.convolution.decode import causal_conv1d_update_triton
 from weft.ops.linear_attention.decode import linear_attention_step
-from weft.ops.mamba.mamba2_decode import Mamba2Weights, split_heads
+from weft.ops.mamba import Mamba2Weights, split_heads
 from weft.ops.norm.kernels import gated_group_norm_triton
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus

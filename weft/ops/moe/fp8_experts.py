@@ -299,7 +299,7 @@ def fp8_fused_moe_triton(
     block: int,
     config: Tiles | HopperPairs | None = None,
 ) -> Tensor:
-    """``fp8_fused_moe`` of ``weft/ops/moe/fp8_moe.py``. ``config``: overrides the choice (tests and measurements)."""
+    """``fp8_fused_moe`` of ``weft/ops/moe``. ``config``: overrides the choice (tests and measurements)."""
     matrices = (
         Fp8Matrix(gate_up, gate_up_scale, gate_up_input_scale, block),
         Fp8Matrix(down, down_scale, down_input_scale, block),

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.fp8 import E4M3_MAX
-from weft.ops.rotary.qk_norm_rope import split_qkv
+from weft.ops.rotary import split_qkv
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -232,7 +232,7 @@ def qk_norm_rope_triton(
     v_scale: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``qk_norm_rope`` of ``weft/ops/rotary/qk_norm_rope.py``. ``tile`` overrides that of ``TILES``."""
+    """``qk_norm_rope`` of ``weft/ops/rotary``. ``tile`` overrides that of ``TILES``."""
     assert (q_norm is None) == (k_norm is None) and qkv.stride(1) == 1
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.is_contiguous()
     q, k, v, gate = split_qkv(qkv, num_heads, num_kv_heads, head_dim, gated)

@@ -1,10 +1,11 @@
-"""A step's inputs on their way from the host to the device.
+"""A step's inputs and results on their way between host and device.
 
-Job: copy the packed inputs of a step (``runner/buffers.py``) to the device, and enter its new pages in the page table
-there. Does not know: what the numbers mean.
+Job: copy the packed inputs of a step (``runner/buffers.py``) to the device, enter its new pages in the page table
+there, and write the sampled tokens into the host's memory. Does not know: what the numbers mean, or when the host's
+memory may be used again (``runner/results.py``).
 
-The kernel reads the host's memory itself. Copies by the copy engine make the device change from one engine to another
-and back, which takes longer than a few kilobytes do.
+The kernels read and write the host's memory themselves. Copies by the copy engine make the device change from one
+engine to another and back, which takes longer than a few kilobytes do.
 """
 
 from __future__ import annotations
@@ -43,3 +44,30 @@ def load_step_inputs(
     if num_updates:
         updates = host[size : size + 2 * num_updates].to(block.device, non_blocking=True).view(-1, 2)
         page_table.view(-1).index_copy_(0, updates[:, 0], updates[:, 1].to(torch.int32))
+
+
+NUM_RESULTS = 5
+"""Arrays of results that a step may have."""
+
+
+@with_kernel("weft.ops.steps.results")
+def store_step_results(
+    host: Tensor,
+    token_ids: Tensor,
+    failed: Tensor,
+    counted: Tensor,
+    prefill_failed: Tensor,
+    drafts: Tensor,
+    *,
+    backend: Backend,
+) -> None:
+    """Fill the beginnings of the rows of ``host``, each with one of the others. The host does not wait.
+
+    Args:
+        host: ``[NUM_RESULTS, N]`` int64, on a GPU pinned memory, which must not become anybody else's before the
+            device has done this: torch does not know of it.
+        token_ids, drafts: contiguous int64 of any shape, of up to N numbers.
+        failed, counted, prefill_failed: ``[up to N]`` bool, contiguous; they arrive as 0 and 1.
+    """
+    for row, values in zip(host, (token_ids, failed, counted, prefill_failed, drafts), strict=True):
+        row[: values.numel()].copy_(values.view(-1), non_blocking=True)

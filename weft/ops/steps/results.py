@@ -1,4 +1,4 @@
-"""The kernel of ``weft/ops/steps/step_results.py``, which writes the host's pinned memory.
+"""The kernel of ``weft/ops/steps``, which writes the host's pinned memory.
 
 It is launched as an ordinary kernel: when the host may read is said by an event behind it.
 """
@@ -38,7 +38,7 @@ def _store_kernel(
 def store_step_results_triton(
     host: Tensor, token_ids: Tensor, failed: Tensor, counted: Tensor, prefill_failed: Tensor, drafts: Tensor
 ) -> None:
-    """``store_step_results`` of ``weft/ops/steps/step_results.py``, with one launch."""
+    """``store_step_results`` of ``weft/ops/steps``, with one launch."""
     results = (token_ids, failed, counted, prefill_failed, drafts)
     sizes = [values.numel() for values in results]
     assert max(sizes) <= host.shape[1] and host.is_contiguous() and drafts.is_contiguous()

@@ -1,1 +1,1 @@
-"""Triton kernels: ``x_triton`` for each operation ``x`` of ``weft/ops``, with the parameters of its torch reference."""
+"""Parts that Triton kernels of several families share: launches, tiles, tables, elementwise functions."""

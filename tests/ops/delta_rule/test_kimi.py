@@ -1,0 +1,166 @@
+"""Kimi Delta Attention and latent attention: references against the definitions, kernels against the references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.delta_rule.test_triton_gdn import DTYPES, close, mixed_batch, on_device, poisoned
+from tests.ops.interpreter import DEVICE
+from tests.ops.oracles import PAGE_SIZE, make_batch
+from weft.config.kimi import KimiDeltaConfig
+from weft.ops.attention import latent_attention
+from weft.ops.backend import Backend
+from weft.ops.delta_rule import chunk_gated_delta_rule, kda_decode, kda_gates
+from weft.ops.norm import gated_rms_norm
+
+pytest.importorskip("triton")
+from weft.ops.delta_rule.decode import Shape  # isort: skip
+from weft.ops.delta_rule.decode import kda_decode_triton  # isort: skip
+
+TORCH, TRITON = Backend.TORCH, Backend.TRITON
+ON_GPU = DEVICE == "cuda"
+HEADS = [(32, 128), (3, 24)] if ON_GPU else [(2, 20)]
+"""Heads and their size."""
+DECODES = [(4, torch.float32)] + ON_GPU * [(2, torch.float32), (3, torch.bfloat16), (20, torch.bfloat16)]
+"""Rows and dtype of decode steps: on a GPU also those whose states have a launch of their own."""
+
+
+def rule_inputs(num_tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v, g, beta; decays from almost none to almost all of a state within a token."""
+    packed = torch.randn(num_tokens, 3 * heads * dim, device=DEVICE).to(dtype)
+    q, k, v = packed.unflatten(-1, (3, heads, dim)).unbind(1)
+    f, b = torch.randn(num_tokens, heads * dim, device=DEVICE), torch.randn(num_tokens, heads, device=DEVICE)
+    a_log, dt_bias = torch.linspace(-5, 2, heads, device=DEVICE), torch.linspace(-6, 1, heads * dim, device=DEVICE)
+    return q, k, v, *kda_gates.reference(f, b, a_log, dt_bias)
+
+
+def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and the last state, by the definition, in float64."""
+    q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    state, out = torch.zeros(*k.shape[1:], v.shape[2], dtype=torch.float64, device=q.device), []
+    for t in range(len(q)):
+        state = state * g[t].exp()[..., None]
+        delta = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+        state = state + k[t][..., None] * delta[:, None]
+        out.append(torch.einsum("hk,hkv->hv", q[t], state) * q.shape[2] ** -0.5)
+    return torch.stack(out), state
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_chunks_are_the_recurrence(backend: Backend) -> None:
+    x = rule_inputs(150, *HEADS[-1], torch.float32)
+    batch = on_device(make_batch([150], [0], num_decodes=0, checkpoints={0: {71: 9}}))
+    state = torch.full((13, HEADS[-1][0], *[HEADS[-1][1]] * 2), torch.nan, device=DEVICE)
+    out = chunk_gated_delta_rule(*x, state, batch, backend=backend)
+    want, last = token_by_token(*x)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(state[int(batch.state_slots[0])].double(), last, rtol=1e-4, atol=2e-5)
+    _, middle = token_by_token(*(y[:71] for y in x))
+    torch.testing.assert_close(state[9].double(), middle, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunk_kernel_of_a_mixed_batch(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    batch = mixed_batch()
+    n, (h, dim) = batch.num_tokens, heads
+    x = poisoned(batch, *rule_inputs(n + 3, h, dim, dtype))
+    before = torch.randn(13, h, dim, dim, device=DEVICE)
+    before[[3, 4]] = torch.nan  # sequences 2 and 3 start here: what their slots hold must not matter
+    expected_state, state = before.clone(), before.clone()
+    expected = chunk_gated_delta_rule(*x, expected_state, batch, backend=TORCH)
+    result = chunk_gated_delta_rule(*x, state, batch, backend=TRITON)
+    close(result[2:], expected[2:], dtype)
+    assert (result[n:] == 0).all(), "padding rows must be zero"
+    assert (result[:2] == 0).all(), "rows of decodes"
+    close(state[3:12], expected_state[3:12], dtype)
+    for slot in (0, 1, 2, 12):
+        assert torch.equal(state[slot], before[slot]), f"slot {slot} was touched"
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("given_out", [False, True])
+@pytest.mark.parametrize(("rows", "dtype"), DECODES)
+def test_decode_step(heads: tuple[int, int], given_out: bool, rows: int, dtype: torch.dtype) -> None:
+    """Everything between the projections; the last row is padding."""
+    (h, dim), last = heads, rows - 1
+    geometry = KimiDeltaConfig(h, dim, 4)
+    projected = torch.randn(rows, 3 * h * dim + h + 2 * dim, device=DEVICE).to(dtype)
+    f, gate = (torch.randn(rows, h * dim, device=DEVICE).to(dtype) for _ in range(2))
+    for x in (projected, f, gate):
+        x[last] = torch.nan
+    weights: list[Any] = [
+        torch.randn(3 * h * dim, 4, device=DEVICE).to(dtype),
+        torch.linspace(-5, 2, h, device=DEVICE),
+        torch.linspace(-30, 25, h * dim, device=DEVICE),  # both ends of softplus
+        torch.randn(dim, device=DEVICE).to(dtype),
+        1e-5,
+    ]
+    conv_before = torch.randn(rows + 5, 3 * h * dim, 3, device=DEVICE).to(dtype)
+    before = torch.randn(rows + 5, h, dim, dim, device=DEVICE).to(dtype)
+    slots = torch.randperm(rows + 4, device=DEVICE)[:rows].int() + 1
+    slots[last] = 0
+    results = {}
+    for backend in Backend:
+        states = conv_before.clone(), before.clone()
+        out = torch.full((rows, h * dim), 7.0, device=DEVICE, dtype=dtype) if given_out else None
+        out = kda_decode(projected, f, gate, *weights, *states, slots, geometry, backend=backend, out=out)
+        results[backend] = (out, *states)
+    (out, conv, state), expected = results[TRITON], results[TORCH]
+    assert (out[last] == (7.0 if given_out else 0.0)).all()
+    for prefetch in (False, True):  # tiles of part of the columns
+        states = conv_before.clone(), before.clone()
+        shape = Shape(16, 4, prefetch, None)
+        tiled = kda_decode_triton(projected, f, gate, *weights, *states, slots, geometry, shape=shape)
+        close(tiled[:last], expected[0][:last], dtype)
+        close(states[1][1:], expected[2][1:], dtype)
+    close(out, expected[0], dtype)
+    assert torch.equal(conv[1:], expected[1][1:])
+    close(state[1:], expected[2][1:], dtype)
+
+
+def test_gates_and_norm() -> None:
+    h, dim = HEADS[-1]
+    wide = 20 * torch.randn(37, h * dim + h + 5, device=DEVICE)
+    f, b = wide[:, : h * dim], wide[:, h * dim : h * dim + h]
+    a_log, dt_bias = torch.linspace(-5, 2, h, device=DEVICE), torch.linspace(-4, 1, h * dim, device=DEVICE)
+    for got, want in zip(
+        kda_gates(f, b, a_log, dt_bias, backend=TRITON), kda_gates.reference(f, b, a_log, dt_bias), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=5e-6, atol=1e-30)
+    x, gate, weight = torch.randn(5, h, dim, device=DEVICE), torch.randn(5, h, dim, device=DEVICE), wide[0, :dim]
+    norms = [gated_rms_norm(x, gate, weight, 1e-5, activation="sigmoid", backend=backend) for backend in Backend]
+    close(norms[1], norms[0], torch.float32)
+    plain = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight * gate.sigmoid()
+    close(norms[0], plain, torch.float32)
+
+
+LATENTS = [(32, 512, 64), (5, 40, 6)] if ON_GPU else [(5, 40, 6), (16, 16, 16)]
+
+
+@pytest.mark.parametrize("sizes", LATENTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("query", "before", "decodes"),
+    [([1, 1, 40, 1, 5, 70, 3], [9, 0, 0, 63, 7, 5, 130], 2), ([1] * 6, [9, 0, 127, 128, 256, 330], 6)],
+    ids=["mixed", "splits"],
+)
+def test_latent_attention_kernel(
+    sizes: tuple[int, int, int], dtype: torch.dtype, query: list[int], before: list[int], decodes: int
+) -> None:
+    """Many lengths, over pages in random order, with padding; a step of decodes alone is split over the keys."""
+    heads, rank, shared = sizes
+    batch = on_device(make_batch(query, before, num_decodes=decodes, pad_tokens=3, pad_seqs=2, pad_chunks=0))
+    pages, page_size = int(batch.page_table.max()) + 1, PAGE_SIZE
+    latents = torch.full((pages, page_size, -(-(rank + shared) // 8) * 8), torch.nan, device=DEVICE).to(dtype)
+    latents[..., : rank + shared] = torch.randn(pages, page_size, rank + shared, device=DEVICE)
+    q = torch.randn(sum(query) + 3, heads, rank + shared, device=DEVICE).to(dtype)
+    q[sum(query) :] = torch.nan
+    want, got = (latent_attention(q, latents, batch, rank=rank, scale=0.1, backend=b) for b in (TORCH, TRITON))
+    close(got, want, dtype)
+    assert (got[sum(query) :] == 0).all() and (want[sum(query) :] == 0).all()

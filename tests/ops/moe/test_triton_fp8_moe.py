@@ -1,0 +1,216 @@
+"""Kernels of FP8 experts against float64 of the dequantised operands, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from tests.ops.linear.test_triton_fp8 import (
+    ON_GPU,
+    SCHEMES,
+    block_of,
+    fp8_matrix,
+    inputs,
+    product,
+    quantised,
+    sampled,
+    with_dtypes,
+)
+from tests.ops.moe.test_triton_moe import expected_moe, routing
+from weft.ops.backend import Backend
+from weft.ops.fp8 import quantize as fp8_quantize
+from weft.ops.fp8 import quantize_inputs_reference, quantize_rows
+from weft.ops.fp8.quantize import prepare_pass
+from weft.ops.moe import fp8_fused_moe
+from weft.ops.moe.blocks import Tile, Tiles
+from weft.ops.moe.fp8_experts import SINGLE, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.moe.groups import group_pairs
+
+# Experts: hidden values are quantised between the products. One near a rounding boundary may fall to either side: at
+# an error of 2e-4 one in 300 does, by up to an eighth.
+ROUNDED_TWICE = {torch.float32: 1e-2 if ON_GPU else 1e-4, torch.float16: 1e-2 if ON_GPU else 3e-3, torch.bfloat16: 2e-2}
+
+# tokens, experts, experts per token, hidden size, expert width
+MOE_SHAPES = [(1, 8, 2, 256, 128), (7, 5, 3, 128, 256), (33, 6, 4, 256, 128)]
+
+
+def check_moe(
+    shape: tuple[int, ...], scheme: str, dtype: torch.dtype, padding: int, config: Tiles | None = None
+) -> None:
+    num_tokens, num_experts, top_k, hidden, width = shape
+    block = block_of(scheme)
+    weights, ids = routing(num_tokens, num_experts, top_k, padding)
+    x = torch.randn(num_tokens, hidden, device=DEVICE).to(dtype)
+    static = (torch.tensor([0.01], device=DEVICE), torch.tensor([0.03], device=DEVICE)) if scheme == "static" else None
+    gate_up, gate_up_scale = fp8_matrix(2 * width, hidden, block, num_experts)
+    down, down_scale = fp8_matrix(hidden, width, block, num_experts)
+    want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block)
+    given = (x, gate_up, gate_up_scale, down, down_scale, weights, ids)
+    scales = {"gate_up_input_scale": static and static[0], "down_input_scale": static and static[1]}
+    references = [] if ON_GPU else [fp8_fused_moe(*given, block=block, **scales, backend=Backend.TORCH)]
+    x[num_tokens - padding :] = torch.nan
+    for out in (*references, fp8_fused_moe_triton(*given, block=block, config=config, **scales)):
+        assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
+        real = slice(num_tokens - padding)
+        error, size = (out[real].double() - want[real]).norm(), want[real].norm()
+        assert error <= ROUNDED_TWICE[dtype] * size, f"relative error {error / size:.2e}"
+
+
+def reference_moe(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    static: tuple[Tensor, Tensor] | None,
+    block: int,
+) -> Tensor:
+    """Pair by pair, products in float64; hidden values are rounded to x's dtype and quantised in between."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+    for token, experts in enumerate(ids.tolist()):
+        for place, expert in enumerate(experts):
+            if expert < 0:
+                continue
+            values, scales = quantize_inputs_reference(x[token : token + 1], static and static[0], block=block)
+            both = product(values, scales, gate_up[expert], gate_up_scale[expert], block)
+            gate, up = both.chunk(2, dim=-1)
+            hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+            values, scales = quantize_inputs_reference(hidden, static and static[1], block=block)
+            result = product(values, scales, down[expert], down_scale[expert], block)
+            out[token] += weights[token, place].double() * result[0]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheme", "padding", "dtype"),
+    with_dtypes(
+        [(shape, scheme, (i + j) % 2) for i, shape in enumerate(MOE_SHAPES) for j, scheme in enumerate(SCHEMES)]
+    ),
+    ids=str,
+)
+def test_experts_pair_by_pair(shape: tuple[int, ...], scheme: str, padding: int, dtype: torch.dtype) -> None:
+    check_moe(shape, scheme, dtype, padding)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 5], ids=["single", "grouped"])
+@pytest.mark.parametrize("scheme", ["token", "static"])
+def test_experts_of_awkward_widths(num_tokens: int, scheme: str) -> None:
+    """Widths that 128 does not divide: with scales by channel only."""
+    check_moe((num_tokens, 4, 2, 200, 72), scheme, torch.float32, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9], ids=["single", "grouped"])
+@pytest.mark.parametrize("name", ["gate_up_input_scale", "down_input_scale"])
+def test_each_product_has_input_scales_of_its_own(num_tokens: int, name: str) -> None:
+    """One for all inputs is given for one product alone; the other finds those of its rows."""
+    (weights, ids), x = routing(num_tokens, 4, 2, 0), torch.randn(num_tokens, 128, device=DEVICE)
+    given = (x, *fp8_matrix(256, 128, 0, 4), *fp8_matrix(128, 128, 0, 4), weights, ids)
+    scale = {name: torch.tensor([0.02], device=DEVICE)}
+    want = fp8_fused_moe(*given, block=0, **scale, backend=Backend.TORCH)
+    error = (fp8_fused_moe_triton(*given, block=0, **scale) - want).norm()
+    assert error <= ROUNDED_TWICE[torch.float32] * want.norm()
+
+
+def test_single_pairs_of_many_groups() -> None:
+    """More groups of inputs than a tensor core has rows; tiles over the boundary of two blocks of scales."""
+    tiles = SINGLE if ON_GPU else Tiles(Tile(1, 64, 128, 4, 3), Tile(1, 128, 128, 4, 2))
+    check_moe((1, 2, 1, 2176, 384), "block", torch.float32, 0, tiles)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_experts_quantise_without_a_pass(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single pairs in the product, grouped ones in the first launch of the grouping."""
+
+    class Refused:
+        def __getitem__(self, grid: object) -> None:
+            raise AssertionError("a pass of its own")
+
+    monkeypatch.setattr(fp8_quantize, "_quantize_kernel", Refused())
+    check_moe((num_tokens, 4, 2, 128, 128), "block", torch.float32, 0)
+
+
+@pytest.mark.parametrize(("tokens", "scheme"), [(9, "block"), (140, "token"), (4, "static")])
+def test_grouping_quantises_as_the_reference_does(tokens: int, scheme: str) -> None:
+    """Bit for bit, beside a grouping in which every pair has a place among those of its expert."""
+    block, (_weights, ids) = block_of(scheme), routing(tokens, 4, 2, 1)
+    x, static = inputs(tokens, 1152 if tokens < 50 else 32, torch.float32, scheme)
+    work = prepare_pass(x, static, block=block)
+    (pairs, first_place, *_), _max_blocks = group_pairs(ids, 4, 16, work)
+    ends = [0, *first_place[1:5].tolist()]
+    for expert, (first, end) in enumerate(itertools.pairwise(ends)):
+        assert sorted(pairs[first:end].tolist()) == (ids.flatten() == expert).nonzero().flatten().tolist()
+    values, scales = work.outputs
+    want, want_scales = quantised(x, static, block)
+    assert torch.equal(values.float(), want.float()) and torch.equal(scales.expand_as(want_scales), want_scales)
+
+
+@pytest.mark.parametrize(("pairs", "scheme"), sampled([200, 10240, 20480], SCHEMES)[:: 1 if ON_GPU else 4])
+def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
+    """Each set of tiles that any number of tokens selects."""
+    tiles = fp8_moe_tiles(pairs, 512)
+    check_moe((300, 3, 2, 384, 256) if ON_GPU else (40, 3, 2, 128, 128), scheme, torch.float32, 3, tiles)
+
+
+@pytest.mark.parametrize("hidden", [256, 384], ids=["whole", "ragged"])
+@pytest.mark.parametrize(("rows", "scheme"), [(16, "block"), (128, "block"), (16, "token"), (128, "static")])
+def test_down_product_through_tiles_of_columns(rows: int, scheme: str, hidden: int) -> None:
+    """The same bits as of programs with one tile each."""
+    up, down = Tile(rows, 64, 128, 4, 2), Tile(rows, 128, 128, 4, 2)
+    check_same_bits(scheme, hidden, Tiles(up, down), Tiles(up, down._replace(span=2)))
+
+
+def check_same_bits(scheme: str, hidden: int, *configs: Tiles) -> None:
+    weights, ids = routing(70, 3, 2, 3)
+    block, (x, static) = block_of(scheme), inputs(70, hidden, torch.float32, scheme)
+    given = (x, *fp8_matrix(512, hidden, block, 3), *fp8_matrix(hidden, 256, block, 3), weights, ids)
+    scales = {"gate_up_input_scale": static, "down_input_scale": static}
+    want, out = (fp8_fused_moe_triton(*given, block=block, config=config, **scales) for config in configs)
+    assert want[:67].any(1).all() and torch.equal(out, want)
+
+
+def test_experts_quantise_alike_in_both_products() -> None:
+    """A wide up tile quantises its hidden values itself; the down product would have done the same."""
+    weights, ids = routing(9, 4, 2, 0)
+    x = torch.randn(9, 128, device=DEVICE)
+    gate_up, down = fp8_matrix(256, 128, 128, 4), fp8_matrix(128, 128, 128, 4)
+    outs = [
+        fp8_fused_moe_triton(
+            x,
+            *gate_up,
+            *down,
+            weights,
+            ids,
+            block=128,
+            config=Tiles(Tile(16, columns, 128, 4, 2), Tile(16, 64, 128, 4, 2)),
+        )
+        for columns in (32, 128)
+    ]
+    torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_shared_expert_is_gated_and_added() -> None:
+    weights, ids = routing(5, 4, 2, 1)
+    x = torch.randn(5, 128, device=DEVICE)
+    gate_up, down = fp8_matrix(256, 128, 128, 4), fp8_matrix(128, 128, 128, 4)
+    shared, logits = torch.randn(5, 128, device=DEVICE), torch.randn(5, 9, device=DEVICE)
+    plain = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=128)
+    gated = logits[:, 8:]
+    out = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=128, shared=shared, shared_gate=gated)
+    torch.testing.assert_close(out, plain + torch.sigmoid(gated) * shared)
+
+
+def test_unquantised_experts_are_near() -> None:
+    """Quantising by channel and token costs a few percent, not more: scales are applied to what they belong to."""
+    weights, ids = routing(33, 4, 2, 0)
+    x, wide_up, wide_down = (torch.randn(s, device=DEVICE) for s in ((33, 256), (4, 256, 256), (4, 256, 128)))
+    wide_up, wide_down = wide_up / 16, wide_down / 11
+    gate_up, down = quantize_rows(wide_up), quantize_rows(wide_down)
+    out = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=0)
+    want = expected_moe(x, wide_up, wide_down, weights, ids)
+    assert (out - want).norm() < 0.08 * want.norm()

@@ -1,0 +1,122 @@
+"""Attention over sliding windows: the reference against plain masked attention, the kernels against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.delta_rule.test_triton_gdn import DTYPES, TOLERANCE, mixed_batch, on_device
+from tests.ops.interpreter import DEVICE
+from tests.ops.oracles import make_batch
+from weft.ops.backend import Backend
+from weft.ops.window_attention import window_attention, window_attention_decode
+
+pytest.importorskip("triton")
+from weft.ops.window_attention.kernels import window_split  # isort: skip
+
+ON_GPU = DEVICE == "cuda"
+CHUNK, SLOTS = 64, 13
+# Query heads, key heads, head dim.
+HEADS = [(64, 8, 64), (6, 2, 24), (8, 4, 256)] if ON_GPU else [(6, 2, 24)]
+WINDOWS = [(1, False), (5, True), (64, False), (200, True)]
+"""And whether there are sinks."""
+
+
+def full(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, sinks: Tensor | None) -> Tensor:
+    """One whole sequence in float64, ``[L, Hq, D]``."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    distance = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(q), device=q.device)
+    scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)], dim=2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, : len(q)], v)
+
+
+def inputs(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    hq, hkv, dim = heads
+    q, k, v = (torch.randn(tokens, count, dim, device=DEVICE).to(dtype) for count in (hq, hkv, hkv))
+    return q, k, v
+
+
+def empty_windows(heads: tuple[int, int, int], window: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.full((SLOTS, window, *heads[1:]), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize(("window", "with_sinks"), WINDOWS)
+def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int, with_sinks: bool) -> None:
+    """Prefills of odd lengths, one with a checkpoint, then decodes; and decodes from the checkpoint."""
+    heads, scale = HEADS[-1], 0.3
+    q, k, v = inputs(90, heads)
+    sinks = torch.randn(heads[0], device=DEVICE) if with_sinks else None
+    want = full(q, k, v, window, scale, sinks).float()
+    windows, got, start = empty_windows(heads, window), [], 0
+    for length in (3, 1, 70, 5):
+        part, checkpoints = slice(start, start + length), {0: {11: 9}} if length == 70 else {}
+        batch = on_device(make_batch([length], [start], num_decodes=0, checkpoints=checkpoints))
+        batch.state_slots[:] = 4
+        x = (y[part] for y in (q, k, v))
+        options = {"scale": scale, "sinks": sinks, "backend": backend}
+        got.append(window_attention(*x, *windows, batch, **options))
+        start += length
+    for slot, first in ((4, start), (9, 15)):
+        for t in range(first, min(first + 11, 90)):
+            row, position = slice(t, t + 1), torch.tensor([t], device=DEVICE)
+            slots = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
+            x = (y[row] for y in (q, k, v))
+            one = window_attention_decode(*x, *windows, slots, position, scale=scale, sinks=sinks, backend=backend)
+            torch.testing.assert_close(one, want[row], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(torch.cat(got), want[:start], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [7, 130])
+def test_prefill_kernel_of_a_mixed_batch(heads: tuple[int, int, int], dtype: torch.dtype, window: int) -> None:
+    """Decodes, fresh, short and continued sequences, checkpoints and padding: outputs, windows, nobody else's slots."""
+    batch = mixed_batch()
+    n = batch.num_tokens
+    x = inputs(n + 3, heads, dtype)
+    for y in x:
+        y[n:] = torch.nan
+    before = [torch.randn(SLOTS, window, *heads[1:], device=DEVICE).to(dtype) for _ in range(2)]
+    results = {}
+    for backend in Backend:
+        windows = [w.clone() for w in before]
+        out = window_attention(*x, *windows, batch, scale=0.2, backend=backend)
+        results[backend] = (out, *windows)
+    (out, *windows), (want, *wanted) = results[Backend.TRITON], results[Backend.TORCH]
+    torch.testing.assert_close(out.float(), want.float(), **TOLERANCE[dtype])
+    assert (out[:2] == 0).all() and (out[n:] == 0).all()
+    for got, expected in zip(windows, wanted, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("given_out", "window"), [(True, 70), (False, 300), (True, 300)])
+def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_out: bool, window: int) -> None:
+    """Windows that are empty, filling, full and turning over, in one part or split; the last row is padding."""
+    assert (window_split(window, 12) < window) == (window == 300)
+    positions = torch.tensor([0, 3, window - 1, window, 2 * window + 10, 9], device=DEVICE)
+    slots = torch.tensor([3, 1, 5, 2, 8, 0], dtype=torch.int32, device=DEVICE)
+    x, sinks = inputs(6, heads, dtype), torch.randn(heads[0], device=DEVICE).to(dtype)
+    before = [torch.randn(SLOTS, window, *heads[1:], device=DEVICE).to(dtype) for _ in range(2)]
+    for windows in before:
+        windows[3] = torch.nan  # nothing in it yet
+    results = {}
+    for backend in Backend:
+        windows = [w.clone() for w in before]
+        out = torch.full_like(x[0], 7.0) if given_out else None
+        out = window_attention_decode(
+            *x, *windows, slots, positions, scale=0.2, sinks=sinks, out=out, backend=backend
+        )  # fmt: skip
+        results[backend] = (out, *windows)
+    (out, *windows), (want, *wanted) = results[Backend.TRITON], results[Backend.TORCH]
+    torch.testing.assert_close(out.float(), want.float(), **TOLERANCE[dtype])
+    assert (out[5] == (7.0 if given_out else 0.0)).all()
+    for got, expected in zip(windows, wanted, strict=True):
+        assert torch.equal(got[1:].nan_to_num(), expected[1:].nan_to_num())
