@@ -18,7 +18,7 @@ from weft.config.fields import OPTIONS
 from weft.engine.llm import NOT_SUPPORTED
 from weft.sampling_params import SamplingParams
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_file_map_is_up_to_date() -> None:

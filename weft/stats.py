@@ -28,8 +28,7 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStats(CacheStats, frozen=True, kw_only=True):
-    """With those of the scheduler: requests that wait and run now, and how often one was preempted. (In ``EngineStats``
-    those wait too whose grammar is being compiled.)
+    """Figures of cache and scheduler. In ``EngineStats`` requests whose grammar is compiled count as waiting.
 
     ``num_stalls`` counts requests preempted again before any request had computed a new token: it must stay 0.
     ``spec_decode_*``: how often drafts of a request were verified, tokens of these, how many of them were accepted, and

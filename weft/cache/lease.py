@@ -140,7 +140,9 @@ class LeaseCheckpoints:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one running request holds. Its tokens, and where their KV lies::
+    """The resources of one running request.
+
+    Its tokens, and where their KV is::
 
         0             num_cached_tokens     write_start           num_committed_tokens          pages * page_size
         |-- reused -----------|-- recomputed -----|-- computed, written -----|-- room for tokens to come --|

@@ -86,7 +86,7 @@ class Node:
         return self.attached and not self.children and not self.locks and self.parent is not None
 
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, upwards."""
+        """Yield the node and its ancestors, upwards."""
         node: Node | None = self
         while node is not None:
             yield node

@@ -41,7 +41,7 @@ class StatePlan:
         self.at_multiples = self._keeps and policy == "aligned"
 
     def takes_snapshot(self, position: int) -> bool:
-        """Does a decoding request keep its state after ``position`` tokens?"""
+        """Whether a decoding request stores its state after ``position`` tokens."""
         return self.at_multiples and position % self.alignment == 0
 
     def plan(self, match: Match, num_prompt_tokens: int, boundaries: Sequence[int]) -> LeaseCheckpoints:

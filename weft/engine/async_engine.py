@@ -186,7 +186,7 @@ class AsyncEngine:
         request.finish_reason, request.stop_reason = "stop", stop
 
     def give_up(self, request: Request) -> None:
-        """This completion cannot go on; the others do."""
+        """End one completion with an error. The others of its call go on."""
         if self._owners.pop(request.request_id, None) is not None and request.finish_reason is None:
             self._link.send(wire.FinishRequests([request.request_id]))
         request.finish_reason = "error"

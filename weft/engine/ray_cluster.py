@@ -106,7 +106,7 @@ def keep_signals() -> None:
 
 
 def this_address() -> str:
-    """This machine's IP address, as the cluster knows it."""
+    """Return the IP address by which the cluster knows the machine."""
     import ray
 
     return ray.util.get_node_ip_address()

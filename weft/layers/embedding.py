@@ -16,7 +16,7 @@ from weft.ops.linear import linear
 
 
 def _shard(vocab_size: int, context: ModelContext) -> RowMap:
-    """This rank's rows: shards of equal, rounded-up size, of which the last ones may be short or empty."""
+    """The rows of one rank. Shards have equal, rounded-up sizes; the last ones may be short or empty."""
     share = -(-vocab_size // context.tp.size)
     start = min(context.tp.rank * share, vocab_size)
     return RowMap(vocab_size, (RowRun(start, 0, min(share, vocab_size - start)),))

@@ -220,6 +220,6 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _cut(connected: socket.socket) -> None:
-    """What another thread reads from it, or writes to it, ends. (TLS has a ``shutdown`` of its own, which talks.)"""
+    """End reads and writes of the socket in other threads, without the closing messages of TLS."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
