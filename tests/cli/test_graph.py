@@ -19,8 +19,8 @@ from weft.cli import main
 from weft.cli.graph_picture import fold, page
 from weft.config import resolve
 from weft.graph.graph import EmulatedGraphPool, Tape, capture
-from weft.graph.op_recorder import GraphWithOps, Operation, OpRecordingPool, Stopwatch
-from weft.runner.graph_dump import GraphDump, Part, dump_graphs, launches_noted
+from weft.pieces.op_recorder import GraphWithOps, Operation, OpRecordingPool, Stopwatch
+from weft.pieces.graph_dump import GraphDump, Part, dump_graphs, launches_noted
 
 SMALL = ["--device", "cpu", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2", "--max-num-batched-tokens", "65"]
 

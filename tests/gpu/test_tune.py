@@ -12,7 +12,7 @@ from weft.cli import main
 from weft.cli.graph_picture import fold
 from weft.config import resolve
 from weft.config.graph_profile import read_profile
-from weft.runner.graph_dump import dump_graphs
+from weft.pieces.graph_dump import dump_graphs
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft.layers.attention
 import weft.layers.gated_delta_net  # noqa: F401
-from tests.graph.fake_model import SIZE, RunningSum, context_of
+from tests.pieces.fake_model import SIZE, RunningSum, context_of
 from weft.errors import ConfigError
 from weft.forward_context import NAMED_CALL, forward_context, get_forward_context
 from weft.graph.split_ops import known_split_ops, select_split_ops, split_op, split_op_of_inputs

@@ -95,7 +95,7 @@ BETWEEN_ROOMS = (
     mutant(
         "decodes-not-overwritten", "a mixture's decodes advance their states", "weft/layers/decodes_first.py",
         "    if count:\n        decode", "    if count > 1:\n        decode", "tests/runner/test_logits_rows.py",
-        "tests/runner/test_piecewise.py",
+        "tests/pieces/test_piecewise.py",
     ),
     mutant(
         "padding-rows-of-the-scan", "rows behind the last sequence are zero", "weft/ops/triton/chunk_scan.py",

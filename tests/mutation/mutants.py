@@ -50,19 +50,19 @@ MUTANTS = (
     ),
     _mutant(
         "compile-key-without-versions", "an artefact holds for the versions that it was made with",
-        "weft/graph/inductor.py", 'return "\\n".join([*versions, f"python {sys.version}", where])', "return where",
-        "tests/graph/test_piece_sources.py::test_another_version_or_device_finds_nothing",
+        "weft/pieces/inductor.py", 'return "\\n".join([*versions, f"python {sys.version}", where])', "return where",
+        "tests/pieces/test_sources.py::test_another_version_or_device_finds_nothing",
     ),
     _mutant(
         "compile-key-without-device", "an artefact holds for the device that it was made for",
-        "weft/graph/inductor.py", 'return "\\n".join([*versions, f"python {sys.version}", where])',
+        "weft/pieces/inductor.py", 'return "\\n".join([*versions, f"python {sys.version}", where])',
         'return "\\n".join([*versions, f"python {sys.version}"])',
-        "tests/graph/test_piece_sources.py::test_another_version_or_device_finds_nothing",
+        "tests/pieces/test_sources.py::test_another_version_or_device_finds_nothing",
     ),
     _mutant(
-        "split-loses-order", "parts of a cut graph keep the original order", "weft/graph/tracing.py",
+        "split-loses-order", "parts of a cut graph keep the original order", "weft/pieces/tracing.py",
         "keep_original_order=True", "keep_original_order=False",
-        "tests/graph/test_splitting.py",
+        "tests/pieces/test_tracing.py",
     ),
     _mutant(
         "padding-meets-experts", "padding rows are sent to no expert", "weft/layers/moe.py",
@@ -406,14 +406,14 @@ MUTANTS = (
         "tests/runner/test_memory.py",
     ),
     _mutant(
-        "wrappers-stay", "names are wrapped during the capture alone", "weft/graph/named_splits.py",
+        "wrappers-stay", "names are wrapped during the capture alone", "weft/pieces/named_splits.py",
         "stack.callback(target.put(self._wrapper(target)))", "target.put(self._wrapper(target))",
-        "tests/runner/test_model_compiler.py::test_names_are_wrapped_during_the_capture_alone",
+        "tests/pieces/test_model_compiler.py::test_names_are_wrapped_during_the_capture_alone",
     ),
     _mutant(
-        "inner-calls-counted", "calls inside a split op are not split off again", "weft/graph/named_splits.py",
+        "inner-calls-counted", "calls inside a split op are not split off again", "weft/pieces/named_splits.py",
         "        if self._depth == 0:", "        if True:",
-        "tests/runner/test_model_compiler.py::test_names_are_wrapped_during_the_capture_alone",
+        "tests/pieces/test_model_compiler.py::test_names_are_wrapped_during_the_capture_alone",
     ),
     # -- between rooms -----------------------------------------------------------------------------------------------
     _mutant(
@@ -486,8 +486,8 @@ MUTANTS = (
     ),
     _mutant(
         "other-arguments-pass", "a call split off by name is given the same as when it was found",
-        "weft/graph/named_splits.py", "            if other is not None:\n", "            if False:\n",
-        "tests/runner/test_model_compiler.py::test_a_call_that_is_given_something_else_for_few_rows_is_refused",
+        "weft/pieces/named_splits.py", "            if other is not None:\n", "            if False:\n",
+        "tests/pieces/test_model_compiler.py::test_a_call_that_is_given_something_else_for_few_rows_is_refused",
     ),
     *BETWEEN_ROOMS,
     *STEPS_AND_IMAGES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutant import mutant
 
-POLICY, PROFILE, SIZES = "tests/cache/test_policy.py", "tests/graph/test_profile.py", "tests/runner/test_step_graphs.py"
+POLICY, PROFILE, SIZES = "tests/cache/test_policy.py", "tests/pieces/test_mode_table.py", "tests/runner/test_step_graphs.py"
 RANKS = "tests/executor/test_multi_process.py"
 
 SETTINGS_AND_REUSE = (
@@ -41,12 +41,12 @@ SETTINGS_AND_REUSE = (
     ),
     mutant(
         "decodes-give-their-trace-to-pieces", "pieces are split at names beside compiled decodes",
-        "weft/runner/model_compiler.py", "        self._prepared.pop(self._pieces_source, None)", "        pass",
-        "tests/runner/test_model_compiler.py::test_pieces_are_split_at_names_beside_compiled_decodes",
+        "weft/pieces/model_compiler.py", "        self._prepared.pop(self._pieces_source, None)", "        pass",
+        "tests/pieces/test_model_compiler.py::test_pieces_are_split_at_names_beside_compiled_decodes",
     ),
     mutant(
-        "compile-key-without-keywords", "pieces of other keywords are other pieces", "weft/graph/inductor.py",
-        "(node.args, node.kwargs),", "(node.args, {}),", "tests/graph/test_piece_sources.py",
+        "compile-key-without-keywords", "pieces of other keywords are other pieces", "weft/pieces/inductor.py",
+        "(node.args, node.kwargs),", "(node.args, {}),", "tests/pieces/test_sources.py",
     ),
     mutant(
         "verifications-past-the-budget", "verifications are captured as far as a step has room",

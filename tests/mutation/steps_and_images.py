@@ -91,17 +91,17 @@ STEPS_AND_IMAGES = (
         "tests/executor/test_multi_process.py",
     ),
     mutant(
-        "one-doubling", "every doubling between two sizes is measured", "weft/graph/profile.py",
-        "        while between < size:\n", "        if between < size:\n", "tests/graph/test_profile.py",
+        "one-doubling", "every doubling between two sizes is measured", "weft/pieces/mode_table.py",
+        "        while between < size:\n", "        if between < size:\n", "tests/pieces/test_mode_table.py",
     ),
     mutant(
-        "decodes-measured-backwards", "timings of decodes stand in ascending order", "weft/runner/step_timing.py",
-        '    found["decode"].reverse()\n', "", "tests/runner/test_step_timing.py", "tests/cli/test_tune.py",
+        "decodes-measured-backwards", "timings of decodes stand in ascending order", "weft/pieces/step_timing.py",
+        '    found["decode"].reverse()\n', "", "tests/pieces/test_step_timing.py", "tests/cli/test_tune.py",
     ),
     mutant(
         "ties-change-the-split", "a split that is as fast as the first one does not replace it",
-        "weft/runner/step_timing.py", "return best if ratios[best] * TIE < 1 else first", "return best",
-        "tests/runner/test_step_timing.py", "tests/cli/test_tune.py",
+        "weft/pieces/step_timing.py", "return best if ratios[best] * TIE < 1 else first", "return best",
+        "tests/pieces/test_step_timing.py", "tests/cli/test_tune.py",
     ),
     mutant(
         "unlockable-belongs-to-others", "where no lock file can be made, a process compiles for itself",

@@ -14,9 +14,9 @@ import weft.ops.activation
 import weft.ops.linear
 import weft.ops.moe
 import weft.ops.norm  # noqa: F401
-from tests.graph.fake_model import context_of
+from tests.pieces.fake_model import context_of
 from weft.forward_context import forward_context
-from weft.graph.tracing import trace
+from weft.pieces.tracing import trace
 from weft.ops.backend import Backend
 from weft.ops.traced import opaque_ops, traced_op
 

@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 
 if TYPE_CHECKING:
     from weft.config.fields import EngineConfig
-    from weft.runner.graph_dump import GraphDump
+    from weft.pieces.graph_dump import GraphDump
 
 PICTURE, FIGURES = "graph.html", "graph.json"
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             f"--tokens {args.tokens} is more than a step takes: max_num_batched_tokens="
             f"{config.max_num_batched_tokens}; give less, or raise that setting"
         )
-    from weft.runner.graph_dump import dump_graphs, size_to_show
+    from weft.pieces.graph_dump import dump_graphs, size_to_show
 
     dump = dump_graphs(config, size_to_show(config, args.tokens))
     write(folder, config, dump)

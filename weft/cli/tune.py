@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.config.draft_profile import DraftProfile
     from weft.config.graph_profile import GraphProfile, Timing
     from weft.config.speculation import SpeculativeConfig
-    from weft.runner.step_timing import Effort
+    from weft.pieces.step_timing import Effort
 
 _DECIDED = ("cuda_graph_mode", "graph_profile", "enforce_eager", "enable_piecewise_cuda_graph")
 """Settings that say how batches run: what is measured here."""
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     config = tuning_config(settings)
     from weft.config.graph_profile import default_path, empty_profile, write_profile
     from weft.runner.model_runner import ModelRunner
-    from weft.runner.step_timing import Effort, measure_modes
+    from weft.pieces.step_timing import Effort, measure_modes
 
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     profile = empty_profile(values, config.model_config)
@@ -105,7 +105,7 @@ def choose_splits(config: EngineConfig, profile: GraphProfile, effort: Effort) -
 
     from weft.graph.split_ops import DEFAULT_SPLIT_OPS, split_ops_of
     from weft.runner.model_runner import ModelRunner
-    from weft.runner.step_timing import fastest_split, measure_pieces
+    from weft.pieces.step_timing import fastest_split, measure_pieces
 
     if config.splitting_ops is not None:
         return config, profile
@@ -161,7 +161,7 @@ def _dated(profile: GraphProfile, date: str) -> GraphProfile:
 
 
 def _print_tables(profile: GraphProfile, device: str) -> None:
-    from weft.graph.profile import ModeTable
+    from weft.pieces.mode_table import ModeTable
 
     if profile.splits:
         sizes = [str(t.num_tokens) for t in next(iter(profile.splits.values()))]

@@ -13,7 +13,7 @@ from weft.config import EngineConfig
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.errors import ConfigError
-from weft.graph.profile import ModeTable
+from weft.pieces.mode_table import ModeTable
 
 MAX_DECODE_SIZE = 1024
 """Largest decode batch that is captured by default."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from weft.config.graph_modes import BatchDescriptor, CudaGraphMode, GraphMode
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting
-from weft.graph.profile import ModeTable
+from weft.pieces.mode_table import ModeTable
 
 MAX_PADDING = 2
 """A batch whose tokens would be padded to more than this multiple runs without a graph."""

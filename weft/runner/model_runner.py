@@ -29,7 +29,7 @@ from weft.forward_context import LayerCache
 from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.graph import GraphPool, make_pool
 from weft.graph.graph_set import CaptureOptions
-from weft.graph.profile import ModeTable
+from weft.pieces.mode_table import ModeTable
 from weft.layers.context import ModelContext
 from weft.layers.sampler import LogitsProcessor
 from weft.layers.table import LayerTable
@@ -47,7 +47,7 @@ from weft.runner.memory import (
     gpu_cache_budget,
     largest_that_fits,
 )
-from weft.runner.model_compiler import ModelCompiler
+from weft.pieces.model_compiler import ModelCompiler
 from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs

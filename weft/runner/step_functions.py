@@ -21,7 +21,7 @@ from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.drafters import Drafter
-from weft.runner.model_compiler import ModelCompiler
+from weft.pieces.model_compiler import ModelCompiler
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_shape import SampleRows, StepInputs, StepShape

@@ -21,11 +21,11 @@ from weft.graph.capture_sizes import CaptureSizes, smallest_fitting
 from weft.graph.dispatcher import Choice, Dispatcher
 from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
-from weft.graph.pieces import PiecewiseModel
-from weft.graph.profile import ModeTable
+from weft.pieces.capture import PiecewiseModel
+from weft.pieces.mode_table import ModeTable
 from weft.runner.media_inputs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
-from weft.runner.model_compiler import ModelCompiler
+from weft.pieces.model_compiler import ModelCompiler
 from weft.runner.step_functions import SampledLogits, StepFunctions
 from weft.runner.step_shape import StepShape
 

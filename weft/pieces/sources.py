@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from weft.forward_context import ForwardContext, get_forward_context
 from weft.graph.split_ops import known_split_ops, run_split_op, split_op_named
-from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, SplitItem, split_graph, trace
+from weft.pieces.tracing import NUM_TOKENS, TOKEN_IDS, SplitItem, split_graph, trace
 
 Forward = Callable[..., Tensor]
 """``(input_ids=[T] int64) -> [T, hidden_size]``, under a forward context."""

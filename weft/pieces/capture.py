@@ -28,7 +28,7 @@ from torch import Tensor
 from weft.forward_context import ForwardContext, forward_context
 from weft.graph.graph import Graph, GraphPool, Recording
 from weft.graph.graph_set import CaptureOptions, GraphCounters, GraphSet
-from weft.graph.piece_sources import Forward
+from weft.pieces.sources import Forward
 from weft.graph.split_ops import SplitOp
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.graph.scribble import ScribblingPool, scribble_buffers
+from tests.pieces.scribble import ScribblingPool, scribble_buffers
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.config import resolve
@@ -21,7 +21,7 @@ from weft.graph import graph
 from weft.graph.dispatcher import Choice
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions
-from weft.graph.pieces import PiecewiseModel
+from weft.pieces.capture import PiecewiseModel
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_shape import StepShape

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing
 from weft.graph.dispatcher import Dispatcher
-from weft.graph.profile import TIE, ModeTable, points_to_measure
+from weft.pieces.mode_table import TIE, ModeTable, points_to_measure
 from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from weft.runner.model_runner import ModelRunner
 from weft.runner.warmup import GREEDY
@@ -203,7 +203,7 @@ def measure_pieces(runner: ModelRunner, effort: Effort) -> list[Timing]:
 
 def fastest_split(splits: Mapping[str, Sequence[Timing]]) -> str:
     """The list of split ops whose pieces take the least time in all, every size counting alike; the first one unless
-    another is faster by more than a tie (``graph/profile.py``)."""
+    another is faster by more than a tie (``pieces/mode_table.py``)."""
     first, *others = splits
     ratios = {first: 1.0}
     for name in others:

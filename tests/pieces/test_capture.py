@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.graph.fake_model import SIZE, Model, context_of
-from tests.graph.scribble import ScribblingPool, num_bytes, scribble_buffers
+from tests.pieces.fake_model import SIZE, Model, context_of
+from tests.pieces.scribble import ScribblingPool, num_bytes, scribble_buffers
 from weft.forward_context import forward_context
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions
-from weft.graph.piece_sources import Forward
-from weft.graph.pieces import PieceCapture, PiecewiseModel
+from weft.pieces.sources import Forward
+from weft.pieces.capture import PieceCapture, PiecewiseModel
 
 SIZES = (1, 4, 64, 130)
 NAMES = frozenset({"running_sum"})

@@ -20,13 +20,13 @@ import torch
 from weft.config import EngineConfig
 from weft.graph.capture_sizes import token_sizes
 from weft.graph.graph import GraphPool, make_pool
-from weft.graph.op_recorder import GraphWithOps, Note, Operation, OpRecordingPool, Place, Value, place_of
-from weft.graph.piece_sources import SplitPass
-from weft.graph.pieces import PieceSequence, SplitCall
+from weft.pieces.op_recorder import GraphWithOps, Note, Operation, OpRecordingPool, Place, Value, place_of
+from weft.pieces.sources import SplitPass
+from weft.pieces.capture import PieceSequence, SplitCall
 from weft.ops.backend import Backend
 from weft.runner.memory import cache_tensors
 from weft.runner.model_runner import ModelRunner
-from weft.runner.step_timing import StepMaker
+from weft.pieces.step_timing import StepMaker
 
 NUM_WARMUPS, NUM_REPEATS = 1, 5
 LARGEST_DEFAULT = 512

@@ -14,9 +14,9 @@ from torch import nn
 from weft.config import EngineConfig
 from weft.config.cache_folder import cache_folder
 from weft.forward_context import ForwardContext
-from weft.graph.inductor import PieceCompiler
-from weft.graph.named_splits import NamedSplits
-from weft.graph.piece_sources import CompileCounters, Forward, Traced, run_eagerly
+from weft.pieces.inductor import PieceCompiler
+from weft.pieces.named_splits import NamedSplits
+from weft.pieces.sources import CompileCounters, Forward, Traced, run_eagerly
 from weft.graph.split_ops import known_split_ops, select_split_ops
 from weft.layers.table import import_layers
 from weft.ops.traced import opaque_ops

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from tests.graph.fake_model import SIZE, Model, RunningSum, context_of
+from tests.pieces.fake_model import SIZE, Model, RunningSum, context_of
 from weft.forward_context import forward_context
-from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, SplitItem, TracedPass, split_graph, trace
+from weft.pieces.tracing import NUM_TOKENS, TOKEN_IDS, SplitItem, TracedPass, split_graph, trace
 
 CPU = torch.device("cpu")
 OP = torch.ops.weft.running_sum_with_output.default

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from tests.graph.fake_model import SIZE, Model, context_of
-from tests.graph.scribble import num_bytes, scribble_buffers
-from tests.graph.test_pieces import SIZES, AllAtOnce, Pieces, eager, random_lengths
+from tests.pieces.fake_model import SIZE, Model, context_of
+from tests.pieces.scribble import num_bytes, scribble_buffers
+from tests.pieces.test_capture import SIZES, AllAtOnce, Pieces, eager, random_lengths
 from weft.errors import ConfigError
 from weft.forward_context import forward_context, get_forward_context
 from weft.graph.graph import Tape
-from weft.graph.inductor import PieceCompiler, code_of
-from weft.graph.piece_sources import CompileCounters, Traced, run_eagerly
+from weft.pieces.inductor import PieceCompiler, code_of
+from weft.pieces.sources import CompileCounters, Traced, run_eagerly
 from weft.graph.split_ops import known_split_ops
-from weft.graph.tracing import split_graph, trace
+from weft.pieces.tracing import split_graph, trace
 
 CPU = torch.device("cpu")
 
@@ -106,7 +106,7 @@ def test_another_version_or_device_finds_nothing(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """An artefact holds for the versions and the processor that it was made with."""
-    from weft.graph import inductor
+    from weft.pieces import inductor
 
     graph = split_graph(trace(model, context_of([1], {}), CPU, 8).graph, known_split_ops())[1][0].graph
     before = PieceCompiler(CPU, tmp_path)._key(graph)
@@ -207,7 +207,7 @@ def test_the_process_keeps_its_cache_settings(model: Model, folder: Path, monkey
 def test_an_artefact_that_cannot_be_written_costs_the_next_start_only(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("weft.graph.inductor._ARTEFACT", "no/such/folder")
+    monkeypatch.setattr("weft.pieces.inductor._ARTEFACT", "no/such/folder")
     source = make("inductor", tmp_path)
     with caplog.at_level(logging.WARNING, "weft"):
         source.prepare(model, context_of([1], {}), 130)

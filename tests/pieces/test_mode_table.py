@@ -23,7 +23,7 @@ from weft.config.graph_profile import (
 from weft.errors import ConfigError
 from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.dispatcher import Choice, Dispatcher
-from weft.graph.profile import ModeTable, points_to_measure
+from weft.pieces.mode_table import ModeTable, points_to_measure
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 

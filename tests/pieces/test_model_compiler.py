@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.graph.fake_model import context_of
+from tests.pieces.fake_model import context_of
 from tests.harness import model_context
-from tests.runner.test_piecewise import SETTINGS, TOKENS, answers, checkpoint, churn  # noqa: F401
+from tests.pieces.test_piecewise import SETTINGS, TOKENS, answers, checkpoint, churn  # noqa: F401
 from tests.tiny import make_checkpoint
 from weft.config import resolve
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
-from weft.graph.inductor import code_of
-from weft.graph.named_splits import _is_same
-from weft.graph.piece_sources import CompileCounters, SplitPass, Traced, run_eagerly
-from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, trace
+from weft.pieces.inductor import code_of
+from weft.pieces.named_splits import _is_same
+from weft.pieces.sources import CompileCounters, SplitPass, Traced, run_eagerly
+from weft.pieces.tracing import NUM_TOKENS, TOKEN_IDS, trace
 from weft.layers import moe
 from weft.models.registry import create_model
 from weft.ops.backend import Backend
@@ -187,7 +187,7 @@ def test_functions_methods_and_modules_are_split_off_by_name(
 def test_pieces_are_split_at_names_beside_compiled_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both come from one source; a decode is one graph, and what is traced for it has no breaks at names."""
     source = Traced(torch.device("cpu"), run_eagerly, opaque_ops(fusible=True))
-    monkeypatch.setattr("weft.runner.model_compiler.make_source", lambda name, device: source)
+    monkeypatch.setattr("weft.pieces.model_compiler.make_source", lambda name, device: source)
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     expected, _ = answers(folder)
     names, breaks = NAMED["modules"]

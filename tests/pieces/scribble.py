@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from weft.graph.graph import EmulatedGraphPool, EmulatedRecording, Graph, Tape
-from weft.graph.pieces import CrossingBuffers
+from weft.pieces.capture import CrossingBuffers
 
 
 class ScribblingPool(EmulatedGraphPool):

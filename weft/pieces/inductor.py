@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from weft.errors import ConfigError
-from weft.graph.piece_sources import CompileCounters
+from weft.pieces.sources import CompileCounters
 
 logger = logging.getLogger(__name__)
 
