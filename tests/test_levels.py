@@ -34,7 +34,7 @@ LEVELS: list[tuple[str, ...]] = [
     ),
     ("text", "ops", "cache", "parallel", "graph"),
     ("speculation", "scheduler", "layers", "quantization"),
-    ("models", "weights"),
+    ("models", "weights", "pieces"),
     ("runner",),
     ("executor",),
     ("engine",),

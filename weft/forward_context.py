@@ -159,6 +159,11 @@ LayerCache = Mapping[str, "Tensor"]
 ``[num_slots, *shape]``."""
 
 
+def cache_tensors(caches: Mapping[str, LayerCache]) -> dict[str, Tensor]:
+    """Return every tensor of ``caches`` by name: ``layer.tensor``."""
+    return {f"{layer}.{name}": tensor for layer, cache in caches.items() for name, tensor in cache.items()}
+
+
 class Breaks(Protocol):
     """Where a pass that is captured or traced stops being one: at the split ops in ``names``."""
 
@@ -177,31 +182,28 @@ class ForwardContext:
         batch: the step's metadata.
         caches, layers: by layer name, the layer's cache and the layer itself.
         breaks: set while pieces are captured or traced; split ops report to it instead of running.
+        any_num_tokens: True if the pass stands for every number of tokens. A layer with a second algorithm for few
+            rows must not choose it then.
     """
 
     batch: Batch
     caches: Mapping[str, LayerCache]
     layers: Mapping[str, Any] = field(default_factory=dict)
     breaks: Breaks | None = None
+    any_num_tokens: bool = False
 
 
 _current: ForwardContext | None = None
 
 
 def active_breaks() -> Breaks | None:
-    """The ``breaks`` of the current context; None without one, and without a context."""
+    """Return ``breaks`` of the current context; None without a context."""
     return _current.breaks if _current is not None else None
 
 
-NAMED_CALL = "named_"
-"""Begins the names of split ops that ``splitting_ops`` made of functions, methods and modules."""
-
-
-def has_named_calls() -> bool:
-    """Whether such split ops break this pass. What else than rows of tokens their calls were given when they were found
-    stands for all numbers of tokens: a layer that computes few rows in another way must not do so."""
-    breaks = active_breaks()
-    return breaks is not None and any(name.startswith(NAMED_CALL) for name in breaks.names)
+def serves_any_num_tokens() -> bool:
+    """Return ``any_num_tokens`` of the current context; False without a context."""
+    return _current is not None and _current.any_num_tokens
 
 
 @contextmanager

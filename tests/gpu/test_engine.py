@@ -20,9 +20,10 @@ from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.assets import EVAL_PATH
 from weft.bench.evaluation import read_problems
+from weft.forward_context import cache_tensors
 from weft.messages import SchedulerOutput
 from weft.outputs import RequestOutput
-from weft.runner.memory import GRAPH_BYTES, allocate_caches, cache_tensors
+from weft.runner.memory import GRAPH_BYTES, allocate_caches
 from weft.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,9 @@ import weft.layers.attention
 import weft.layers.gated_delta_net  # noqa: F401
 from tests.pieces.fake_model import SIZE, RunningSum, context_of
 from weft.errors import ConfigError
-from weft.forward_context import NAMED_CALL, forward_context, get_forward_context
-from weft.graph.split_ops import known_split_ops, select_split_ops, split_op, split_op_of_inputs
+from weft.forward_context import forward_context, get_forward_context
+from weft.graph.split_ops import known_split_ops, split_op, split_op_named
+from weft.pieces.split_points import NAMED_CALL, operator_of, select_split_ops, split_op_of_inputs
 
 
 def test_a_new_kind_of_layer_needs_one_decorator() -> None:
@@ -25,17 +26,17 @@ def test_a_new_kind_of_layer_needs_one_decorator() -> None:
 
     out = torch.full((4, 3), float("nan"))
     with forward_context(context_of([1, 2], {"layers.7": Doubler()})):
-        torch.ops.weft.doubler_with_output(torch.ones(4, 3), torch.ones(4, 3), out, "layers.7")
+        operator_of(split_op_named("doubler"))(torch.ones(4, 3), torch.ones(4, 3), out, "layers.7")
     assert out.tolist() == [[3.0] * 3] * 3 + [[0.0] * 3]
     assert "doubler" in known_split_ops() and "doubler" in select_split_ops(["+doubler"])[0]
 
 
 def test_mutation_is_declared_and_the_fake_runs_without_a_context() -> None:
-    schema = torch.ops.weft.running_sum_with_output.default._schema
+    schema = operator_of(split_op_named("running_sum"))._schema
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     assert written == ["out"] and not schema.returns
     with FakeTensorMode():
-        torch.ops.weft.running_sum_with_output(torch.empty(3, SIZE), torch.empty(3, SIZE), "nobody")
+        operator_of(split_op_named("running_sum"))(torch.empty(3, SIZE), torch.empty(3, SIZE), "nobody")
 
 
 @pytest.mark.parametrize("padding", [0, 1, 63])
@@ -44,7 +45,7 @@ def test_the_operation_sees_real_rows_and_zeroes_the_others(padding: int) -> Non
     x[65:] = float("nan")
     out = torch.full_like(x, float("nan"))
     with forward_context(context_of([1, 64], {"a": layer})):
-        torch.ops.weft.running_sum_with_output(x, out, "a")
+        operator_of(split_op_named("running_sum"))(x, out, "a")
         assert torch.equal(out[:65], layer.mix(x[:65]))
     assert not out[65:].any()
 

@@ -13,7 +13,7 @@ import torch
 from tests.harness import Harness, leave_parts, model_context
 from tests.tiny import make_checkpoint
 from weft.config.layer_spec import CacheDtypes
-from weft.forward_context import NAMED_CALL, LogitsRows, forward_context
+from weft.forward_context import LogitsRows, forward_context
 from weft.layers import moe
 from weft.layers.all_reduce import AllReduce
 from weft.layers.linear import RowParallelLinear
@@ -60,11 +60,7 @@ def test_sums_are_left_only_where_a_norm_comes_next(harness: Harness, monkeypatc
     context = harness.context_for([(harness.sequence(list(range(9))), 5)])
     with forward_context(context):
         assert product(x).dim() == 3 and len(left) == 1
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
-            assert product(x).dim() == 2
-    named = SimpleNamespace(names=frozenset({NAMED_CALL + "mlp"}))
-    with forward_context(replace(context, breaks=named)):
+    with forward_context(replace(context, any_num_tokens=True)):
         assert product(x).dim() == 2
     assert len(left) == 1
     for rank, size, bias in ((0, 1, False), (1, 2, False), (0, 1, True), (0, 2, True), (1, 2, True)):
@@ -88,7 +84,7 @@ def test_rows_are_sent_only_where_the_next_norm_receives_them(
     all_reduce = AllReduce.over_ranks(64, replace(model_context(tp=group), custom_all_reduce=True))  # type: ignore[arg-type]
     batch = harness.context_for([(harness.sequence(list(range(9))), 5)])
     some = replace(batch, batch=replace(batch.batch, logits_rows=LogitsRows(torch.zeros(1), batch.batch)))
-    named = replace(batch, breaks=SimpleNamespace(names=frozenset({NAMED_CALL + "mlp"})))  # type: ignore[arg-type]
+    named = replace(batch, any_num_tokens=True)
     broken = replace(batch, breaks=SimpleNamespace(names=frozenset({"all_reduce"})))  # type: ignore[arg-type]
     x, many = torch.zeros(128, 8), torch.zeros(129, 8)
     for context, given, sends in (

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.mutation.mutant import mutant
 
-POLICY, PROFILE, SIZES = "tests/cache/test_policy.py", "tests/pieces/test_mode_table.py", "tests/runner/test_step_graphs.py"
+POLICY, PROFILE, SIZES = (
+    "tests/cache/test_policy.py",
+    "tests/pieces/test_mode_table.py",
+    "tests/runner/test_step_graphs.py",
+)
 RANKS = "tests/executor/test_multi_process.py"
 
 SETTINGS_AND_REUSE = (

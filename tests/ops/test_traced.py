@@ -16,9 +16,9 @@ import weft.ops.moe
 import weft.ops.norm  # noqa: F401
 from tests.pieces.fake_model import context_of
 from weft.forward_context import forward_context
-from weft.pieces.tracing import trace
 from weft.ops.backend import Backend
 from weft.ops.traced import opaque_ops, traced_op
+from weft.pieces.tracing import trace
 
 CPU = torch.device("cpu")
 

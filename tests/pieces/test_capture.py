@@ -14,8 +14,8 @@ from tests.pieces.scribble import ScribblingPool, num_bytes, scribble_buffers
 from weft.forward_context import forward_context
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions
-from weft.pieces.sources import Forward
 from weft.pieces.capture import PieceCapture, PiecewiseModel
+from weft.pieces.sources import Forward
 
 SIZES = (1, 4, 64, 130)
 NAMES = frozenset({"running_sum"})

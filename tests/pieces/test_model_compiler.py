@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pieces.fake_model import context_of
 from tests.harness import model_context
+from tests.pieces.fake_model import context_of
 from tests.pieces.test_piecewise import SETTINGS, TOKENS, answers, checkpoint, churn  # noqa: F401
 from tests.tiny import make_checkpoint
 from weft.config import resolve
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
-from weft.pieces.inductor import code_of
-from weft.pieces.named_splits import _is_same
-from weft.pieces.sources import CompileCounters, SplitPass, Traced, run_eagerly
-from weft.pieces.tracing import NUM_TOKENS, TOKEN_IDS, trace
 from weft.layers import moe
 from weft.models.registry import create_model
 from weft.ops.backend import Backend
 from weft.ops.traced import opaque_ops
+from weft.pieces.inductor import code_of
+from weft.pieces.named_splits import _is_same
+from weft.pieces.sources import CompileCounters, SplitPass, Traced, run_eagerly
+from weft.pieces.tracing import NUM_TOKENS, TOKEN_IDS, trace
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_functions import StepFunctions
 
@@ -202,7 +202,7 @@ def test_a_call_that_is_given_something_else_for_few_rows_is_refused(
 ) -> None:
     """What was found for one number of rows would be used for all: here whether the shared expert is among them."""
     monkeypatch.setattr(moe, "most_routed_rows", lambda experts: most_rows)
-    monkeypatch.setattr(moe, "has_named_calls", lambda: False)
+    monkeypatch.setattr(moe, "serves_any_num_tokens", torch.compiler.is_dynamo_compiling)
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     settings = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_compiler": source}
     settings |= {"piecewise_cuda_graph_tokens": TOKENS, "splitting_ops": NAMED["function"][0]}

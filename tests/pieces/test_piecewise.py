@@ -21,8 +21,8 @@ from weft.graph import graph
 from weft.graph.dispatcher import Choice
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions
-from weft.pieces.capture import PiecewiseModel
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.pieces.capture import PiecewiseModel
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_shape import StepShape
 
@@ -168,7 +168,7 @@ def test_hidden_states_and_caches_of_mixed_batches(
         piecewise_cuda_graph_tokens=sizes,
     )  # fmt: skip
     pieces = ModelRunner(settings)
-    monkeypatch.setattr("weft.runner.step_graphs.PiecewiseModel", EagerPieces)
+    monkeypatch.setattr("weft.pieces.model_compiler.PiecewiseModel", EagerPieces)
     eager = ModelRunner(settings)
     plain = ModelRunner(resolve(**SETTINGS, model=str(checkpoint), num_kv_pages=500))
     given, expected, unpadded = noted_states(pieces), noted_states(eager), noted_states(plain)

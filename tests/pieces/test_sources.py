@@ -19,9 +19,9 @@ from tests.pieces.test_capture import SIZES, AllAtOnce, Pieces, eager, random_le
 from weft.errors import ConfigError
 from weft.forward_context import forward_context, get_forward_context
 from weft.graph.graph import Tape
+from weft.graph.split_ops import known_split_ops
 from weft.pieces.inductor import PieceCompiler, code_of
 from weft.pieces.sources import CompileCounters, Traced, run_eagerly
-from weft.graph.split_ops import known_split_ops
 from weft.pieces.tracing import split_graph, trace
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from tests.tiny import make_checkpoint
 from weft.config import EngineConfig, resolve
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.messages import SchedulerOutput
-from weft.runner.model_runner import ModelRunner
 from weft.pieces.step_timing import MIN_REPEATS, StepMaker, compare, forced, time_step
+from weft.runner.model_runner import ModelRunner
 
 
 def tuning(folder: Path, **settings: object) -> EngineConfig:

@@ -11,10 +11,12 @@ from torch.fx import Graph, GraphModule
 
 from tests.pieces.fake_model import SIZE, Model, RunningSum, context_of
 from weft.forward_context import forward_context
+from weft.graph.split_ops import split_op_named
+from weft.pieces.split_points import operator_of
 from weft.pieces.tracing import NUM_TOKENS, TOKEN_IDS, SplitItem, TracedPass, split_graph, trace
 
 CPU = torch.device("cpu")
-OP = torch.ops.weft.running_sum_with_output.default
+OP = operator_of(split_op_named("running_sum"))
 
 
 def traced(model: nn.Module, num_tokens: int = 8) -> TracedPass:

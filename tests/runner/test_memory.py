@@ -22,10 +22,11 @@ from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
 from weft.errors import CapacityError
 from weft.executor.rank import Rank
+from weft.forward_context import cache_tensors
 from weft.layers.context import ModelContext
 from weft.models.registry import create_model
 from weft.parallel.tensor_parallel import SingleRank
-from weft.runner.memory import allocate_caches, cache_tensors, largest_that_fits
+from weft.runner.memory import allocate_caches, largest_that_fits
 from weft.runner.model_runner import ModelRunner
 from weft.runner.warmup import StepLimits
 

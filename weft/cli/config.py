@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
 def _check_split_ops(config: EngineConfig) -> None:
     """Refuse names of split ops that no layer defines. Layers need torch: they are asked only if names are given."""
     if config.splitting_ops is not None:
-        from weft.graph.split_ops import select_split_ops
         from weft.layers.table import import_layers
+        from weft.pieces.split_points import select_split_ops
 
         import_layers()
         select_split_ops(config.splitting_ops)

@@ -51,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
             f"{config.max_num_batched_tokens}; give less, or raise that setting"
         )
     from weft.pieces.graph_dump import dump_graphs, size_to_show
+    from weft.runner.model_runner import ModelRunner
 
-    dump = dump_graphs(config, size_to_show(config, args.tokens))
+    dump = dump_graphs(ModelRunner, config, size_to_show(config, args.tokens))
     write(folder, config, dump)
     _print_table(dump, config)
     print(f"Written to {folder}: {PICTURE} (open it in a browser), {FIGURES}, and the code of each piece.")

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         return _tune_drafts(args, settings)
     config = tuning_config(settings)
     from weft.config.graph_profile import default_path, empty_profile, write_profile
-    from weft.runner.model_runner import ModelRunner
     from weft.pieces.step_timing import Effort, measure_modes
+    from weft.runner.model_runner import ModelRunner
 
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     profile = empty_profile(values, config.model_config)
@@ -104,8 +104,8 @@ def choose_splits(config: EngineConfig, profile: GraphProfile, effort: Effort) -
     from msgspec.structs import replace
 
     from weft.graph.split_ops import DEFAULT_SPLIT_OPS, split_ops_of
-    from weft.runner.model_runner import ModelRunner
     from weft.pieces.step_timing import fastest_split, measure_pieces
+    from weft.runner.model_runner import ModelRunner
 
     if config.splitting_ops is not None:
         return config, profile

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 
 class GraphMode(StrEnum):
@@ -31,6 +33,22 @@ class BatchDescriptor:
     num_prefills: int = 0
     num_chunks: int = 0
     num_decodes: int = 0
+
+
+class MeasuredModes(Protocol):
+    """Graph modes that a profile of ``weft tune`` chooses (``pieces/mode_table.py``)."""
+
+    def mode(self, batch: BatchDescriptor) -> GraphMode | None:
+        """Return the fastest mode; None for a batch larger than the measured ones."""
+        ...
+
+    def decode_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """Return those of the ascending ``sizes`` of full decode graphs that some batch runs in."""
+        ...
+
+    def token_sizes(self, mode: GraphMode, sizes: Sequence[int]) -> list[int]:
+        """Return those of the ascending token counts captured for ``mode`` that some batch runs in."""
+        ...
 
 
 class CudaGraphMode(StrEnum):

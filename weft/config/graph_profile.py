@@ -1,7 +1,7 @@
 """Measured graph modes on disk: what ``weft tune`` found, and what it holds for.
 
 Job: the file's format, and whether a stored profile fits an engine. Owns: where profiles lie, and which settings they
-depend on. Does not know: how modes are measured, or how a batch's mode follows from the figures (``pieces/mode_table.py``).
+depend on. Does not know: how modes are measured, or which mode a batch gets (``pieces/mode_table.py``).
 
 A profile fits if device, model, settings and versions are those of the measurement; anything else is said by name.
 """

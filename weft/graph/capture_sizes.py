@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from weft.config import EngineConfig
 from weft.config.chunks import CHUNK_SIZE
-from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.config.graph_modes import CudaGraphMode, GraphMode, MeasuredModes
 from weft.errors import ConfigError
-from weft.pieces.mode_table import ModeTable
 
 MAX_DECODE_SIZE = 1024
 """Largest decode batch that is captured by default."""
@@ -117,7 +116,7 @@ class CaptureSizes:
     def of(
         config: EngineConfig,
         max_num_seqs: int,
-        table: ModeTable | None = None,
+        table: MeasuredModes | None = None,
         *,
         verifies: bool = False,
         max_model_len: int | None = None,

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.config.graph_modes import BatchDescriptor, CudaGraphMode, GraphMode
+from weft.config.graph_modes import BatchDescriptor, CudaGraphMode, GraphMode, MeasuredModes
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting
-from weft.pieces.mode_table import ModeTable
 
 MAX_PADDING = 2
 """A batch whose tokens would be padded to more than this multiple runs without a graph."""
@@ -41,7 +40,7 @@ class Dispatcher:
     decode_sizes: Sequence[int] = ()
     token_sizes: Sequence[int] = ()
     full_token_sizes: Sequence[int] = ()
-    table: ModeTable | None = None
+    table: MeasuredModes | None = None
 
     def choose(self, batch: BatchDescriptor) -> Choice:
         """The measured mode, or the first one that the rules allow, if its captured sizes hold the batch; otherwise

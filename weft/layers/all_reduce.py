@@ -10,10 +10,9 @@ where it cannot be captured (gloo).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from weft.forward_context import get_forward_context, has_named_calls
+from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters, takes_packets
@@ -73,19 +72,23 @@ class AllReduce:
         return found
 
     def peers(self, x: Tensor | SentRows) -> PeerBuffers | None:
-        """The memory for the fused kernel, if it is to sum ``x``: not in a pass that breaks at sums, nor in a trace."""
-        if self._peers is None or torch.compiler.is_dynamo_compiling() or self._tp.is_alone:
-            return None
-        if x.shape[-2] > self._peers.max_rows:
+        """Return the memory for the fused kernel, or None if the kernel does not sum ``x``.
+
+        It sums few rows, and none in a pass that breaks at sums.
+        """
+        if self._peers is None or self._tp.is_alone:
             return None
         breaks = get_forward_context().breaks
-        return None if breaks is not None and NAME in breaks.names else self._peers
+        if breaks is not None and NAME in breaks.names:
+            return None
+        return self._peers if x.shape[-2] <= self._peers.max_rows else None
 
     def peers_to_send(self, x: Tensor) -> PeerBuffers | None:
         """The memory for the fused kernel, if the one that forms a row of a sum from each of ``x [T, *]`` may send it
         there. Not where the norm that follows gets other rows, or split ops see what comes out."""
         peers = self.peers(x)
-        if peers is None or has_named_calls() or get_forward_context().batch.logits_rows is not None:
+        context = get_forward_context()
+        if peers is None or context.any_num_tokens or context.batch.logits_rows is not None:
             return None
         return peers if takes_packets(x.shape[0], self.width, self._dtype, peers.size) else None
 

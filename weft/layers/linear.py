@@ -12,11 +12,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from weft.config.sharding import divide, head_range
-from weft.forward_context import has_named_calls
+from weft.forward_context import serves_any_num_tokens
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.quant_method import QuantMethod
@@ -203,7 +202,7 @@ class RowParallelLinear(LinearBase):
         self.leaves_sums, self._all_reduce = self.bias is None and not self._bias_elsewhere, all_reduce
 
     def forward(self, x: Tensor) -> Tensor | SentRows:
-        leaves = self.leaves_sums and not torch.compiler.is_dynamo_compiling() and not has_named_calls()
+        leaves = self.leaves_sums and not serves_any_num_tokens()
         if leaves and self._all_reduce is None:
             return self.quant_method.apply_parts(self, x)
         if leaves and self._all_reduce is not None and self._all_reduce.peers(x) is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.config.model import ModelConfig
 from weft.config.moe import MoeConfig
 from weft.config.sharding import divide
-from weft.forward_context import get_forward_context, has_named_calls
+from weft.forward_context import get_forward_context, serves_any_num_tokens
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, MergedReplicatedLinear
@@ -214,9 +214,8 @@ class SparseMoe(WeightModule):
         return self.experts(x, *self._route(logits, False, None), shared=self.shared_expert(x), shared_gate=gate)
 
     def _shared_is_routed(self, x: Tensor) -> bool:
-        """Whether the shared expert is one of each token's experts. Not in a trace, which is for any number of rows,
-        nor where calls are split off by name."""
-        if not self.experts.shared_joins or torch.compiler.is_dynamo_compiling() or has_named_calls():
+        """Return True if the shared expert is one of each token's experts, which is faster for few rows."""
+        if not self.experts.shared_joins or serves_any_num_tokens():
             return False
         return x.shape[0] <= most_routed_rows(self.experts)
 

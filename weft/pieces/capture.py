@@ -28,8 +28,9 @@ from torch import Tensor
 from weft.forward_context import ForwardContext, forward_context
 from weft.graph.graph import Graph, GraphPool, Recording
 from weft.graph.graph_set import CaptureOptions, GraphCounters, GraphSet
-from weft.pieces.sources import Forward
 from weft.graph.split_ops import SplitOp
+from weft.pieces.sources import Forward
+from weft.pieces.split_points import NAMED_CALL, write_real_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class SplitCall:
     out: Tensor
 
     def replay(self) -> None:
-        self.op.fill(self.layer, self.inputs, self.out)
+        write_real_rows(self.op, self.layer, self.inputs, self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,9 @@ class PiecewiseModel:
     def _pass(self, size: int) -> Tensor:
         """The model on the static ids. Its batch is made here, so that what is gathered for it (the page table, for
         attention inside a piece) is gathered anew by every replay."""
-        with forward_context(dataclasses.replace(self._context(size), breaks=self._source)):
+        named = any(name.startswith(NAMED_CALL) for name in self._source.names)
+        context = dataclasses.replace(self._context(size), breaks=self._source, any_num_tokens=named)
+        with forward_context(context):
             return self.model(input_ids=self._ids[:size])
 
     @property

@@ -5,7 +5,7 @@ Chooses the sources that the settings name, and prepares the model with each of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,12 +14,16 @@ from torch import nn
 from weft.config import EngineConfig
 from weft.config.cache_folder import cache_folder
 from weft.forward_context import ForwardContext
+from weft.graph.graph import GraphPool
+from weft.graph.graph_set import CaptureOptions
+from weft.graph.split_ops import known_split_ops
+from weft.layers.table import import_layers
+from weft.ops.traced import opaque_ops
+from weft.pieces.capture import PiecewiseModel
 from weft.pieces.inductor import PieceCompiler
 from weft.pieces.named_splits import NamedSplits
 from weft.pieces.sources import CompileCounters, Forward, Traced, run_eagerly
-from weft.graph.split_ops import known_split_ops, select_split_ops
-from weft.layers.table import import_layers
-from weft.ops.traced import opaque_ops
+from weft.pieces.split_points import select_split_ops
 
 FOLDER = "pieces"
 """Of compiled pieces, in the cache folder."""
@@ -89,6 +93,19 @@ class ModelCompiler:
     def for_decodes(self, context: ForwardContext, num_tokens: int) -> Forward:
         """What full graphs of decodes are captured of, up to ``torch_compile_max_bs``. Arguments as above."""
         return self._prepare(self._decodes_source, context, num_tokens)
+
+    def capture_pieces(
+        self,
+        context: Callable[[int], ForwardContext],
+        pool: GraphPool,
+        sizes: Sequence[int],
+        options: CaptureOptions,
+        budget_bytes: int,
+    ) -> PiecewiseModel:
+        """Capture passes of ``sizes`` tokens in pieces. ``context`` maps a token count to its forward context."""
+        largest = max(sizes)
+        with self.for_pieces(context(largest), largest) as model:
+            return PiecewiseModel(model, context, pool, sizes, self.split_ops, options, budget_bytes)
 
     @property
     def counters(self) -> CompileCounters:

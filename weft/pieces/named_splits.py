@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.forward_context import NAMED_CALL, ForwardContext, active_breaks, forward_context, get_forward_context
-from weft.graph.split_ops import SplitOp, split_op_of_inputs
+from weft.forward_context import ForwardContext, active_breaks, forward_context, get_forward_context
+from weft.graph.split_ops import SplitOp
+from weft.pieces.split_points import NAMED_CALL, split_op_of_inputs
 
 
 @dataclass(eq=False)
@@ -126,7 +127,8 @@ class NamedSplits:
             ConfigError: a call that cannot be a split op, or a name that no call belongs to.
         """
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=context.batch.positions.device)
-        with self.installed(), forward_context(replace(context, breaks=_Finding(self, breaks))):
+        finding = replace(context, breaks=_Finding(self, breaks), any_num_tokens=True)
+        with self.installed(), forward_context(finding):
             model(input_ids=ids)
         for target in self._targets:
             if not target.sites and not any(t.sites for t in self._targets if t.given == target.given):
@@ -200,7 +202,7 @@ class _Finding:
     """The ``breaks`` of the run that finds the calls: split ops run at once."""
 
     def __init__(self, splits: NamedSplits, names: frozenset[str]) -> None:
-        self.names, self._splits = names | {NAMED_CALL}, splits
+        self.names, self._splits = names, splits
 
     def at(self, op: SplitOp, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         with self._splits.inside():

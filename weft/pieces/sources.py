@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from weft.forward_context import ForwardContext, get_forward_context
 from weft.graph.split_ops import known_split_ops, run_split_op, split_op_named
+from weft.pieces.split_points import operator_of
 from weft.pieces.tracing import NUM_TOKENS, TOKEN_IDS, SplitItem, split_graph, trace
 
 Forward = Callable[..., Tensor]
@@ -123,7 +124,7 @@ class SplitOpModule(nn.Module):
         assert item.op is not None and item.layer is not None
         self._op, self._layer = split_op_named(item.op), item.layer
         placeholders = list(item.graph.graph.find_nodes(op="placeholder"))
-        (call,) = item.graph.graph.find_nodes(op="call_function", target=self._op.operator)
+        (call,) = item.graph.graph.find_nodes(op="call_function", target=operator_of(self._op))
         self._places = [placeholders.index(node) for node in call.args[:-2]]
 
     def forward(self, *arguments: Any) -> Tensor:

@@ -29,7 +29,8 @@ from torch.fx.passes.split_module import split_module
 
 from weft.errors import ConfigError
 from weft.forward_context import Batch, ForwardContext, forward_context
-from weft.graph.split_ops import OUTPUT_SUFFIX, SplitOp, known_split_ops, output_like
+from weft.graph.split_ops import SplitOp, known_split_ops, split_op_named
+from weft.pieces.split_points import OUTPUT_SUFFIX, operator_of, output_like
 
 STATIC_BATCH_FIELDS = ("token_count",)
 """Tensors of a batch that have one place and size in every step."""
@@ -59,11 +60,12 @@ class Opaque:
     """
 
     def __init__(self, operations: frozenset[str]) -> None:
-        self.names = operations | frozenset(known_split_ops())
+        self._operators = {name: operator_of(split_op_named(name)) for name in known_split_ops()}
+        self.names = operations | self._operators.keys()
 
     def at(self, op: SplitOp, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         out = output_like(op, layer, inputs)
-        op.operator(*inputs, out, layer.name)
+        self._operators[op.name](*inputs, out, layer.name)
         return out
 
 
@@ -101,8 +103,9 @@ def trace(
     compiled = torch.compile(_fresh_code(model), backend=take, fullgraph=True)
     # What differs from the last model that this process traced, its width for one, is no variable of this one.
     one_model = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+    passed = dataclasses.replace(context, breaks=Opaque(operations), any_num_tokens=True)
     try:
-        with one_model, forward_context(dataclasses.replace(context, breaks=Opaque(operations))):
+        with one_model, forward_context(passed):
             compiled(ids)
     except (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode) as error:
         raise ConfigError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -134,11 +134,6 @@ def release_workspaces() -> None:
     """Give back what the matrix library keeps per stream (32 MiB each on Hopper); the next engine uses others."""
     if torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()  # torch has no public name for it
-
-
-def cache_tensors(caches: Mapping[str, LayerCache]) -> dict[str, torch.Tensor]:
-    """Every tensor of ``caches``, as ``layer.tensor``."""
-    return {f"{layer}.{name}": tensor for layer, cache in caches.items() for name, tensor in cache.items()}
 
 
 def _gib(num_bytes: int) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,14 +23,13 @@ from torch import nn
 from weft.cache.plan import CachePlan, mib, plan_for
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
-from weft.config.graph_modes import CudaGraphMode
+from weft.config.graph_modes import CudaGraphMode, GraphMode, MeasuredModes
 from weft.config.graph_profile import read_profile
 from weft.errors import CapacityError, ConfigError
 from weft.forward_context import LayerCache
 from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.graph import GraphPool, make_pool
 from weft.graph.graph_set import CaptureOptions
-from weft.pieces.mode_table import ModeTable
 from weft.layers.context import ModelContext
 from weft.layers.sampler import LogitsProcessor
 from weft.layers.table import LayerTable
@@ -47,7 +47,6 @@ from weft.runner.memory import (
     gpu_cache_budget,
     largest_that_fits,
 )
-from weft.pieces.model_compiler import ModelCompiler
 from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
@@ -64,6 +63,9 @@ from weft.runner.warmup import (
     step,
 )
 from weft.weights import load_weights
+
+if TYPE_CHECKING:
+    from weft.pieces.model_compiler import ModelCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class ModelRunner:
 
     Attributes:
         config, spec, plan: settings, with limits of a step that fits; the caches' geometry; their sizes.
-        compiler: prepares the model for capture.
+        compiler: prepares the model for capture in pieces or for torch.compile; None if the settings use neither.
         steps: runs them, with the caches, rows and graphs.
         startup: where the time of the start went.
 
@@ -110,8 +112,7 @@ class ModelRunner:
         if self._backend is Backend.TRITON:
             prepare_triton(self.device)
         self._layers = LayerTable()
-        profile = read_profile(Path(config.graph_profile)) if config.graph_profile else None
-        self._table = ModeTable.of(profile) if profile is not None else None
+        self._table = _measured_modes(config)
         self._make_pool = pool_maker
         self.spec = CacheSpec.of(config)
         self.startup = StartupTimes()
@@ -122,7 +123,7 @@ class ModelRunner:
                 self.media: MediaInputs | None = None
                 if isinstance(self.model, VisionLanguageModel):
                     self.media = MediaInputs(self.model, config)
-                self.compiler = ModelCompiler(config, self.model)
+                self.compiler = _make_compiler(config, self.model)
                 assert self.spec.layers.keys() <= self._layers.keys(), "the model's layers are not those of its specs"
             with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
                 load_weights(self.model, config.model_config, config.model_path, config.load_format, config.seed)
@@ -350,3 +351,27 @@ class ModelRunner:
     ) -> PendingStep:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
         return self.steps.launch(scheduler_output, processors or {})
+
+
+def _measured_modes(config: EngineConfig) -> MeasuredModes | None:
+    """Return the modes that the profile of the settings chooses; None without a profile."""
+    if not config.graph_profile:
+        return None
+    from weft.pieces.mode_table import ModeTable
+
+    return ModeTable.of(read_profile(Path(config.graph_profile)))
+
+
+def _make_compiler(config: EngineConfig, model: nn.Module) -> ModelCompiler | None:
+    """Return what prepares the model for pieces and torch.compile; None if the settings use neither.
+
+    Raises:
+        ConfigError: a source is not available here, or a split op does not exist.
+    """
+    mode = CudaGraphMode(config.cuda_graph_mode)
+    captures_pieces = GraphMode.PIECEWISE in (*mode.decode, *mode.mixed)
+    if not (captures_pieces or config.splitting_ops is not None or config.enable_torch_compile):
+        return None
+    from weft.pieces.model_compiler import ModelCompiler
+
+    return ModelCompiler(config, model)

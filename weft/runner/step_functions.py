@@ -21,7 +21,6 @@ from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.drafters import Drafter
-from weft.pieces.model_compiler import ModelCompiler
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_shape import SampleRows, StepInputs, StepShape
@@ -93,10 +92,12 @@ class StepFunctions:
         """The forward context in which pieces of ``num_tokens`` tokens are captured."""
         return self.context(self.builder.materialise(self.mixture_shape(num_tokens)).batch)
 
-    def compile_decodes(self, compiler: ModelCompiler, max_size: int) -> None:
-        """From now on, decode steps of up to ``max_size`` rows run the model as it is compiled for them."""
+    def compile_decodes(
+        self, compile_model: Callable[[ForwardContext, int], Callable[..., Tensor]], max_size: int
+    ) -> None:
+        """Compile the model for decode steps of up to ``max_size`` rows. Later decode steps run the compiled model."""
         batch = self.builder.materialise(self.decode_shape(min(max_size, self.max_num_seqs))).batch
-        self._compiled = compiler.for_decodes(self.context(batch), batch.num_tokens)
+        self._compiled = compile_model(self.context(batch), batch.num_tokens)
         self._max_compiled = max_size
 
     def decode(self, size: int) -> SampledLogits:

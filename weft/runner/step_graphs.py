@@ -10,24 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.config import EngineConfig
-from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.config.graph_modes import CudaGraphMode, GraphMode, MeasuredModes
 from weft.graph.capture_sizes import CaptureSizes, smallest_fitting
 from weft.graph.dispatcher import Choice, Dispatcher
 from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
-from weft.pieces.capture import PiecewiseModel
-from weft.pieces.mode_table import ModeTable
 from weft.runner.media_inputs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
-from weft.pieces.model_compiler import ModelCompiler
 from weft.runner.step_functions import SampledLogits, StepFunctions
 from weft.runner.step_shape import StepShape
+
+if TYPE_CHECKING:
+    from weft.pieces.capture import PiecewiseModel
+    from weft.pieces.model_compiler import ModelCompiler
 
 T = TypeVar("T")
 
@@ -88,11 +89,11 @@ class StepGraphs:
 def capture_graphs(
     sizes: CaptureSizes,
     functions: StepFunctions,
-    compiler: ModelCompiler,
+    compiler: ModelCompiler | None,
     pool: GraphPool,
     options: CaptureOptions,
     config: EngineConfig,
-    table: ModeTable | None,
+    table: MeasuredModes | None,
     encoder: EncoderGraphs | None = None,
 ) -> StepGraphs:
     """Capture the given sizes, and those of the vision tower. All graphs share ``pool``, because they run one after the
@@ -119,7 +120,8 @@ def capture_graphs(
     graphs.forward = captured("forward graphs", functions.forward, functions.mixture_shape, sizes.forward)
     compiled = config.torch_compile_max_bs is not None
     if sizes.decode and config.torch_compile_max_bs is not None:
-        functions.compile_decodes(compiler, config.torch_compile_max_bs)
+        assert compiler is not None
+        functions.compile_decodes(compiler.for_decodes, config.torch_compile_max_bs)
     decode, decode_shape = functions.decode, functions.decode_shape
     graphs.decode = captured("decode graphs", decode, decode_shape, sizes.decode, warm_every_size=compiled)
     graphs.verify = captured("verification graphs", functions.verify, functions.verification_shape, sizes.verify)
@@ -128,10 +130,9 @@ def capture_graphs(
     if encoder is not None:
         budget -= encoder.capture(pool, options, budget)
     if sizes.pieces:
-        functions.pad(functions.mixture_shape(largest := max(sizes.pieces)))
-        context = functions.pieces_context
-        with compiler.for_pieces(context(largest), largest) as model:
-            graphs.pieces = PiecewiseModel(model, context, pool, sizes.pieces, compiler.split_ops, options, budget)
+        assert compiler is not None
+        functions.pad(functions.mixture_shape(max(sizes.pieces)))
+        graphs.pieces = compiler.capture_pieces(functions.pieces_context, pool, sizes.pieces, options, budget)
     graphs.dispatcher = Dispatcher(
         CudaGraphMode(config.cuda_graph_mode),
         decode_sizes=graphs.decode.sizes if graphs.decode is not None else (),

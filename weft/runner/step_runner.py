@@ -22,7 +22,7 @@ from weft.cache.plan import CachePlan
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.config.graph_modes import GraphMode
-from weft.forward_context import Batch, ForwardContext, forward_context
+from weft.forward_context import Batch, ForwardContext, cache_tensors, forward_context
 from weft.graph.dispatcher import Choice
 from weft.layers.sampler import LogitsProcessor, Sampler
 from weft.messages import ScheduledRequest, SchedulerOutput
@@ -34,7 +34,7 @@ from weft.runner.cache_copies import CacheCopier
 from weft.runner.drafters import Drafter, MtpStepDrafter, NgramDrafter
 from weft.runner.logits_rows import spread
 from weft.runner.media_inputs import MediaInputs
-from weft.runner.memory import allocate_caches, cache_tensors
+from weft.runner.memory import allocate_caches
 from weft.runner.results import (
     PendingStep,
     ResultMemory,

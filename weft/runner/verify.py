@@ -20,11 +20,11 @@ from torch import Tensor
 from weft.errors import CapacityError
 from weft.forward_context import forward_context
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.pieces.step_timing import StepMaker
 from weft.runner.buffers import to_device
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_functions import SampledLogits
 from weft.runner.step_shape import StepShape
-from weft.pieces.step_timing import StepMaker
 
 MAX_PROMPT_TOKENS = 130
 
