@@ -64,7 +64,7 @@ class Value:
 
     @property
     def type_text(self) -> str:
-        """``float32[512, 64]``"""
+        """Return dtype and shape, for example ``float32[512, 64]``."""
         return f"{self.dtype}{list(self.place[1])}"
 
     def name(self, names: Mapping[Place, str]) -> str:
