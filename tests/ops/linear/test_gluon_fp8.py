@@ -122,7 +122,7 @@ def test_the_rule_keeps_to_what_the_kernel_can(inner: int) -> None:
     """Warps share the inner dimension evenly, and hold their weights in half of the registers."""
     found = {tokens: hopper_config(2048, inner, tokens) for tokens in (1, 4, 8, 16)}
     assert (found[1] is not None) == (512 <= inner <= 8192)
-    assert found[16] is None and (found[8] is None) == (inner > 8192 or inner == 128)
+    assert found[16] is None and (found[8] is None) == (inner > 4096 or inner == 128), "too many inputs to quantise"
     for config in filter(None, found.values()):
         assert inner % (128 * config.warps) == 0 and config.rows * inner <= 8192 * config.warps
 
@@ -139,7 +139,7 @@ def test_experts_are_taken_pair_by_pair_where_registers_hold_their_weights(
 
 def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of five rows takes what one of eight does, as the start compiles sizes by powers of two."""
-    weight = torch.empty(11264, 2048, dtype=E4M3, device="meta")
+    weight = torch.empty(6144, 2048, dtype=E4M3, device="meta")
     monkeypatch.setattr(fp8_linear_module, "has_table", lambda device: False)
     monkeypatch.setattr(fp8_linear_module, "runs_gluon", lambda device: True)
     chosen = [type(fp8_linear_module.choose_config(weight, tokens, False, 128)) for tokens in (1, 4, 5, 8)]

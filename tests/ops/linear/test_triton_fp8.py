@@ -246,16 +246,20 @@ def test_the_matrix_library_gets_what_it_asks_for(tokens: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("inner", [128, 2048, 4096, 5120, 8192, 28672])
 @pytest.mark.parametrize("rows", [128, 2048, 12288, 57344])
-@pytest.mark.parametrize("tokens", [1, 2, 16, 64])
-def test_weights_that_a_program_holds_fit_in_registers(rows: int, inner: int, tokens: int) -> None:
-    config = few_rows_config(rows, inner, tokens)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 32, 64])
+@pytest.mark.parametrize("block", [0, 128])
+def test_the_rule_for_few_rows_gives_every_program_work(rows: int, inner: int, tokens: int, block: int) -> None:
+    config = few_rows_config(rows, inner, tokens, block)
     steps = -(-inner // 128)
     share = -(-steps // config.splits)
     assert (config.splits - 1) * share < steps, "a program without work"
     if config.held:
         assert share * 128 * config.rows <= 32768
+    assert config.held == (tokens <= 16 and rows * inner <= 2**21), "large weights stream"
     if config.splits > 1:
         assert -(-rows // config.rows) <= 4096
+    if not config.held and rows * inner >= 2**25:
+        assert -(-rows // config.rows) * config.splits >= 132, "a multiprocessor without work"
 
 
 def test_tiles_of_many_rows() -> None:

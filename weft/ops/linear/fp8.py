@@ -59,6 +59,9 @@ class Library(NamedTuple):
 
 Config = FewRows | HopperRows | ManyRows | Library
 
+_MOST_PARTS = 4
+"""Largest number of partial sums that the following norm adds. More are added by the product's own programs."""
+
 KINDS: dict[str, type[Config]] = {"few": FewRows, "hopper": HopperRows, "many": ManyRows, "library": Library}
 """Names of the kinds in the table."""
 
@@ -139,7 +142,7 @@ def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> Co
     if few:
         tokens = next_power_of_2(tokens)
         config = hopper.hopper_config(rows, inner, tokens) if GLUON_IS_KNOWN and runs_gluon(weight.device) else None
-        return config or few_rows_config(rows, inner, tokens)
+        return config or few_rows_config(rows, inner, tokens, block)
     fits = inner % (512 if block else 16) == 0 and rows % 16 == 0
     return Library() if fits and has_table(weight.device) else many_rows_config(tokens, rows)
 
@@ -242,7 +245,7 @@ def fp8_linear_parts_triton(
 ) -> Tensor:
     """``fp8_linear_parts`` of ``weft/ops/linear``."""
     config = choose_config(weight, x.shape[0], False, block)
-    if not x.shape[0] or not isinstance(config, FewRows) or config.splits == 1:
+    if not x.shape[0] or not isinstance(config, FewRows) or not 1 < config.splits <= _MOST_PARTS:
         return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
     parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     few_rows_product(x, Fp8Matrix(weight, weight_scale, input_scale, block), None, parts, config, silu_mul=False)

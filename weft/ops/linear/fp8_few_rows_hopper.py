@@ -35,8 +35,8 @@ _SHAPES = ((32, 4), (16, 8), (16, 4), (16, 16))
 """Weight rows and warps, the better ones first."""
 _MOST_HELD = 64
 """Rows times groups of 128 inputs of a warp: half of a thread's registers hold them."""
-_MOST_PRODUCTS = 1 << 27
-"""Of all tokens: with more inputs to quantise in every program, the pipelined kernel was faster."""
+_MOST_PRODUCTS = 1 << 26
+"""Weights times tokens up to which the rule chooses this kernel. Beyond, the pipelined kernel was faster."""
 
 
 class Fixed(NamedTuple):
