@@ -142,10 +142,8 @@ def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
     def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = empty(*args, **kwargs)
-        if tensor.is_cuda:
-            value = float("nan") if tensor.dtype.is_floating_point else 0x5A5A5A5A if tensor.dtype.itemsize > 1 else 0x5A
-            if tensor.dtype.itemsize > 1:
-                tensor.fill_(value)
+        if tensor.is_cuda and tensor.dtype.itemsize > 1:
+            tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0x5A5A5A5A)
         return tensor
 
     return filled
