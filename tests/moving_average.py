@@ -31,7 +31,7 @@ from weft.forward_context import Batch, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from weft.layers.weight import Layout, WeightModule, WeightTable, empty_parameter, split_rows
+from weft.layers.weight import WeightLayout, WeightModule, WeightTable, empty_parameter, split_rows
 from weft.models.weight_names import WEIGHT_TABLES
 from weft.ops.device_work import device_work
 
@@ -94,7 +94,7 @@ class MovingAverage(WeightModule):
         gates = projected[:, self.channels :].sigmoid()
         return moving_average(values, gates, self.decay.sigmoid(), cache["fast"], cache["slow"], context.batch)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"decay": self._rows.piece(self.decay)},)
 
 

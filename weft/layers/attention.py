@@ -19,7 +19,7 @@ from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm, SpanningRMSNorm
-from weft.layers.weight import Layout, WeightModule, empty_parameter, split_rows, whole
+from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, split_rows, whole
 from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
 from weft.ops.fp8 import E4M3
@@ -104,7 +104,7 @@ class Attention(PagedAttention):
             for rows in self.qkv_proj.head_rows
         ]
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         layout = {name: whole(scale) for name, scale in scales.items() if scale is not None}
         if self.sinks is not None:

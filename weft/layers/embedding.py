@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.layers.context import ModelContext
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
+from weft.layers.weight import RowMap, RowRun, WeightLayout, WeightModule, empty_parameter
 from weft.ops.linear import linear
 
 
@@ -63,7 +63,7 @@ class VocabParallelEmbedding(WeightModule):
         vectors = F.embedding(local.masked_fill(foreign, 0), self._table)
         return vectors.masked_fill(foreign.unsqueeze(-1), 0.0)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": self._rows.piece(self.weight)},)
 
 
@@ -89,5 +89,5 @@ class ParallelLMHead(WeightModule):
             return logits
         return self._tp.all_gather(logits)[..., : self._vocab_size]
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({} if self._tied else {"weight": self._rows.piece(self.weight)},)

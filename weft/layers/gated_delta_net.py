@@ -25,9 +25,9 @@ from weft.layers.norm import GatedRMSNorm
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import (
     RECURRENCE_RANGES,
-    Layout,
     RowMap,
     RowRun,
+    WeightLayout,
     WeightModule,
     empty_parameter,
     split_rows,
@@ -163,7 +163,7 @@ class GatedDeltaNet(WeightModule):
         shape = (local.num_k_heads, local.head_k_dim)
         return q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, (local.num_v_heads, local.head_v_dim))
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({name: self._head_rows.piece(self.get_parameter(name)) for name in ("A_log", "dt_bias")},)
 
     def initial_range(self, name: str) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from weft.layers.norm import GatedRMSNorm
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import (
     RECURRENCE_RANGES,
-    Layout,
+    WeightLayout,
     WeightModule,
     WeightPiece,
     empty_parameter,
@@ -111,7 +111,7 @@ class KimiDelta(WeightModule):
         normed = self.norm(mixed, gate.unflatten(-1, (heads, dim))).flatten(1)
         return clear_padding(normed, batch.num_tokens)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         heads, every = self.local.num_heads, slice(None)
         first = self._tp.rank * heads
         decay = WeightPiece(

@@ -17,7 +17,7 @@ from weft.layers.attention import PagedAttention
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
-from weft.layers.weight import Layout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
+from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
 from weft.ops.attention import latent_attention, store_latents
 
 _EPS = 1e-6
@@ -35,7 +35,7 @@ class LatentExpansion(WeightModule):
             parameter = empty_parameter(heads, rows, geometry.rank, dtype=context.dtype, device=context.device)
             self.register_parameter(name, parameter)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         """One tensor, each head's key rows followed by its value rows."""
         k, v = self.get_parameter("k"), self.get_parameter("v")
         both = self._geometry.key_dim + self._geometry.value_dim
@@ -85,7 +85,7 @@ class LatentAttention(PagedAttention):
         )
         context.layers.register(name, self)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({},)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.quant_method import QuantMethod
 from weft.layers.weight import (
-    Layout,
     MatrixShard,
     RowMap,
     RowRun,
+    WeightLayout,
     WeightModule,
     WeightPiece,
     empty_parameter,
@@ -57,10 +57,10 @@ class LinearBase(WeightModule):
             self.bias = empty_parameter(shard.rows, dtype=context.dtype, device=context.device)
             self.bias[shard.num_filled :].zero_()
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return tuple(layout | self._bias_layout() for layout in self.quant_method.layouts(self))
 
-    def _bias_layout(self) -> Layout:
+    def _bias_layout(self) -> WeightLayout:
         if self.bias is None:
             return {}
         return {f"{prefix}bias": rows.piece(self.bias) for prefix, rows in self.shard.parts.items()}
@@ -209,7 +209,7 @@ class RowParallelLinear(LinearBase):
             return self.quant_method.apply_parts(self, x, self._all_reduce.peers_to_send(x))
         return self.quant_method.apply(self, x, self.bias)
 
-    def _bias_layout(self) -> Layout:
+    def _bias_layout(self) -> WeightLayout:
         return {"bias": WeightPiece((self.shard.rows,), ())} if self._bias_elsewhere else super()._bias_layout()
 
 

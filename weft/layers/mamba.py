@@ -21,7 +21,7 @@ from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.short_conv import DepthwiseConv
-from weft.layers.weight import RECURRENCE_RANGES, Layout, WeightModule, WeightPiece, empty_parameter, split_rows
+from weft.layers.weight import RECURRENCE_RANGES, WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows
 from weft.ops.convolution import causal_conv1d, causal_conv1d_update
 from weft.ops.mamba import selective_scan, selective_scan_step
 from weft.ops.norm import split_rms_norm
@@ -43,7 +43,7 @@ class PartNorms(WeightModule):
         """``[T, dt | B | C] -> dt, B, C``."""
         return split_rms_norm(x, self.weight, self._eps, self.sizes, backend=self._backend)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         if not self._learned:
             return ({},)
         parts = zip(self.sizes, self.weight.split(self.sizes), strict=True)
@@ -123,7 +123,7 @@ class Mamba(WeightModule):
         dt, b, c = self.part_norms(parts)
         return self.dt_proj.quant_method.apply(self.dt_proj, dt, None), b, c
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"A_log": self._channels.piece(self.A_log.t()), "D": self._channels.piece(self.D)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:

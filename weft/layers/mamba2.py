@@ -21,7 +21,7 @@ from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.short_conv import DepthwiseConv
-from weft.layers.weight import RECURRENCE_RANGES, Layout, WeightModule, empty_parameter, split_rows
+from weft.layers.weight import RECURRENCE_RANGES, WeightLayout, WeightModule, empty_parameter, split_rows
 from weft.ops.convolution import causal_conv1d
 from weft.ops.linear_attention import chunk_linear_attention
 from weft.ops.mamba import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
@@ -46,7 +46,7 @@ class ShardedNormWeight(WeightModule):
         self._rows = split_rows([num_channels], context.tp, "mamba channels")
         self.weight = empty_parameter(self._rows.count, dtype=context.dtype, device=context.device)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": self._rows.piece(self.weight)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
@@ -130,7 +130,7 @@ class Mamba2(WeightModule):
         )
         return clear_padding(normed, batch.num_tokens)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({name: self._head_rows.piece(self.get_parameter(name)) for name in ("A_log", "dt_bias", "D")},)
 
     def initial_range(self, name: str) -> tuple[float, float]:

@@ -24,10 +24,10 @@ from weft.layers.mlp import MLP, dense_mlp
 from weft.layers.quant_method import QuantMethod
 from weft.layers.weight import (
     Interleaved,
-    Layout,
     MatrixShard,
     RowMap,
     RowRun,
+    WeightLayout,
     WeightModule,
     WeightPiece,
     empty_parameter,
@@ -126,11 +126,11 @@ class Experts(WeightModule):
         the first local expert."""
         return self.quant_method.apply(self, x, Routed(weights, ids, shared, shared_gate), peers)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         biases = self._bias_layout() if self.biases else {}
         return tuple(layout | biases for layout in self.quant_method.layouts(self))
 
-    def _bias_layout(self) -> Layout:
+    def _bias_layout(self) -> WeightLayout:
         """``gate_up_proj_bias [E, 2 * I]``, gate and up in turn, and ``down_proj_bias [E, H]`` (gpt-oss)."""
         assert self.gate_up_bias is not None
         experts = slice(self.local_experts.start, self.local_experts.stop)
@@ -242,7 +242,7 @@ class SparseMoe(WeightModule):
             **scoring,
         )
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         """The correction bias stands in the block (LFM2) or in the router (DeepSeek-V3)."""
         if self.correction_bias is None:
             return ({},)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.weight import Layout, RowMap, WeightModule, empty_parameter, whole
+from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_parameter, whole
 from weft.ops.collectives import all_reduce_rms_norm
 from weft.ops.collectives.peer_buffers import SentRows
 from weft.ops.norm import gated_rms_norm, rms_norm
@@ -26,7 +26,7 @@ class RMSNorm(WeightModule):
         assert isinstance(y, Tensor)
         return y
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": whole(self.weight)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
@@ -113,7 +113,7 @@ class SpanningRMSNorm(RMSNorm):
         weight = self.weight.float() + 1.0 if self._zero_centered else self.weight.float()
         return (x.float() * torch.rsqrt(mean + self._eps) * weight).to(x.dtype)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": self._rows.piece(self.weight)},)
 
 
@@ -132,7 +132,7 @@ class GatedRMSNorm(WeightModule):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, self.weight, self._eps, activation=self._activation, backend=self._backend)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": whole(self.weight)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from weft.layers.weight import Layout, WeightModule, uniform_range
+from weft.layers.weight import WeightLayout, WeightModule, uniform_range
 
 Layer = TypeVar("Layer", bound=WeightModule)
 
@@ -27,7 +27,7 @@ class QuantMethod(ABC, Generic[Layer]):
         """
 
     @abstractmethod
-    def layouts(self, layer: Layer) -> tuple[Layout, ...]:
+    def layouts(self, layer: Layer) -> tuple[WeightLayout, ...]:
         """Which checkpoint tensors fill them, as ``WeightModule.layouts``."""
 
     def initial_range(self, layer: Layer, name: str) -> tuple[float, float]:

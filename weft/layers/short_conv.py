@@ -17,7 +17,7 @@ from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
-from weft.layers.weight import Layout, RowMap, WeightModule, empty_parameter, split_rows
+from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_parameter, split_rows
 from weft.ops.convolution import short_conv, short_conv_decode
 
 
@@ -36,10 +36,10 @@ class DepthwiseConv(WeightModule):
         if bias:
             self.bias = empty_parameter(local, dtype=context.dtype, device=context.device)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return tuple(self._layout(form) for form in self._forms)
 
-    def _layout(self, form: dict[str, RowMap]) -> Layout:
+    def _layout(self, form: dict[str, RowMap]) -> WeightLayout:
         layout = {f"{part}weight": rows.piece(self.weight, middle=(1,)) for part, rows in form.items()}
         if self.bias is not None:
             layout |= {f"{part}bias": rows.piece(self.bias) for part, rows in form.items()}

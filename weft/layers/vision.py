@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.layers.context import ModelContext
-from weft.layers.weight import Layout, WeightModule, empty_parameter, uniform_range, whole
+from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, uniform_range, whole
 from weft.ops.vision import add_layer_norm, grid_positions
 
 ACTIVATIONS = {
@@ -48,7 +48,7 @@ class VisionLinear(WeightModule):
             return torch._addmm_activation(self.bias, x, weight.t(), use_gelu=True)  # on CUDA the tanh form
         return ACTIVATIONS[activation](F.linear(x, weight, self.bias))
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": whole(self.weight), "bias": whole(self.bias)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
@@ -73,7 +73,7 @@ class VisionLayerNorm(WeightModule):
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.EPS)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": whole(self.weight), "bias": whole(self.bias)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
@@ -92,7 +92,7 @@ class PositionGrid(WeightModule):
         """Of patches, as ``patch_places`` says where they stand: ``[N, size]``."""
         return grid_positions(self.weight, places, backend=self._backend)
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": whole(self.weight)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:

@@ -65,7 +65,8 @@ class WeightPiece:
         return self.transposable and stored != self.shape and stored == (*self.shape[:-2], *self.shape[:-3:-1])
 
 
-Layout = dict[str, WeightPiece]
+WeightLayout = dict[str, WeightPiece]
+"""Every tensor that a layer needs of a checkpoint, by its name relative to the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ class WeightModule(nn.Module):
     """A layer that owns parameters and can say how they are filled."""
 
     @abstractmethod
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[WeightLayout, ...]:
         """Every form in which a checkpoint may hold this layer's tensors; each is complete in itself."""
 
     def initial_range(self, name: str) -> tuple[float, float]:
@@ -280,7 +281,7 @@ class WeightTable:
         index, _, parameter = part.partition(".")
         return f"{parent}.{parts[int(index)]}.{parameter}"
 
-    def named(self, module_name: str, layout: Layout) -> Layout:
+    def named(self, module_name: str, layout: WeightLayout) -> WeightLayout:
         """A module's layout under the checkpoint's names."""
         parent, _, leaf = module_name.rpartition(".")
         if leaf not in self.fused or not layout or not all(part[0].isdigit() for part in layout):

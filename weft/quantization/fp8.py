@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, LinearMethod
 from weft.layers.moe import Experts, ExpertsMethod, Routed
-from weft.layers.weight import Layout, MatrixShard, WeightPiece, empty_parameter, uniform_range
+from weft.layers.weight import MatrixShard, WeightLayout, WeightPiece, empty_parameter, uniform_range
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.linear import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
@@ -51,8 +51,8 @@ class Fp8Linear(LinearMethod):
             layer.plain_weight = empty_parameter(shard.rows - rows, columns, dtype=dtype, device=device)
         self.layouts(layer)  # raises where blocks do not fit
 
-    def layouts(self, layer: LinearBase) -> tuple[Layout, ...]:
-        shard, layout = layer.shard, Layout()
+    def layouts(self, layer: LinearBase) -> tuple[WeightLayout, ...]:
+        shard, layout = layer.shard, WeightLayout()
         weight, scale = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
         for part, rows in shard.parts.items():
             if part in self._plain:
@@ -124,18 +124,18 @@ class Fp8Experts(ExpertsMethod):
             layer.register_parameter(f"{name}_input_scale", _input_scale(self._storage, device))
         self._expert(layer, 0)  # raises where blocks do not fit
 
-    def layouts(self, layer: Experts) -> tuple[Layout, ...]:
+    def layouts(self, layer: Experts) -> tuple[WeightLayout, ...]:
         """One by one (``7.gate_proj.weight``); unquantised checkpoints also fused over experts."""
-        one_by_one, first = Layout(), layer.local_experts.start
+        one_by_one, first = WeightLayout(), layer.local_experts.start
         elsewhere = {name: WeightPiece(piece.shape, (), piece.fp8) for name, piece in self._expert(layer, 0).items()}
         for expert in range(layer.num_experts):  # those of other ranks are in the checkpoint too
             found = self._expert(layer, expert - first) if expert in layer.local_experts else elsewhere
             one_by_one |= {f"{expert}.{tensor}": piece for tensor, piece in found.items()}
         return (one_by_one, self._fused(layer)) if isinstance(self._storage, OnlineStorage) else (one_by_one,)
 
-    def _expert(self, layer: Experts, place: int) -> Layout:
+    def _expert(self, layer: Experts, place: int) -> WeightLayout:
         """Tensors of one of this rank's experts, by their names after the expert's number."""
-        layout = Layout()
+        layout = WeightLayout()
         for name, shard in _matrices(layer):
             weight, scale = layer.get_parameter(name)[place], layer.get_parameter(f"{name}_scale")[place]
             input_scale = _optional(layer, f"{name}_input_scale")
@@ -145,7 +145,7 @@ class Fp8Experts(ExpertsMethod):
                 layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
         return layout
 
-    def _fused(self, layer: Experts) -> Layout:
+    def _fused(self, layer: Experts) -> WeightLayout:
         return fused_layout(layer, QuantizedMatrices(layer, "gate_up"), QuantizedMatrices(layer, "down"))
 
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.config.quantization import BLOCK
 from weft.errors import ConfigError
-from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, Slices, WeightPiece
+from weft.layers.weight import MatrixShard, RowMap, RowRun, Slices, WeightLayout, WeightPiece
 from weft.ops.fp8 import E4M3_MAX, quantize_rows
 
 
@@ -35,7 +35,7 @@ class Storage(ABC):
     @abstractmethod
     def layout(
         self, shard: MatrixShard, rows: RowMap, weight: Tensor, scale: Tensor, input_scale: Tensor | None, name: str
-    ) -> Layout:
+    ) -> WeightLayout:
         """Checkpoint tensors of one part, by their names after the part's.
 
         Args:
@@ -58,7 +58,7 @@ class BlockStorage(Storage):
 
     def layout(
         self, shard: MatrixShard, rows: RowMap, weight: Tensor, scale: Tensor, input_scale: Tensor | None, name: str
-    ) -> Layout:
+    ) -> WeightLayout:
         last_column = shard.first_column + shard.columns
         if shard.first_column % BLOCK or (shard.columns % BLOCK and last_column != shard.total_columns):
             raise ConfigError(_indivisible(name, f"{shard.columns} of {shard.total_columns} columns"))
@@ -96,7 +96,7 @@ class ChannelStorage(Storage):
 
     def layout(
         self, shard: MatrixShard, rows: RowMap, weight: Tensor, scale: Tensor, input_scale: Tensor | None, name: str
-    ) -> Layout:
+    ) -> WeightLayout:
         layout = {"weight": shard.piece(rows, weight, fp8=True)}
         if self._per_tensor:
             everything: Slices = ()
@@ -117,7 +117,7 @@ class OnlineStorage(ChannelStorage):
 
     def layout(
         self, shard: MatrixShard, rows: RowMap, weight: Tensor, scale: Tensor, input_scale: Tensor | None, name: str
-    ) -> Layout:
+    ) -> WeightLayout:
         piece = shard.piece(rows, weight)
         copies = tuple(
             (source, QuantizedRows(weight[run.target_rows], scale[run.target_rows]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, LinearMethod
 from weft.layers.moe import Experts, ExpertsMethod, Routed
-from weft.layers.weight import CopyTarget, Interleaved, Layout, Slices, WeightPiece, empty_parameter
+from weft.layers.weight import CopyTarget, Interleaved, Slices, WeightLayout, WeightPiece, empty_parameter
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import linear, linear_parts, linear_silu_mul
 from weft.ops.moe import fused_moe, send_fused_moe
@@ -33,7 +33,7 @@ class UnquantizedLinear(LinearMethod):
         )
         layer.weight[shard.num_filled :].zero_()
 
-    def layouts(self, layer: LinearBase) -> tuple[Layout, ...]:
+    def layouts(self, layer: LinearBase) -> tuple[WeightLayout, ...]:
         weight = layer.get_parameter("weight")
         return ({f"{part}weight": layer.shard.piece(rows, weight) for part, rows in layer.shard.parts.items()},)
 
@@ -57,12 +57,12 @@ class UnquantizedExperts(ExpertsMethod):
         for name, shard in (("gate_up", layer.gate_up_shard), ("down", layer.down_shard)):
             layer.allocate(name, "weight", (shard.rows, shard.columns), self._context.dtype, self._context.device)
 
-    def layouts(self, layer: Experts) -> tuple[Layout, ...]:
+    def layouts(self, layer: Experts) -> tuple[WeightLayout, ...]:
         """One by one (``7.gate_proj.weight``), or fused over experts (``gate_up_proj``, ``down_proj``)."""
         gate_up, down = layer.get_parameter("gate_up"), layer.get_parameter("down")
         if layer.interleaved:
             return (_interleaved_layout(layer, gate_up, down),)
-        one_by_one: Layout = {}
+        one_by_one: WeightLayout = {}
         for shard, parameter in ((layer.gate_up_shard, gate_up), (layer.down_shard, down)):
             for part, rows in shard.parts.items():
                 for expert in range(layer.num_experts):  # those of other ranks are in the checkpoint too
@@ -91,7 +91,7 @@ class UnquantizedExperts(ExpertsMethod):
         )
 
 
-def _interleaved_layout(layer: Experts, gate_up: Tensor, down: Tensor) -> Layout:
+def _interleaved_layout(layer: Experts, gate_up: Tensor, down: Tensor) -> WeightLayout:
     """``gate_up_proj [E, H, 2 * I]``, gate and up columns in turn, and ``down_proj [E, I, H]`` (gpt-oss)."""
     shard, experts = layer.down_shard, slice(layer.local_experts.start, layer.local_experts.stop)
     first, last, total = shard.first_column, shard.first_column + shard.columns, shard.total_columns
@@ -113,9 +113,9 @@ class IndexableTarget(Protocol):
     def __getitem__(self, index: Any, /) -> CopyTarget: ...
 
 
-def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget) -> Layout:
+def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget) -> WeightLayout:
     """Tensors of all experts: ``gate_up_proj [E, 2 * I, H]`` (gate rows, then up rows) and ``down_proj [E, H, I]``."""
-    layout: Layout = {}
+    layout: WeightLayout = {}
     experts = slice(layer.local_experts.start, layer.local_experts.stop)
     for name, shard, parameter in (
         ("gate_up_proj", layer.gate_up_shard, gate_up),
