@@ -1,1 +1,1 @@
-"""Tensor parallelism: ranks, collectives and the arithmetic of sharding."""
+"""Tensor parallelism: ranks and collectives."""

@@ -1,7 +1,7 @@
 """Memory that the GPUs of a group map from each other (torch's symmetric memory, without multicast).
 
 Job: allocate the same buffer on every rank and exchange addresses. Owns: the buffer and its lifetime. Does not know:
-what is exchanged through it (``ops/collectives``).
+what is exchanged through the buffer (``ops/collectives``).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 num_made = 0
-"""Buffers that this process has made. torch counts exchanges of addresses for as long as a process lives, so ranks that
-have made different numbers of them would wait for each other for ever."""
+"""Number of buffers made by this process. torch counts address exchanges per process, so ranks with different counts
+would wait for each other forever."""
 
 
 class PeerMemory:
     """A zeroed buffer of ``num_bytes`` on every rank. Every rank must make it.
 
     Attributes:
-        addresses: ``[size]`` int64 on the device: every rank's buffer, as seen from here.
+        addresses: ``[size]`` int64 on the device: the address of every rank's buffer on this rank.
 
     Raises:
         RuntimeError: the GPUs cannot reach each other's memory.

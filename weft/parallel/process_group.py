@@ -1,11 +1,11 @@
-"""Ranks in processes of their own: collectives through torch.distributed.
+"""Ranks in processes of their own, with collectives through torch.distributed.
 
-Job: ``TensorParallel`` over NCCL on GPUs and gloo on the CPU. Owns: the process group and its peer memory.
-Does not know: who started the processes, layers, graphs.
+Job: ``TensorParallel`` over NCCL on GPUs and gloo on the CPU. Owns: the process group and its peer memory. Does not
+know: who started the processes, layers, graphs.
 
-A collective is one operator to the dispatcher (``weft::all_reduce_``, ``weft::all_gather``), so that the graph emulator
-records and replays it as a unit. NCCL's kernels are captured in CUDA graphs like any other; gloo works on the host.
-Both form a sum of a chunk once and copy it to the other ranks, so every rank holds the same bits.
+The dispatcher sees each collective as one operator (``weft::all_reduce_``, ``weft::all_gather``), so the graph emulator
+records and replays it as a unit. CUDA graphs capture NCCL's kernels like any others; gloo works on the host. Both
+compute the sum of a chunk once and copy it to the other ranks, so every rank has the same bits.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from weft.parallel.peer_memory import PeerMemory
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""A rank may compile kernels for minutes while others wait; one that died or hangs is noticed by its executor."""
+"""Upper bound on a collective. A rank may compile kernels for minutes while others wait; the executor notices one that
+died or hangs."""
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _GROUPS: dict[str, dist.ProcessGroup] = {}
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
 
 
 class ProcessGroup:
     """The ranks of one model, one per process. A process belongs to one such group at a time.
 
     Args:
-        rank, size: of this process, and how many there are.
+        rank, size: the rank of this process, and the number of ranks.
         device: a CUDA device (NCCL) or the CPU (gloo).
-        store: where the ranks find each other.
+        store: the store through which the ranks find each other.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
@@ -63,7 +64,7 @@ class ProcessGroup:
             self._take_memory()
 
     def _take_memory(self) -> None:
-        """What NCCL takes for itself at its first small and large messages is gone when caches are sized."""
+        """Make NCCL allocate its memory, by one small and one large message, before caches are sized."""
         for num_elements in (1 << 10, 16 << 20):
             self.all_gather(self.all_reduce(torch.zeros(1, num_elements, dtype=torch.bfloat16, device=self._device)))
 
@@ -109,18 +110,18 @@ class ProcessGroup:
         return int(tensor.item())
 
     def close(self) -> None:
-        """Leave the group. On GPUs without waiting for the others, some of which may be gone."""
+        """Leave the group. On GPUs this does not wait for other ranks, some of which may be gone."""
         del _GROUPS[self._name]
         self._peer_memory = None
         if self._device.type == "cuda":
-            dist.distributed_c10d._abort_process_group()  # captured graphs may hold NCCL's kernels: nothing to wait for
+            dist.distributed_c10d._abort_process_group()  # no wait for kernels that captured graphs may hold
         else:
             dist.destroy_process_group()
 
 
 def abort_groups() -> None:
-    """A rank is gone: whoever waits for it in a collective of this process gets an error. From any thread. On gloo the
-    closed connection does that already."""
+    """Abort the collectives of this process after another rank died, so that waiting threads get an error. Callable
+    from any thread. On gloo the closed connection has the same effect."""
     for group in _GROUPS.values():
         if dist.get_backend(group) == "nccl":
             group.abort()

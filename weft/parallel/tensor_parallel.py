@@ -1,11 +1,11 @@
 """The tensor-parallel group as layers see it: rank, size, collectives.
 
-Job: the interface that layers and the runner are written against, and the group of one. Does not know: process
-launching, devices, or which layers are sharded.
+Job: the interface that layers and the runner use, and the group of one. Does not know: process launching, devices, or
+which layers are sharded.
 
-Every rank must compute bitwise the same replicated values (residual stream, router, logits): ranks that choose other
-experts or other tokens compute another model. They do, because a sum is formed once and copied, or formed by every rank
-in the same order, and because the same kernels run on the same values everywhere else.
+Every rank must compute bitwise the same replicated values (residual stream, router, logits). Ranks that choose
+different experts or tokens compute different models. The values are equal for two reasons. A sum is computed once and
+copied, or computed by every rank in the same order. And the same kernels run on the same values everywhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class TensorParallel(Protocol):
-    """A group of ``size`` ranks, of which this is ``rank``. Collectives must be called by every rank, in one order."""
+    """A group of ``size`` ranks, seen from ``rank``. Every rank must call the collectives in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -26,13 +26,14 @@ class TensorParallel(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's ``x``, bitwise the same on every rank; may be written in place, so the argument must
-        not be used afterwards."""
+        """The sum of every rank's ``x``, bitwise the same on every rank. May overwrite ``x``, so do not use ``x``
+        afterwards."""
         ...
 
     def peer_memory(self, num_bytes: int) -> Tensor | None:
         """Addresses ``[size]`` int64, on the device, of a zeroed buffer of every rank that this rank can read and
-        write; None if they have no such memory (the log says why). A group has one, which lives as long as it."""
+        write. Returns None if the ranks have no such memory; the log says why. Each group allocates the buffer once and
+        keeps it until the group is closed."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -40,17 +41,17 @@ class TensorParallel(Protocol):
         ...
 
     def least(self, value: int) -> int:
-        """The least of every rank's ``value``, on the host. For the start: it waits for the device."""
+        """The minimum of every rank's ``value``, on the host. Waits for the device, so only the start uses it."""
         ...
 
     @property
     def is_alone(self) -> bool:
-        """Collectives of layers reach no other rank."""
+        """Whether collectives of layers reach no other rank at the moment."""
         ...
 
     def alone(self) -> AbstractContextManager[None]:
-        """In the body, collectives of layers give results of the right shape and memory without another rank, and with
-        meaningless values: what a step needs is found where it may fail on one rank and not on another."""
+        """Make collectives of layers local in the body. Their results have the right shapes and memory, and meaningless
+        values. A start uses it to measure a step where a failure may hit one rank alone."""
         ...
 
 

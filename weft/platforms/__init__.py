@@ -1,1 +1,1 @@
-"""The processor and the Triton that Weft runs on."""
+"""The platform of a process: its processor and its version of Triton."""

@@ -1,4 +1,4 @@
-"""The processor's name."""
+"""The name of the processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The processor in words."""
+    """The name of the processor in words."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,19 +1,19 @@
-"""Which Triton is installed, and what runs under one whose internals Weft does not know."""
+"""The installed version of Triton, and the kernels that run under it."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
 KNOWN: tuple[str, ...] = ("3.6.", "3.7.", "3.8.", "3.9.")
-"""Beginnings of the versions whose internals Weft uses: the C launcher, what goes into a kernel's key, how kernels are
-compiled in other processes, what names a kernel on disk, and the names in Gluon."""
+"""Prefixes of the versions whose internals Weft uses: the C launcher, the parts of a kernel's key, compilation in other
+processes, the names of kernels on disk, and Gluon."""
 
 GLUON_TESTED: tuple[str, ...] = ("3.6.", "3.7.")
-"""Beginnings of those with which the tests of kernels in Gluon have passed on a GPU."""
+"""Prefixes of the versions under which the tests of Gluon kernels passed on a GPU."""
 
 
 def triton_version() -> str | None:
-    """None: it is not installed."""
+    """The version of Triton; None if Triton is not installed."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -29,7 +29,7 @@ def is_gluon_tested(version: str) -> bool:
 
 
 def kernel_choice(version: str | None) -> str:
-    """Which kernels run and how they are launched, in words."""
+    """Describe in words which kernels run and how they are launched."""
     if version is None:
         return "Triton is not installed"
     if is_gluon_tested(version):

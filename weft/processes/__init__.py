@@ -1,1 +1,1 @@
-"""What every process of Weft needs: its start, its log, its signs of life, its end."""
+"""The life of a process: start-up, log, heartbeat, supervision of child processes."""

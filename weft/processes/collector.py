@@ -1,7 +1,7 @@
-"""When Python's garbage collector runs: not during a start, not during a capture.
+"""Python's garbage collector, switched off during a start and during a capture.
 
-Two things want none. Loading torch makes some 200,000 objects that stay, and the collector would walk through all of
-them again and again: a fifth of the time of the import. And a tensor freed in the middle of a capture would spoil it.
+Loading torch creates about 200,000 permanent objects. The collector would scan them again and again, which takes a
+fifth of the import. A tensor that is freed in the middle of a capture would break the capture.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Nothing is collected in the body; afterwards the collector is as it was."""
+    """Disable the garbage collector in the body, and restore its state afterwards."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -25,8 +25,8 @@ def collector_off() -> Iterator[None]:
 
 @contextmanager
 def objects_frozen() -> Iterator[None]:
-    """A collection in the body looks only at what was made in it, not at the objects of the libraries: milliseconds
-    instead of a tenth of a second."""
+    """Exempt existing objects from collections in the body. A collection then takes milliseconds instead of a tenth of
+    a second."""
     gc.freeze()
     try:
         yield

@@ -1,9 +1,9 @@
-"""The engine process's heartbeat, in a file that both processes map.
+"""The heartbeat of the engine process, in a file that both processes map.
 
-The beat comes from a thread of its own, so a step may take as long as it likes. That thread may still be kept waiting,
-by a long call that holds the interpreter lock, or because the machine has no processor to spare. So the server also
-looks at what the kernel knows of the process: one that uses processor time, or waits for a processor, is not frozen.
-Frozen is what stands still: stopped, stuck in the kernel, in a deadlock.
+A thread of its own writes the heartbeat, so a step may take any time. The thread itself can be delayed by a long call
+that holds the interpreter lock, or by a busy machine. So the server also reads what the kernel knows of the process. A
+process that uses processor time, or waits for a processor, is not frozen. A process is frozen if it is stopped, stuck
+in the kernel, or in a deadlock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAYOUT = struct.Struct("<d")  # time of the last beat
 
 
 class Heartbeat:
-    """The engine's side. ``parent_pid``: the process exits at once when that parent is gone; 0: never."""
+    """The engine's side. With ``parent_pid`` other than 0 the process exits as soon as that parent is gone."""
 
     def __init__(self, path: Path, parent_pid: int = 0) -> None:
         self._memory = _map(path)
@@ -39,7 +39,7 @@ class Heartbeat:
         while True:
             self._write()
             if self._parent_pid and os.getppid() != self._parent_pid:
-                os._exit(1)  # nobody is left to serve; nothing here is worth saving
+                os._exit(1)  # without a parent there is nobody to serve and nothing to save
             time.sleep(BEAT_S)
 
     def _write(self) -> None:
@@ -56,12 +56,13 @@ class Pulse:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last sign of life, a beat or what ``poll`` saw; infinite before the first beat."""
+        """Seconds since the last sign of life: a heartbeat, or a movement that ``poll`` saw. Infinite before the first
+        heartbeat."""
         beat = self._last_beat()
         return time.monotonic() - max(beat, self._movement.at) if beat else float("inf")
 
     def poll(self, pid: int) -> None:
-        """See whether the process moves without a beat; for a caller that looks about once a second."""
+        """Check whether the process moves without a heartbeat. Call it about once a second."""
         self._movement.look(pid, is_quiet=time.monotonic() - self._last_beat() > 4 * BEAT_S)
 
     def _last_beat(self) -> float:

@@ -1,4 +1,4 @@
-"""When an interrupt (Ctrl-C) comes through: between steps, not inside one, where it would leave half-written states."""
+"""Interrupts (Ctrl-C) are delivered between steps, since an interrupt inside a step would leave half-written state."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 @contextmanager
 def interrupts_held(*, second_too: bool) -> Iterator[Callable[[], None]]:
-    """Python's handler of SIGINT does not run in the body, but when the body calls what it is given, and after it.
+    """Hold back SIGINT in the body. Python's handler runs after the body, and whenever the body calls the yielded
+    function.
 
     Args:
-        second_too: False: a second SIGINT does not wait for that.
+        second_too: hold back a second SIGINT as well; otherwise its handler runs at once.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield lambda: None  # handlers run in the main thread; what is no function raises nothing
+        yield lambda: None  # handlers run in the main thread; a disposition that is no function raises nothing
         return
     run: Callable[..., Any] = handler
     came: list[tuple[int, Any]] = []

@@ -1,4 +1,4 @@
-"""The ties of a child process to its parent, made in the child: it ends with the parent, and by it alone."""
+"""The child's side of supervision: a child process ends with its parent, and only when its parent says so."""
 
 from __future__ import annotations
 

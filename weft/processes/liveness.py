@@ -1,4 +1,4 @@
-"""Whether a process lives and makes progress, by processor time and thread states in ``/proc``."""
+"""Liveness and progress of a process, from processor time and thread states in ``/proc``."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from pathlib import Path
 
 
 class Movement:
-    """When a process was last seen to move. ``at``: of ``time.monotonic()``; 0.0: not yet."""
+    """The time at which a process was last seen to move. ``at``: of ``time.monotonic()``; 0.0 before the first
+    movement."""
 
     def __init__(self) -> None:
         self.at, self._used = 0.0, -1.0
 
     def look(self, pid: int, *, is_quiet: bool) -> None:
-        """See whether it used a processor since the last look; or waits for one, which takes a look at every thread and
-        is asked only if it ``is_quiet`` otherwise."""
+        """Check whether the process used a processor since the last look. If it ``is_quiet`` otherwise, also check
+        whether one of its threads waits for a processor; that reads the state of every thread."""
         try:
             before, self._used = self._used, processor_s(pid)
             if self._used != before or (is_quiet and waits_for_processor(pid)):
                 self.at = time.monotonic()
-        except OSError:  # it has ended, which is for others to notice
+        except OSError:  # the process has ended, which others report
             return
 
 
 def processor_s(pid: int) -> float:
-    """Seconds of processor time that a process has used, all threads. Raises OSError if there is no such process."""
+    """Seconds of processor time of all threads of a process. Raises OSError if there is no such process."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_alive(pid: int) -> bool:
-    """False of a process that has ended, also if nobody has asked for its status yet."""
+    """Whether the process runs. A zombie does not."""
     try:
         return _stat(Path(f"/proc/{pid}/stat"))[0] not in ("Z", "X")
     except OSError:
@@ -39,10 +40,11 @@ def is_alive(pid: int) -> bool:
 
 
 def waits_for_processor(pid: int) -> bool:
-    """True if a thread of the process could run, had it a processor."""
+    """Whether a thread of the process is runnable."""
     return any(_stat(task / "stat")[0] == "R" for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields of proc(5)'s ``stat`` from the third, the state, on; a name with spaces stands before them."""
+    """The fields of proc(5)'s ``stat`` from the third, the state, on. The process name before them may contain
+    spaces."""
     return path.read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The form of the log's lines: text, or a JSON object each, the same in every process of a server."""
+"""The format of log lines, text or JSON, the same in every process of a server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 
 
 class LogFormatter(logging.Formatter):
-    """Lines as text with ``key=value``, or as JSON objects. A record's ``fields`` (a dict) are its keys.
+    """Format records as text with ``key=value``, or as JSON objects. A record's ``fields`` (a dict) become keys.
 
     Args:
         as_json: whether lines are JSON objects.
-        process: which process writes, where that is not the server; text then has no time.
+        process: name of the writing process, empty for the server. Text lines with a name have no time.
     """
 
     def __init__(self, as_json: bool, process: str = "") -> None:
@@ -30,7 +30,7 @@ class LogFormatter(logging.Formatter):
         return self.line(record.created, record.levelname.lower(), record.name, message, fields)
 
     def line(self, created: float, level: str, name: str, message: str, fields: dict[str, Any]) -> str:
-        """One line. ``created``: Unix time."""
+        """Format one line. ``created``: Unix time."""
         if self._process and not self.as_json:
             return f"{self._process}: {name}: {message}"
         stamp = self._stamp(int(created)) + f".{int(created % 1 * 1000):03d}Z"

@@ -11,17 +11,17 @@ import time
 from collections import deque
 
 MAX_QUEUED = 10_000
-"""Lines that may wait; further ones are dropped and counted."""
+"""Upper bound on queued lines. Further lines are dropped and counted."""
 
 _BATCH_S = 0.05
-"""Lines of so long a time are written together: a write costs more than a line."""
+"""Seconds for which lines are collected before one write, since a write costs more than a line."""
 
 _RETRY_S = 0.5
 _CLOSE_S = 1.0
 
 
 class LogWriter:
-    """Writes lines to a file descriptor. ``num_dropped``: lines lost since the last one that could be written."""
+    """Write lines to a file descriptor, in a thread. ``num_dropped``: lines dropped since the last successful write."""
 
     def __init__(self, fd: int, max_queued: int = MAX_QUEUED) -> None:
         self._fd = fd
@@ -36,7 +36,7 @@ class LogWriter:
         threading.Thread(target=self._run, name="log writer", daemon=True).start()
 
     def put(self, line: str) -> None:
-        """Queue a line; it is dropped if too many wait. Never blocks, never raises."""
+        """Queue a line, or drop the line if the queue is full. Never blocks, never raises."""
         if len(self._lines) >= self._max_queued:
             with self._lock:
                 self.num_dropped += 1
@@ -47,7 +47,7 @@ class LogWriter:
             self._has_lines.set()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Give the lines that wait ``timeout_s`` to be written."""
+        """Wait up to ``timeout_s`` until the queued lines are written."""
         self._is_closing.set()
         self._is_idle.wait(timeout_s)
 
@@ -68,7 +68,7 @@ class LogWriter:
         try:
             while content:
                 content = content[os.write(self._fd, content) :]
-        except OSError:  # a full disk, a pipe that nobody reads any more
+        except OSError:  # the disk is full, or nobody reads the pipe
             with self._lock:
                 self.num_dropped += len(lines)
             time.sleep(_RETRY_S)
@@ -88,7 +88,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception as error:  # a broken log call must not break what it logs
+        except Exception as error:  # an error in logging must not break the caller
             line = f"a log line of {record.name} could not be formatted: {error}"
         self.writer.put(line)
 

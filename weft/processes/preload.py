@@ -1,9 +1,9 @@
 """Loading torch and creating the CUDA context in parallel threads, for a shorter start.
 
-What needs no Python is done in threads while the interpreter reads modules: loading torch's shared libraries is a third
-of importing it, and the CUDA driver takes as long for its first use.
+Work that needs no Python runs in threads while the interpreter imports modules. Loading torch's shared libraries is a
+third of the import of torch, and the first use of the CUDA driver takes as long.
 
-What goes wrong here goes wrong again, with a message, where torch does the same.
+Errors here are ignored: torch repeats the same call later and reports the error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from weft.processes.collector import collector_off
 
 _LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch.so", ctypes.RTLD_LOCAL))
-"""As torch loads them itself, before its Python library."""
+"""The libraries and modes with which torch loads them, before its Python library."""
 
 _DRIVER = "libcuda.so.1"
 
@@ -31,42 +31,43 @@ _begun: list[threading.Thread] = []
 
 @functools.cache
 def load_torch_libraries() -> threading.Thread:
-    """Begin to load what ``import torch`` will look for."""
+    """Start to load the shared libraries that ``import torch`` needs."""
     return _meanwhile(_load_torch_libraries)
 
 
 @functools.cache
 def create_cuda_context() -> threading.Thread:
-    """Begin to create the primary context of the first GPU, if there is one and torch is built for it."""
+    """Start to create the primary context of the first GPU, if there is a GPU and torch is built for CUDA."""
     return _meanwhile(_create_cuda_context)
 
 
 @functools.cache
 def use_gpu() -> threading.Thread:
-    """Begin the first operations on the first GPU, after the import of torch."""
+    """Start the first operations on the first GPU. Call it after the import of torch."""
     return _meanwhile(_use_gpu)
 
 
 @functools.cache
 def look_up_triton_key() -> threading.Thread:
-    """Begin to look up what Triton finds compiled kernels by, which the first start on a machine computes."""
+    """Start to look up the key under which Triton finds compiled kernels. The first start on a machine computes the
+    key."""
     from weft.platforms.triton_key import remember_triton_key
 
     def look_up() -> None:
-        with suppress(Exception):  # of a Triton that is not there, or is another one
+        with suppress(Exception):  # Triton is missing, or has other internals
             remember_triton_key()
 
     return _meanwhile(look_up)
 
 
 def import_torch() -> None:
-    """Import torch, after what does not wait for its libraries."""
+    """Import torch. Imports that do not need its libraries come first."""
     load_torch_libraries()
     with collector_off():
         import numpy  # noqa: F401
 
         if _has_cuda() and has_driver():
-            with suppress(ImportError):  # of a Triton without it
+            with suppress(ImportError):  # this Triton has no Gluon
                 import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
             _meanwhile(_build_triton_driver)
             look_up_triton_key()
@@ -76,13 +77,13 @@ def import_torch() -> None:
 
 
 def import_torch_for_gpu(settings: Mapping[str, Any]) -> None:
-    """Import torch now, if resolving these settings will: to ask it for a GPU."""
+    """Import torch now if resolving the settings will need it to look for a GPU."""
     if settings.get("device") != "cpu" and has_driver():
         import_torch()
 
 
 def has_driver() -> bool:
-    """The library of NVIDIA's driver is there."""
+    """Whether the library of NVIDIA's driver can be loaded."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:
@@ -91,15 +92,15 @@ def has_driver() -> bool:
 
 
 def has_bytecode() -> bool:
-    """Python finds Weft's modules compiled, and torch's if it is there. Else every process that may not keep what it
-    compiles does so anew: torch and what it imports take two seconds."""
+    """Whether the modules of Weft, and of torch if installed, have cached bytecode. Without a writable cache every
+    process compiles the modules of torch and its dependencies anew, which takes two seconds."""
     specs = (find_spec(name) for name in ("torch", "weft"))
     return all(spec is None or spec.cached is None or Path(spec.cached).exists() for spec in specs)
 
 
 def wait() -> None:
-    """Until all that was begun is done. The end of the process waits too: a thread that comes back from an operation of
-    torch while Python ends would abort the process, and with it its exit status."""
+    """Wait for all threads of this module. Also runs at exit: a thread that returns from torch during the shutdown of
+    Python would abort the process and change its exit status."""
     for thread in _begun:
         thread.join()
 
@@ -120,7 +121,7 @@ def _library_folder() -> Path | None:
 
 
 def _has_cuda() -> bool:
-    """torch is built for it."""
+    """Whether the installed torch is built for CUDA."""
     folder = _library_folder()
     return folder is not None and (folder / "libtorch_cuda.so").exists()
 
@@ -129,7 +130,7 @@ def _load_torch_libraries() -> None:
     folder = _library_folder()
     if folder is None:
         return
-    dlopen = ctypes.CDLL(None).dlopen  # this call gives up the interpreter's lock, CDLL() itself would hold it
+    dlopen = ctypes.CDLL(None).dlopen  # this call releases the interpreter lock; CDLL() would hold it
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     for name, mode in _LIBRARIES:
         if not dlopen(os.fsencode(folder / name), mode | os.RTLD_NOW):
@@ -137,7 +138,7 @@ def _load_torch_libraries() -> None:
 
 
 def _build_triton_driver() -> None:
-    """Triton's part in C, which the first start on a machine compiles; later ones load it after torch."""
+    """Compile Triton's C extension if the cache lacks it. Later starts load it after torch."""
     with suppress(Exception):
         from triton import knobs
         from triton.backends.nvidia.driver import CudaUtils
@@ -156,11 +157,11 @@ def _create_cuda_context() -> None:
 
 
 def _use_gpu() -> None:
-    """What the first operations bring with them: torch's state of the GPU, kernels, and the library of products."""
+    """Run the first operations, which initialise torch's GPU state, load kernels, and load the matrix library."""
     if not _has_cuda() or not has_driver():
         return
     import torch
 
-    with suppress(RuntimeError):  # what goes wrong here goes wrong again
+    with suppress(RuntimeError):  # torch reports the same error later
         x = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
         torch.mm(x, x).index_select(0, torch.zeros(1, dtype=torch.int64, device="cuda"))

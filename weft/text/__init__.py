@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizer, detokenizer, chat template."""
+"""Conversion between text and tokens: tokenizer, detokenizer, chat template."""

@@ -1,10 +1,10 @@
-"""The checkpoint's chat template: from a conversation to its text.
+"""The chat template of a checkpoint: from a conversation to its text.
 
-Job: check what the template is given, and run it. Owns: how it is compiled. Does not know: token ids, engines.
+Job: check the variables of the template, and run it. Owns: the compiled template. Does not know: token ids, engines.
 
-Templates are programs of the checkpoint. transformers compiles them for its sandbox, with the functions that they may
-call, and prepares what they see. Conversations of plain JSON, which need no preparation, go to the compiled template at
-once: that takes half the time of transformers' own call.
+A template is a program in the checkpoint. transformers compiles it for its sandbox and prepares the variables that it
+reads. A conversation of plain JSON needs no preparation, so it goes straight to the compiled template. That takes half
+the time of transformers' own call.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ARGUMENTS = frozenset(
 )
 
 _UNPREPARED = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
-"""Fields of a message that transformers shows to the template as they are."""
+"""Message fields that transformers passes to the template unchanged."""
 
 
 class ChatTemplate:
-    """The template of one tokenizer of transformers."""
+    """The template of one transformers tokenizer."""
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
@@ -34,7 +34,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str | None:
-        """The one template of the checkpoint; None if it has none or several by name."""
+        """The only template of the checkpoint; None if it has no template, or several named ones."""
         template = self._hf.chat_template
         return template if isinstance(template, str) else None
 
@@ -43,7 +43,7 @@ class ChatTemplate:
         return self._hf.chat_template is not None
 
     def compile(self) -> None:
-        """Now, and not when it is first used, which takes a fiftieth of a second more. Raises ConfigError."""
+        """Compile the template now, which takes 20 ms, instead of at its first use. Raises ConfigError."""
         from jinja2 import TemplateError
 
         text = self.text
@@ -65,7 +65,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """A conversation as the checkpoint's chat template writes it; encode it with ``add_special_tokens=False``.
+        """Render a conversation with the chat template. Encode the result with ``add_special_tokens=False``.
 
         Args:
             messages: dicts with ``role``, ``content`` and whatever else the template reads.
@@ -75,7 +75,7 @@ class ChatTemplate:
             continue_final_message: leave the last message open, to be continued.
 
         Raises:
-            RequestError: no template, no messages, or something that the template refuses.
+            RequestError: there is no template, there are no messages, or the template refuses them.
         """
         variables = dict(chat_template_kwargs or {})
         self._check(messages, variables, add_generation_prompt, continue_final_message)
@@ -91,7 +91,7 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 **variables,
             )
-        except Exception as error:  # anything can come out of a template
+        except Exception as error:  # a template can raise any exception
             first_line = next(iter(str(error).splitlines()), "no message")
             raise RequestError(f"the chat template refuses these messages: {first_line}", "messages") from error
 
@@ -122,8 +122,8 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """A template in transformers' sandbox, where attributes of dicts are found without an exception each, and whether
-    an attribute is safe, which its object's type decides, is judged once."""
+    """A template in transformers' sandbox with two shortcuts. A missing attribute of a dict raises no exception, and
+    whether an attribute is safe is decided once per type."""
 
     def __init__(self, text: str, special_tokens: Mapping[str, Any]) -> None:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -136,7 +136,7 @@ class _Compiled:
                 is_safe = judged.get((type(obj), attr))
                 if is_safe is None:
                     is_safe = super().is_safe_attribute(obj, attr, value)
-                    if len(judged) < _MAX_JUDGED:  # conversations may bring names of their own
+                    if len(judged) < _MAX_JUDGED:  # a conversation may bring names of its own
                         judged[type(obj), attr] = is_safe
                 return is_safe
 
@@ -148,7 +148,7 @@ class _Compiled:
         sandbox = object.__new__(Environment)
         sandbox.__dict__.update(_compile_jinja_template(text).environment.__dict__)
         self._template = sandbox.from_string(text)
-        self._template.globals = dict(self._template.globals)  # a chain of dicts before, which is slow to read
+        self._template.globals = dict(self._template.globals)  # Jinja's chain of dicts is slow to read
         self._always: dict[str, Any] = {**special_tokens, "documents": None}
 
     def render(
@@ -168,7 +168,7 @@ _MAX_JUDGED = 1000
 
 
 def _is_prepared(messages: Any, tools: Any, variables: Mapping[str, Any]) -> bool:
-    """True for what transformers would show to the template unchanged."""
+    """Whether transformers would pass the value to the template unchanged."""
     return (
         type(messages) is list
         and all(type(m) is dict and m.keys() <= _UNPREPARED and None not in m.values() for m in messages)
@@ -179,7 +179,8 @@ def _is_prepared(messages: Any, tools: Any, variables: Mapping[str, Any]) -> boo
 
 
 def _is_plain(value: Any) -> bool:
-    """True for JSON: no subclasses, which may have methods that a template should not reach."""
+    """Whether the value is JSON of the exact built-in types. A subclass could have methods that a template must not
+    reach."""
     kind = type(value)
     if kind is str or value is None or kind is bool or kind is int or kind is float:
         return True

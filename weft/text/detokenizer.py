@@ -1,6 +1,6 @@
-"""The text of an answer while it grows: incremental detokenization and stop strings.
+"""Incremental detokenization and stop strings.
 
-Job: state machines that turn tokens into pieces of text, and find stop strings in it. Owns: what text of an unfinished
+Job: turn tokens into pieces of text, and find stop strings in the text. Owns: the decision which text of an unfinished
 answer may be shown. Does not know: requests, models.
 """
 
@@ -17,24 +17,25 @@ from weft.text.tokenizer import REPLACEMENT, BytesById, Tokenizer
 class Detokenizer(Protocol):
     """The text of a growing list of token ids, piece by piece.
 
-    The pieces, ``finish()`` included, add up to ``Tokenizer.decode`` of prompt and generated ids, less its text.
-    A character whose bytes are spread over several tokens is held back until it is whole; one that the prompt began
-    belongs to the generated text, or to neither if nothing completes it.
+    All pieces together, ``finish()`` included, equal ``Tokenizer.decode`` of prompt and generated ids, without the text
+    of the prompt. A character whose bytes are spread over several tokens is held back until it is complete. A character
+    that begins in the prompt belongs to the generated text if a generated token completes it, and to neither text
+    otherwise.
     """
 
     def extend(self, token_ids: Sequence[int]) -> str:
-        """Take in some ids; the text that can be shown now, often empty or several characters."""
+        """Append token ids. Returns the text that can be shown now: often empty, sometimes several characters."""
         ...
 
     def finish(self) -> str:
-        """The text still held back: U+FFFD for a character that never became whole."""
+        """Return the text still held back, with U+FFFD for an incomplete character."""
         ...
 
 
 def make_detokenizer(
     tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
 ) -> Detokenizer:
-    """``prompt_token_ids``: what the text continues; only the last few are looked at."""
+    """Make the detokenizer that fits the vocabulary. Only the last few ids of ``prompt_token_ids`` are read."""
     table = tokenizer.bytes_by_id(skip_special_tokens=skip_special_tokens)
     if table is not None:
         return ByteLevelDetokenizer(table, prompt_token_ids)
@@ -42,15 +43,15 @@ def make_detokenizer(
 
 
 class ByteLevelDetokenizer:
-    """For byte-level vocabularies: the bytes of the ids, decoded as UTF-8 as they come."""
+    """The detokenizer of byte-level vocabularies. It decodes the bytes of the ids as UTF-8 while they arrive."""
 
-    _CONTEXT = 16  # the last ids of the prompt in which an unfinished character begins, special tokens among them
+    _CONTEXT = 16  # the last prompt ids in which an unfinished character begins, special tokens included
 
     def __init__(self, table: BytesById, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
-        self._rest = b""  # of a character that is not whole
+        self._rest = b""  # bytes of an incomplete character
         self._decode(b"".join([table[i] for i in prompt_token_ids[-self._CONTEXT :]]))
-        # A character that the prompt began, as it reads if nothing completes it (two U+FFFD for half a surrogate).
+        # The text of an incomplete character of the prompt (two U+FFFD for half a surrogate).
         self._begun = codecs.utf_8_decode(self._rest, "replace", True)[0]
 
     def extend(self, token_ids: Sequence[int]) -> str:
@@ -69,7 +70,7 @@ class ByteLevelDetokenizer:
         return text
 
     def _without_begun(self, text: str) -> str:
-        """Without what a character of the prompt came to that was never completed."""
+        """Remove the text of an incomplete character of the prompt."""
         if self._begun and text:
             begun, self._begun = self._begun, ""
             return text.removeprefix(begun)
@@ -77,33 +78,34 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any vocabulary.
+    """The detokenizer of any vocabulary.
 
-    Each call decodes a short window of recent tokens, so its cost does not grow with the
-    text; the window starts at a character boundary and keeps some tokens that are already out, since decoders treat the
-    first token of a text differently (leading spaces).
+    Each call decodes a short window of recent tokens, so the cost of a call does not grow with the text. The window
+    starts at a character boundary. It keeps some tokens whose text was shown already, since decoders treat the first
+    token of a text differently (leading spaces).
 
-    Two kinds of garbage are exempt from the sum: a byte-fallback tokenizer can take back characters already shown
-    when a broken byte follows, and more than ``MAX_HELD`` tokens in a row without a whole character are let go.
+    Two kinds of invalid bytes break the equality with ``Tokenizer.decode``. A byte-fallback tokenizer can take back
+    characters that were shown when a broken byte follows. More than ``MAX_HELD`` tokens in a row without a complete
+    character are shown as they are.
     """
 
     MAX_HELD = 64
     _CONTEXT = 4
-    _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes, so at most three U+FFFD stand for it
+    _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes, hence at most three U+FFFD
 
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window, pending, self._whole = self._context(prompt_token_ids)  # the text that will not change any more
+        self._window, pending, self._whole = self._context(prompt_token_ids)  # the text that is final
         self._old = len(self._window)  # ids of the window that belong to the context
         self._window += pending
-        self._shown = self._decode(self._window) if pending else self._whole  # the part of the text that is out
+        self._shown = self._decode(self._window) if pending else self._whole  # the part of the text that was shown
         self._is_all_out = True
 
     def extend(self, token_ids: Sequence[int]) -> str:
-        # Ids that come together are decoded together where that makes no difference: where they end with a character.
+        # Ids that arrive together are decoded together if they end at a character boundary: the result is the same.
         new = [token_id for token_id in token_ids if self._has_text(token_id)]
         return "".join(self._extend(new[i : i + self.MAX_HELD]) for i in range(0, len(new), self.MAX_HELD))
 
@@ -123,14 +125,14 @@ class WindowDetokenizer:
             if not text.startswith(self._shown):
                 if not text.startswith(self._whole):
                     self._is_all_out = False
-                    return ""  # byte fallback reads a whole run of bytes as broken until its last character is whole
+                    return ""  # byte fallback decodes a run of bytes as broken until its last character is complete
                 self._shown = self._whole
             run = len(text) - len(text.rstrip(REPLACEMENT))
             stable = max(stable - min(run, self._MAX_PENDING), len(self._shown))
         return self._show(text, stable)
 
     def _show(self, text: str, stable: int) -> str:
-        """The window's text is ``text``, of which the first ``stable`` characters can be out."""
+        """Set the text of the window. Its first ``stable`` characters can be shown."""
         delta = text[len(self._shown) : stable]
         self._shown = text[:stable]
         if delta:
@@ -149,8 +151,8 @@ class WindowDetokenizer:
         return delta
 
     def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int], str]:
-        """The prompt's last few ids from a character boundary on, those after them that begin another character, and
-        the text of the former."""
+        """Split the last few prompt ids at a character boundary. Returns the ids before it, the ids after it, and the
+        text of the ids before it."""
         recent = (i for i in reversed(prompt_token_ids[-self.MAX_HELD :]) if self._has_text(i))
         tail = list(itertools.islice(recent, self._CONTEXT + 2 * self._MAX_PENDING))[::-1]
         for end in range(len(tail), max(len(tail) - self._MAX_PENDING, 0) - 1, -1):
@@ -161,7 +163,7 @@ class WindowDetokenizer:
         return tail, [], self._decode(tail)
 
     def _advance(self) -> None:
-        """Everything is out: let the newer tokens become the context once there are enough of them."""
+        """Move newer tokens into the context once there are enough of them and all text was shown."""
         if len(self._window) - self._old >= self._CONTEXT:
             self._window = self._window[self._old :]
             self._old = len(self._window)
@@ -175,10 +177,10 @@ class WindowDetokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text, however the text is cut, and holds back what may become one.
+    """Find the first stop string in a growing text, however the text is cut, and hold back a possible beginning of one.
 
-    The first is the one that is complete first; of two that end together, the longer. The pieces returned, ``finish()``
-    included, add up to the text up to the stop string (and through it if ``include``).
+    The stop string that is complete first counts; if two end together, the longer one. All pieces returned,
+    ``finish()`` included, equal the text before the stop string, or the text with the stop string if ``include``.
 
     Attributes:
         matched: the stop string found, or None. Text after it is dropped.
@@ -192,9 +194,9 @@ class StopStrings:
         self.matched: str | None = None
 
     def append(self, delta: str, *, may_stop: bool = True) -> str:
-        """Take in more text; the text that can be shown now.
+        """Append text. Returns the text that can be shown now.
 
-        ``may_stop=False``: a stop string that ends within ``delta`` does not count (before ``min_tokens``).
+        With ``may_stop=False`` (before ``min_tokens``) a stop string that ends within ``delta`` does not count.
         """
         if self.matched is not None:
             return ""
@@ -210,12 +212,13 @@ class StopStrings:
         return text[: len(text) - hold]
 
     def finish(self) -> str:
-        """The text held back: no stop string came of it."""
+        """Return the text held back, which became no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        """End and stop string of the match that is complete first, among those that end in the new text."""
+        """The end and the stop string of the match that is complete first, among the matches that end in the new
+        text."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
@@ -226,7 +229,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(text[start:]):

@@ -1,9 +1,8 @@
-"""Tokenization of long texts in pieces, so that other threads run in between.
+"""Encoding of long texts in parts, so that other threads run in between.
 
-A text is cut where that does not change its tokens, and encoded piece by piece, each in a call that releases the
-interpreter lock.
-
-One call for the whole would take memory of 130 times the text, and hold the lock while it gives that back.
+A text is cut only at positions that do not change its tokens. Each part is encoded in a call of its own, which releases
+the interpreter lock. One call for the whole text would use 130 times its memory, and would hold the lock while freeing
+that memory.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 PIECE = 1 << 14
-"""Characters of a piece, about."""
+"""Approximate number of characters in a part."""
 
 _SEARCH = PIECE // 2
 
@@ -20,17 +19,17 @@ SAMPLE = (
     "The 3 cats' tails, don't ask (why)...  two  spaces\n\nlines\n  4 indented\ttabs \n end_of x=1;y+=22 1,234.5 "
     "naïve Grüße: 東京 は 12 度。 한국 어 नम स्ते العر بية 👍🏽 ok ' s 't it's UPPER lowerUPPER a1b2c3 \r\n-- >> !! ?! "
 )
-"""A text in which the rule holds at every place, if it holds at all."""
+"""A text that tests the rule of ``_may_cut``. If the rule holds at every position here, the tokenizer obeys it."""
 
 
 def cuts(text: str) -> list[int]:
-    """Every place where ``text`` may be cut."""
+    """Every position at which ``text`` may be cut."""
     return [at for at in range(1, len(text)) if _may_cut(text, at)]
 
 
 def _may_cut(text: str, at: int) -> bool:
-    """Pre-tokenizers of byte-level vocabularies put no space after anything else into one word, nor a digit after a
-    letter."""
+    """Whether no word of a byte-level vocabulary spans the position. Pre-tokenizers begin a new word at a space after
+    another character, and at a digit after a letter."""
     left, right = text[at - 1], text[at]
     if right == " ":
         return not left.isspace()
@@ -38,14 +37,14 @@ def _may_cut(text: str, at: int) -> bool:
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """``text`` in pieces of about ``size`` characters; longer ones where it cannot be cut."""
+    """Cut ``text`` into parts of about ``size`` characters. A part without a position to cut at is longer."""
     start = 0
     while len(text) - start > size:
         at = start + size
         end = min(len(text), at + _SEARCH)
         while at < len(text) and not _may_cut(text, at):
             at += 1
-            if at == end:  # a space is found faster than one character at a time
+            if at == end:  # searching for a space is faster than testing every character
                 found = text.find(" ", at)
                 at = len(text) if found < 0 else found
                 end = min(len(text), at + _SEARCH)
@@ -77,12 +76,13 @@ class TextEncoder:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode(self, text: str, *, add_special_tokens: bool, limit: int | None) -> list[int]:
-        """Token ids. ``limit``: stop once there are more; what is returned is then longer than that, and a part."""
+        """Encode ``text``. If ``limit`` is given, stop once there are more tokens: the result is then incomplete and
+        longer than ``limit``."""
         if len(text) <= PIECE or not self._may_cut:
             return self._encode(text, add_special_tokens)
         ids = list(self._before) if add_special_tokens else []
         for piece in pieces(text):
-            if limit is not None and len(piece) > self._longest * (limit + 1):  # a word without end
+            if limit is not None and len(piece) > self._longest * (limit + 1):  # one very long word
                 start = self._encode(piece[: self._longest * (limit + 1)], False)
                 if len(start) > limit:
                     return ids + start

@@ -1,6 +1,6 @@
-"""Text to token ids and back.
+"""Conversion of text to token ids and back.
 
-Job: a thin layer over transformers' tokenizers. Does not know: requests, models, tensors, texts that grow
+Job: a thin layer over transformers' tokenizers. Does not know: requests, models, tensors, or texts that grow
 (``detokenizer.py``). transformers is imported when a tokenizer is loaded, not before.
 """
 
@@ -25,7 +25,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write bytes as characters: printable ones as themselves, the others from U+0100 on."""
+    """Map characters to bytes as byte-level vocabularies do: printable bytes are themselves, the others start at
+    U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -35,22 +36,22 @@ _BYTES = _byte_level_alphabet()
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Use ``Tokenizer.load``.
+    """The tokenizer of a checkpoint. Use ``Tokenizer.load``.
 
     Attributes:
-        vocab_size: ids with a token, added ones included (a model's embedding may be larger).
+        vocab_size: number of ids with a token, added tokens included. A model's embedding may be larger.
         special_token_ids: ids that ``skip_special_tokens`` leaves out.
         bos_token_id, eos_token_id: None where the checkpoint names none.
         template: the chat template.
-        hf: the tokenizer of transformers.
+        hf: the transformers tokenizer.
     """
 
     def __init__(self, hf_tokenizer: Any) -> None:
-        """``hf_tokenizer``: a fast tokenizer of transformers."""
+        """Wrap ``hf_tokenizer``, a fast tokenizer of transformers."""
         self.hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
-        # Encoding goes to the backend at once, without the half of the time that transformers takes around it. So what
-        # transformers sets before each call is set here: the file may ask for truncation or padding, which it ignores.
+        # Encoding calls the backend directly, which takes half the time of transformers' call. transformers resets
+        # truncation and padding before each call, because the file may enable them; so they are reset here.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = hf_tokenizer.split_special_tokens
@@ -82,7 +83,7 @@ class Tokenizer:
             )
         try:
             hf_tokenizer = _class_of(folder).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # the libraries raise anything from KeyError to their own Rust exceptions
+        except Exception as error:  # the libraries raise anything from KeyError to Rust exceptions of their own
             raise ConfigError(
                 f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {_first_line(error)}); "
                 "fetch its files again or name another tokenizer"
@@ -96,10 +97,10 @@ class Tokenizer:
         return cls(hf_tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
-        """Token ids of a text, with the tokenizer's own prefix (such as a BOS) unless ``add_special_tokens`` is False.
+        """Encode a text, with the tokenizer's own prefix (such as a BOS) unless ``add_special_tokens`` is False.
 
-        A text that already begins with the BOS, as chat templates write it, gets no second one. ``limit``: more tokens
-        than that are of no use; a long text may then give only its first ones, but more than the limit.
+        A text that begins with the BOS already, as chat templates write it, gets no second one. ``limit``: the caller
+        rejects more tokens than that, so a long text may be encoded only until it exceeds the limit.
 
         Raises:
             RequestError: the text holds lone surrogates, which have no encoding.
@@ -115,20 +116,20 @@ class Tokenizer:
         return ids[1:] if has_two else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a token give none."""
+        """Decode token ids. An id without a token has no text."""
         if len(token_ids) > _MANY:  # a batch call lets other threads run
             return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one id alone, special tokens included; remembered, since log probabilities ask for many."""
+        """The text of one id alone, special tokens included. Cached, since log probabilities ask for many ids."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one id stands for, which need not be whole characters."""
+        """The bytes of one id, which may be part of a character."""
         text = self.token_text(token_id)
         token = self._backend.id_to_token(token_id) if REPLACEMENT in text else None
         if token is None:
@@ -140,12 +141,12 @@ class Tokenizer:
         return text.encode("utf-8", "replace")
 
     def bytes_by_id(self, *, skip_special_tokens: bool) -> BytesById | None:
-        """What each id adds to the bytes of a text; None if the text of ids is not made of bytes one after the other,
-        as it is in byte-level vocabularies."""
+        """The bytes of every id in a byte-level vocabulary; None for vocabularies in which the bytes of a text are not
+        those of its ids in order."""
         return self._bytes_by_id[skip_special_tokens] if self._is_byte_level else None
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """False if decoding leaves this id out: it has no token, or is a special one to be skipped."""
+        """Whether decoding keeps the id. It drops ids without a token, and special tokens."""
         if skip_special_tokens and token_id in self.special_token_ids:
             return False
         known = self._known_ids.get(token_id)
@@ -155,7 +156,7 @@ class Tokenizer:
 
 
 class BytesById(dict[int, bytes]):
-    """The bytes of ids, none for those that ``Tokenizer.decode`` leaves out; found when they are first asked for."""
+    """The bytes of each id, computed when first needed. Ids that ``Tokenizer.decode`` drops have no bytes."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -167,8 +168,8 @@ class BytesById(dict[int, bytes]):
 
 
 def _class_of(folder: Path) -> Any:
-    """The class that reads the tokenizer. Finding it out is transformers' job, but that takes torch with it, which a
-    server process has no other use for; files that name the general class are read by it at once."""
+    """The class that reads the tokenizer. transformers could find it, but would import torch, which a server process
+    does not need. Files that name the general class are read by that class directly."""
     config = folder / "tokenizer_config.json"
     if config.is_file() and json.loads(config.read_bytes()).get("tokenizer_class") == "PreTrainedTokenizerFast":
         from transformers import PreTrainedTokenizerFast
@@ -180,7 +181,7 @@ def _class_of(folder: Path) -> Any:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The template in ``chat_template.json``, where older multimodal checkpoints keep it."""
+    """The template in ``chat_template.json``, where older multimodal checkpoints store it."""
     path = folder / "chat_template.json"
     if not path.is_file():
         return None

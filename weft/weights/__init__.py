@@ -1,4 +1,4 @@
-"""Weights: from checkpoint files, or random numbers, into a model's parameters."""
+"""Loading of weights: from checkpoint files, or random numbers, into a model's parameters."""
 
 from weft.weights.loader import LoadReport, load_weights
 

@@ -1,10 +1,10 @@
-"""Filling a model's parameters: from safetensors files, tensor by tensor, or with reproducible random numbers.
+"""Initialisation of a model's parameters, from safetensors files or with reproducible random numbers.
 
-Job: plan which checkpoint tensor feeds which rows of which parameter, check names and shapes of the whole checkpoint
-before the first copy, then stream. Owns: the accounting (every parameter filled, every tensor used or declared
-ignorable) and its errors. Does not know: what layers compute; they say themselves which rows they need.
+Job: plan which checkpoint tensor goes to which rows of which parameter, check names and shapes of the whole checkpoint
+before the first copy, then copy tensor by tensor. Owns: the accounting (every parameter written, every tensor used or
+declared ignorable) and its errors. Does not know: what layers compute; each layer declares the rows that it needs.
 
-At most one tensor is in host memory at a time, and under tensor parallelism only the rows of this rank.
+At most one tensor is in host memory at a time. Under tensor parallelism only the rows of this rank are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = 12  # names listed per kind of problem
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did.
+    """The result of a load.
 
     Attributes:
         num_tensors: checkpoint tensors used (0 for random weights).
@@ -52,16 +52,17 @@ class LoadReport:
 def load_weights(
     model: LoadableModel, model_config: ModelConfig, folder: Path, load_format: str, seed: int
 ) -> LoadReport:
-    """Fill every parameter of ``model`` in place.
+    """Write every parameter of ``model`` in place.
 
     Args:
-        folder: the checkpoint; not looked at for ``"dummy"``.
+        folder: the checkpoint folder; not read for ``"dummy"``.
         load_format: ``"auto"`` (safetensors) or ``"dummy"`` (random, straight on the device).
-        seed: of the random weights; each parameter's numbers depend on the seed and its name alone.
+        seed: seed of the random weights. The numbers of a parameter depend on the seed and its name alone.
 
     Raises:
         ConfigError: unknown ``load_format``.
-        WeightsError: no readable safetensors files, or tensors missing, left over or of the wrong shape (listed).
+        WeightsError: there are no readable safetensors files, or tensors are missing, left over or of the wrong shape
+            (listed).
     """
     start = time.perf_counter()
     num_tensors, ignored = 0, dict[str, int]()
@@ -94,7 +95,8 @@ def _fill_random(model: nn.Module, seed: int) -> None:
 
 
 def _fill_uniform(parameter: Tensor, low: float, high: float, generator: torch.Generator) -> None:
-    """One-byte types have no random numbers of their own: these are rounded from float32, a part at a time."""
+    """Fill a parameter with uniform random numbers. One-byte types have no generator, so parts of float32 numbers are
+    rounded."""
     if parameter.element_size() > 1:
         parameter.uniform_(low, high, generator=generator)
         return
@@ -133,7 +135,8 @@ def _fill(piece: WeightPiece, checkpoint: SafetensorsFolder, stored: str) -> Non
 
 
 def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[dict[str, str], dict[str, int]]:
-    """The checkpoint's tensors by the name they have in the text model, and counts of the ignorable ones by pattern."""
+    """Map each tensor's name in the text model to its name in the checkpoint, and count ignorable tensors by
+    pattern."""
     table, tensors, ignored = model.weight_table, dict[str, str](), dict[str, int]()
     modules = [name for name, _ in model.named_modules()]
     ignorable = [p for p in table.ignorable if not any(fnmatchcase(name, p) for name in modules)]
@@ -152,9 +155,9 @@ def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[
 
 
 def _plan(model: LoadableModel, available: Iterable[str]) -> dict[str, WeightPiece]:
-    """Checkpoint name -> piece, for every tensor that the model needs.
+    """Map the checkpoint name of every tensor that the model needs to its piece.
 
-    A layer with several layouts takes the first of which the checkpoint holds any tensor.
+    A layer with several layouts uses the first layout of which the checkpoint has any tensor.
     """
     plan: dict[str, WeightPiece] = {}
     names = set(available)
@@ -207,7 +210,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _check_tied_head(checkpoint: SafetensorsFolder, stored: str, name: str, embedding: WeightPiece) -> None:
-    """A checkpoint with tied embeddings may carry the head a second time, if it is the same."""
+    """Check that the head of a checkpoint with tied embeddings, if present, equals the embedding."""
     shape = checkpoint.shape(stored)
     same = shape == embedding.shape and all(
         isinstance(target, Tensor) and torch.equal(checkpoint.read(stored, source).to(target), target)

@@ -20,7 +20,7 @@ _DTYPES = ("F64", "F32", "F16", "BF16", FP8)
 
 
 class SafetensorsFolder:
-    """Open files of one checkpoint; a context manager.
+    """The open files of one checkpoint; a context manager.
 
     Attributes:
         folder: where the files are.
@@ -59,15 +59,15 @@ class SafetensorsFolder:
         return tuple(self._tensors[name].get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors writes it: ``BF16``, ``F8_E4M3``."""
+        """The dtype as safetensors writes it: ``BF16``, ``F8_E4M3``."""
         return str(self._tensors[name].get_dtype())
 
     def read(self, name: str, source: tuple[slice, ...]) -> Tensor:
-        """``tensor[source]`` on the CPU; only these bytes are read."""
+        """Read ``tensor[source]`` to the CPU. Only these bytes are read."""
         return self._tensors[name][source]
 
     def _find(self) -> dict[Path, set[str]]:
-        """File -> tensors that the index expects in it (none without an index)."""
+        """Map each file to the tensors that the index expects in it; empty without an index."""
         if not self.folder.is_dir():
             raise WeightsError(
                 f"{self.folder} is not a folder; give the folder that holds config.json and *.safetensors"
@@ -111,7 +111,7 @@ class SafetensorsFolder:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
             tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except OSError as error:  # of the machine, perhaps for a while
+        except OSError as error:  # a property of the machine, perhaps a temporary one
             raise WeftError(f"{path} cannot be read: {error}; see to its folder, and start again") from None
         except SafetensorError as error:
             raise WeightsError(
