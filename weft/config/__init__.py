@@ -1,7 +1,7 @@
 """Settings: what the user may set, how the rest is chosen, and the geometry of models.
 
-Job: one frozen ``EngineConfig``, resolved once. Owns: fields, aliases, validation, checkpoint configs.
-Does not know: torch, devices beyond "is there a GPU", memory.
+Job: one frozen ``EngineConfig``, resolved once. Owns: fields, aliases, validation, checkpoint configs. Does not know:
+torch, memory, or anything of devices but whether there is a GPU.
 """
 
 from weft.config.fields import EngineConfig

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """``field``, or ``key`` in it, is set to the flag's argument, or to ``value`` for a flag without one."""
+    """An alias of a flag: it sets ``field``, or ``key`` in a field, to its argument, or to ``value`` if it takes
+    none."""
 
     field: str
     value: bool | None = None

@@ -1,4 +1,4 @@
-"""Softmax attention as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+"""Softmax attention as a kind of layer: geometry, keys in ``config.json``, cache."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from weft.errors import ConfigError, UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Geometry of grouped-query attention, of the whole model.
+    """Geometry of grouped-query attention in the whole model.
 
     Attributes:
-        rope: None: queries and keys are not rotated.
-        qkv_bias, output_bias: of the three input projections and of the output projection.
+        rope: the rotary embedding; None if queries and keys are not rotated.
+        qkv_bias, output_bias: whether the three input projections, and the output projection, have a bias.
         qk_norm: RMSNorm on each query and key head.
-        qk_norm_spans_heads: that norm is one over all query heads, and one over all key heads (OLMo 2).
+        qk_norm_spans_heads: one norm spans all query heads, and one all key heads (OLMo 2).
         output_gate: the output is gated by a sigmoid of a second half of ``q_proj`` (Qwen3-Next, Qwen3.5).
-        scale: of the scores; None: ``head_dim ** -0.5``.
+        scale: the factor of the scores; None: ``head_dim ** -0.5``.
         sinks: every query head has a learned score that takes part in the softmax and has no value (gpt-oss).
-        in_multiplier, out_multiplier: of the layer's input and output (Falcon-H1).
+        in_multiplier, out_multiplier: factors of the layer's input and output (Falcon-H1).
     """
 
     num_heads: int
@@ -41,7 +41,8 @@ class AttentionConfig:
     sinks: bool = False
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``k`` and ``v``, one entry per token; heads are split over ranks, or replicated where there are fewer."""
+        """The tensors ``k`` and ``v``, one entry per token. Heads are split over ranks, or replicated if there are
+        fewer heads."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         q_rows = 2 * q_size if self.output_gate else q_size
         entry = (self.num_kv_heads, self.head_dim)
@@ -71,11 +72,11 @@ def read_attention(
     """Read the keys of an attention layer.
 
     Args:
-        qkv_bias: whether the architecture always has a bias on its input projections, and none on the output; None:
-            ``attention_bias`` says so for all four.
-        qk_norm, qk_norm_spans_heads, output_gate, sinks: as the architecture always has them.
-        partial_rotary_factor: share of each head that is rotated if the checkpoint is silent; None: always whole heads.
-        rotary: False: the architecture rotates nothing, whatever the config says.
+        qkv_bias: whether the architecture always has a bias on its input projections, and never on the output; None:
+            ``attention_bias`` decides for all four.
+        qk_norm, qk_norm_spans_heads, output_gate, sinks: fixed properties of the architecture.
+        partial_rotary_factor: the share of each head that is rotated if the config has none; None: always whole heads.
+        rotary: False if the architecture never rotates, whatever the config says.
 
     Raises:
         ConfigError, UnsupportedModelError: see ``config/checkpoint.py``.
@@ -98,7 +99,7 @@ def read_attention(
 
 
 def read_head_dim(text: JsonObject, num_heads: int) -> int:
-    """``head_dim``, or the hidden size over the heads."""
+    """Read ``head_dim``; the default is the hidden size over the number of heads."""
     if text.given("head_dim"):
         return text.integer("head_dim")
     hidden_size = text.integer("hidden_size")

@@ -1,6 +1,6 @@
-"""Where Weft keeps what it has compiled or measured, for the next start.
+"""The folder for compiled code and measurements that later starts reuse.
 
-Everything there may be deleted at any time.
+Everything in the folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$WEFT_CACHE_DIR``, else ``weft`` in ``$XDG_CACHE_HOME``, else ``~/.cache/weft``. It need not exist yet."""
+    """Return ``$WEFT_CACHE_DIR``, else ``weft`` in ``$XDG_CACHE_HOME``, else ``~/.cache/weft``. The folder may not
+    exist yet."""
     if given := os.environ.get("WEFT_CACHE_DIR"):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")

@@ -1,9 +1,8 @@
-"""From a published ``config.json`` to a ``ModelConfig``.
+"""Reading a published ``config.json`` into a ``ModelConfig``.
 
 Job: read the keys of every supported architecture, old and new, with the defaults of the reference implementation
-(``transformers``), and refuse by name, value and remedy what Weft does not compute.
-Owns: the keys that all architectures share (``families.py`` has what differs). Does not know: tensors, weights,
-devices, user settings.
+(``transformers``). Refuse what Weft does not compute by name, value and remedy. Owns: the keys that all architectures
+share (``families.py`` has the others). Does not know: tensors, weights, devices, user settings.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def _architecture(top: JsonObject) -> str:
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    """By architecture: the reference implementation's values of keys that a ``config.json`` may leave out."""
+    """Values of the reference implementation for keys that a ``config.json`` may leave out, by architecture."""
     return JsonObject.load(Path(__file__).parent / "defaults.json").values
 
 
@@ -67,11 +66,11 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
     if text is None:
         raise ConfigError(f"{top.where}: {architecture} needs a text_config object, which is missing")
     given = {key: value for key, value in text.values.items() if value is not None}
-    if "num_local_experts" in given:  # the name under which newer files store it
+    if "num_local_experts" in given:  # newer files use this name
         given.setdefault("num_experts", given["num_local_experts"])
     given |= {shared: given[own] for own, shared in family.keys.items() if own in given}
     merged = {**_defaults().get(architecture, {}), **given}
-    if text.values.get("sliding_window", 0) is None:  # null has a meaning of its own: no window
+    if text.values.get("sliding_window", 0) is None:  # null means that there is no window
         merged.pop("sliding_window", None)
     return JsonObject(merged, text.where)
 
@@ -119,15 +118,15 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
 
 
 def _mtp_layers(text: JsonObject) -> int:
-    """Layers of the multi-token-prediction head. Qwen3-Next names no number; ``num_nextn_predict_layers`` is what
-    others call it. A head with an embedding of its own counts as none."""
+    """Number of layers in the multi-token-prediction head. Qwen3-Next does not state it; other families call it
+    ``num_nextn_predict_layers``. A head with an embedding of its own counts as no head."""
     if text.boolean("mtp_use_dedicated_embeddings", False):
         return 0
     return text.integer("mtp_num_hidden_layers", text.integer("num_nextn_predict_layers", 1, low=0), low=0)
 
 
 def _intermediate_size(text: JsonObject, family: Family) -> int:
-    """Width of the dense MLP; 0 where every layer has experts and the checkpoint names none."""
+    """Width of the dense MLP; 0 if every layer has experts and the config has no width."""
     if family.intermediate_size is not None:
         return family.intermediate_size(text)
     if family.moe is not None and not text.given("intermediate_size"):

@@ -1,4 +1,5 @@
 """The chunk length of layers that keep a state instead of keys and values."""
 
 CHUNK_SIZE = 64
-"""Longest chunk, in tokens, and tokens between the states that a prefill can store without an extra boundary."""
+"""Upper bound on tokens per chunk, and the distance between the states that a prefill can store without an extra
+boundary."""

@@ -11,7 +11,8 @@ from weft.errors import ConfigError
 
 
 def choose_speculation(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
-    """What drafts mean for other settings. Returns the model, with its head if that drafts."""
+    """Choose the settings that depend on drafts. Returns the model, with its multi-token-prediction head if that
+    drafts."""
     config = values["speculative_config"]
     if config is None:
         reasons["speculative_config"] = "off: whether drafts pay depends on the text and the batch"
@@ -27,10 +28,10 @@ def choose_speculation(values: dict[str, Any], reasons: dict[str, str], model: M
 def choose_drafts(
     values: dict[str, Any], reasons: dict[str, str], plain: ModelConfig, model: ModelConfig
 ) -> ModelConfig:
-    """How many drafts each batch size gets. Returns the model, without its head if drafts never pay.
+    """Choose the number of drafts for each batch size. Returns the model, without its head if drafts never pay.
 
     Args:
-        plain, model: without and with the head that drafts.
+        plain, model: the model without and with the head that drafts.
     """
     name, config = "speculative_config", values["speculative_config"]
     if config is None:

@@ -1,7 +1,7 @@
-"""Measured numbers of drafts on disk: what ``weft tune`` found for each batch size, and what it holds for.
+"""Measurements of drafts on disk: what ``weft tune`` found for each batch size, and where it applies.
 
-Job: the file's format, the choice that follows from its figures, and whether a stored profile fits an engine. Owns:
-where these profiles lie. Does not know: how they are measured.
+Job: the file's format, the choice that follows from its figures, and whether a stored profile fits an engine. Owns: the
+folder of these profiles. Does not know: how drafts are measured.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ SETTINGS = (
     "dtype", "backend", "mamba_ssm_dtype", "kv_cache_dtype", "tensor_parallel_size", "enable_expert_parallel",
     "disable_custom_all_reduce", "cuda_graph_mode",
 )  # fmt: skip
-"""Settings that change what a step costs."""
+"""Settings that change the cost of a step."""
 
 TIE = 1.02
-"""Numbers of drafts within this factor of the fastest count as equal; then the fewest are taken."""
+"""Numbers of drafts within this factor of the fastest count as equal. The smallest of them is chosen."""
 
 
 class DraftTiming(msgspec.Struct, frozen=True):
-    """One batch size: ``token_ms[k]``, milliseconds per new token of a sequence with k drafts in every step."""
+    """Timing of one batch size. ``token_ms[k]``: milliseconds per new token of a sequence with k drafts in every
+    step."""
 
     batch_size: int
     token_ms: list[float]
 
     @property
     def best(self) -> int:
-        """The number of drafts that is the fastest."""
+        """The fastest number of drafts."""
         limit = TIE * min(self.token_ms)
         return next(drafts for drafts, ms in enumerate(self.token_ms) if ms <= limit)
 
 
 class DraftProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, and of what.
+    """A measurement of drafts, and the engine that was measured.
 
     Attributes:
         fits: device, model, method, settings and versions of the measurement, as plain values by name.
-        prompts: what the batches consisted of.
+        prompts: the prompts of the measured batches.
         timings: ascending batch sizes.
     """
 
@@ -60,8 +61,8 @@ class DraftProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drafts_by_batch(self) -> tuple[tuple[int, int], ...]:
-        """``(up to so many sequences, drafts)``: a batch between two measured sizes takes those of the larger one, as
-        its graph has that size; more sequences than were measured get no drafts."""
+        """Pairs of an upper bound on sequences and a number of drafts. A batch between two measured sizes uses the
+        larger one, whose graph it runs in. Batches above the largest measured size get no drafts."""
         pairs = [(timing.batch_size, timing.best) for timing in self.timings]
         runs = [list(run) for _, run in groupby(pairs, key=lambda pair: pair[1])]
         limits = [run[-1] for run in runs]
@@ -71,18 +72,18 @@ class DraftProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draft_profile_fits(values: Mapping[str, Any], model: ModelConfig, config: SpeculativeConfig) -> dict[str, Any]:
-    """What a profile must have been measured of to hold for an engine with these resolved settings."""
+    """The properties that a profile must share with an engine of these resolved settings."""
     fits = {name: values[name] for name in SETTINGS} | installed_versions()
     return fits | {"device": device_name(values["device"]), "model": model_hash(model), "method": config.method}
 
 
 def draft_profile_path(fits: Mapping[str, Any]) -> Path:
-    """Where the profile of this model and method lies."""
+    """Path of the profile for this model and method."""
     return cache_folder() / "draft-profiles" / f"{fits['model']}-{fits['method']}.json"
 
 
 def find_draft_profile(fits: Mapping[str, Any]) -> tuple[DraftProfile | None, str]:
-    """The stored profile if it fits, and why it does or not."""
+    """Return the stored profile if it fits, and the reason why it fits or not."""
     path = draft_profile_path(fits)
     try:
         found = msgspec.json.decode(path.read_bytes(), type=DraftProfile)

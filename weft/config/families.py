@@ -1,8 +1,8 @@
-"""Architectures that Weft runs: one entry each, and everything that an architecture's name alone decides.
+"""Architectures that Weft runs, one entry each.
 
-Job: the table from the class name in ``config.json`` to what its layers are. A new architecture is registered here and
-in ``models/weight_names.py``; ``defaults.json`` has what its ``config.json`` may leave out. Does not know: values of a
-checkpoint.
+Job: the table from the class name in ``config.json`` to the properties that follow from that name alone. A new
+architecture is registered here and in ``models/weight_names.py``; ``defaults.json`` has the keys that its
+``config.json`` may leave out. Does not know: values of a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from weft.config.vision import VisionTokens, read_vision
 
 
 def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """Every ``full_attention_interval``-th layer is full attention, the others are linear attention."""
+    """Layer types of Qwen3-Next: every ``full_attention_interval``-th layer is full attention, the others are linear
+    attention."""
     interval = text.integer("full_attention_interval")
     return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers))
 
 
 def olmo_hybrid_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """Every fourth layer, and the last if there are fewer, is full attention."""
+    """Layer types of OLMo-Hybrid: every fourth layer is full attention, and the last one if there are fewer."""
     types = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)]
     if num_layers < 4:
         types[-1] = "full_attention"
@@ -46,14 +47,15 @@ def olmo_hybrid_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...
 
 
 def lfm2_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """``full_attn_idxs`` are full attention (all layers, if it is not given), the others convolutions."""
+    """Layer types of LFM2: ``full_attn_idxs`` are full attention (all layers if the key is missing), the others
+    convolutions."""
     given = text.given("full_attn_idxs")
     attention = set(text.integers("full_attn_idxs")) if given else set(range(num_layers))
     return tuple("full_attention" if i in attention else "conv" for i in range(num_layers))
 
 
 def read_qwen2_moe_attention(text: JsonObject) -> AttentionConfig:
-    """As in Qwen2, but ``qkv_bias`` may say that there is no bias."""
+    """Read attention as in Qwen2, except that ``qkv_bias`` can switch off the bias."""
     return read_attention(text, qkv_bias=text.boolean("qkv_bias", True))
 
 
@@ -71,18 +73,19 @@ _GEMMA3_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 
 
 def gemma3_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """Every ``sliding_window_pattern``-th layer is full attention."""
+    """Layer types of Gemma 3: every ``sliding_window_pattern``-th layer is full attention."""
     pattern = text.integer("sliding_window_pattern", 6)
     return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers))
 
 
 def gemma3_multipliers(text: JsonObject) -> Multipliers:
-    """Embeddings are scaled by the root of their width."""
+    """Multipliers of Gemma 3: embeddings are scaled by the square root of their width."""
     return Multipliers(embedding=text.integer("hidden_size") ** 0.5)
 
 
 def read_gemma3_attention(text: JsonObject, layer_type: str) -> AttentionConfig:
-    """Rotation is slow, and may be scaled, in layers that see everything; it is fast in those with a window."""
+    """Read attention of Gemma 3. Layers of full attention rotate slowly, with scaling if given; layers with a window
+    rotate fast."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if text.raw(key):
             raise text.unsupported(key, " for this architecture; leave it out")
@@ -91,7 +94,8 @@ def read_gemma3_attention(text: JsonObject, layer_type: str) -> AttentionConfig:
 
 
 def _with_rope_of(text: JsonObject, layer_type: str) -> JsonObject:
-    """The config with the rotary settings of one type of layers, which newer files nest and older ones spell apart."""
+    """The config with the rotary settings of one layer type. Newer files nest these settings, older files have separate
+    keys."""
     values, theta = dict(text.values), _GEMMA3_THETA[layer_type]
     nested = text.object("rope_parameters")
     if nested is not None:
@@ -114,7 +118,7 @@ _LFM2_MIXERS: Mixers = {
 
 
 def _windowed(attention: Callable[[JsonObject], AttentionConfig], *, switched: bool = True) -> Mixers:
-    """Layers of full attention, and the same with a window."""
+    """Layers of full attention, and the same layers with a window."""
     window = partial(read_sliding_window, attention=attention, switched=switched)
     return {"full_attention": {"self_attn": attention}, "sliding_attention": {"self_attn": window}}
 
@@ -124,7 +128,7 @@ _GATED_ATTENTION = partial(read_attention, qk_norm=True, output_gate=True, parti
 
 
 def _gated_delta_nets(in_proj: InProjLayout) -> Mixers:
-    """Beside layers of gated full attention."""
+    """Layers of Gated DeltaNet, and layers of gated full attention."""
     linear_attention = partial(read_gated_delta_net, in_proj=in_proj)
     return {"full_attention": {"self_attn": _GATED_ATTENTION}, "linear_attention": {"linear_attn": linear_attention}}
 
@@ -229,4 +233,4 @@ FAMILIES: dict[str, Family] = {
 }
 
 OTHER_NAMES = {"MiniMaxText01ForCausalLM": "MiniMaxForCausalLM"}
-"""What published files call some of these, whose keys and tensors are then the same."""
+"""Architecture names of published files whose keys and tensors equal those of another name."""

@@ -1,4 +1,4 @@
-"""What an architecture's name alone decides: one ``Family`` each, in ``families.py``."""
+"""``Family``: the properties that follow from an architecture's name alone (``families.py`` has one entry each)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from weft.config.moe import MoeConfig
 from weft.config.vision import VisionConfig
 
 MixerReader = Callable[[JsonObject], MixerConfig]
-"""From the (text) config to the geometry of one kind of token mixer."""
+"""Reads the geometry of one kind of token mixer from the (text) config."""
 
 Mixers = Mapping[str, Mapping[str, MixerReader]]
 """Layer type -> module in the decoder layer -> reader of its geometry."""
 
 MoeReader = Callable[[JsonObject, int], MoeConfig | None]
-"""From the (text) config and the number of layers; None: this checkpoint has no experts."""
+"""Reads the mixture of experts from the (text) config and the number of layers; None if the checkpoint has no
+experts."""
 
 
 def uniform_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -28,26 +29,26 @@ def uniform_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture's name alone decides.
+    """The properties that follow from an architecture's name alone.
 
     Attributes:
-        mixers: other layer types are refused.
-        layer_types: the type of every layer, of so many, where ``config.json`` has no ``layer_types``.
+        mixers: the supported layer types and their token mixers.
+        layer_types: computes the type of every layer, given their number, if ``config.json`` has no ``layer_types``.
         without_mlp: types of layers that have token mixers alone.
-        multipliers: reads the constants that parts of the model are scaled by.
+        multipliers: reads the constants that scale parts of the model.
         activation: the activation of the architecture's MLPs, one of ``ACTIVATIONS``. A checkpoint with another one is
             refused.
-        moe: reads the mixture of experts, from the (text) config and the number of layers; None: layers have none.
-        mlp_bias: ``mlp_bias`` is read (other architectures have none).
+        moe: reads the mixture of experts from the (text) config and the number of layers; None if no layer has experts.
+        mlp_bias: whether ``mlp_bias`` is read. Other architectures have no bias.
         zero_centered_norm: see ``ModelConfig``.
         norm_placement: see ``ModelConfig``.
-        residual_weights: reads those of ``ModelConfig``.
-        keys: names of the family's own for keys that others share -> the shared name.
-        layer_names: names of layer types in published files -> those of ``mixers``.
-        intermediate_size: reads the width of the dense MLP where it is not simply ``intermediate_size``.
-        mtp: checkpoints come with a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
-        multimodal: the language model's numbers stand under ``text_config``.
-        vision: reads the vision tower, from the whole config and the text config; None: the architecture has none.
+        residual_weights: reads ``ModelConfig.residual_weights``.
+        keys: the family's name of a key -> the shared name.
+        layer_names: layer type in published files -> layer type in ``mixers``.
+        intermediate_size: reads the width of the dense MLP if it differs from the key ``intermediate_size``.
+        mtp: checkpoints have a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
+        multimodal: the language model's numbers are under ``text_config``.
+        vision: reads the vision tower from the whole config and the text config; None if the architecture has no tower.
     """
 
     mixers: Mixers

@@ -1,4 +1,4 @@
-"""Every setting of the engine: one frozen dataclass, and beside each field what it accepts.
+"""All settings of the engine: one frozen dataclass, and the accepted values of each field.
 
 Job: ``EngineConfig``, the resolved settings that the rest of the engine reads, with a reason for each automatic choice.
 Owns: field names, defaults, ranges, choices, help texts.
@@ -25,15 +25,15 @@ Kind = Literal["int", "float", "bool", "text", "path", "ints", "texts", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What one field accepts from the user.
+    """The values that one field accepts from the user.
 
     Attributes:
-        default: the value when the user gives none; None usually means "find one" (the help text says what).
+        default: the value when the user gives none. None usually means an automatic choice (see the help text).
         kind: type of the value; ``ints`` and ``texts`` are non-empty lists, ``json`` is what ``parse`` reads.
-        low, high: inclusive limits; ``above`` an exclusive lower one.
+        low, high, above: inclusive limits, and an exclusive lower limit.
         choices: allowed texts.
         synonyms: other names of choices, in the words of other engines.
-        parse: from a mapping or its JSON text to the value; raises ConfigError.
+        parse: converts a mapping or its JSON text to the value. Raises ConfigError.
     """
 
     help: str
@@ -53,10 +53,10 @@ def _option(kind: Kind, default: Any, help: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine, every one of them resolved: no field still means "automatic".
+    """The resolved settings of one engine. No field still means "automatic".
 
-    ``None`` means "off" or "not set", as the field's help text says. Four fields are found, not given: ``model_path``,
-    ``tokenizer_path``, ``model_config``, ``generation``. ``reasons`` holds a sentence for each automatic choice.
+    ``None`` means "off" or "not set", as the field's help text says. Users cannot set ``model_path``,
+    ``tokenizer_path``, ``model_config`` and ``generation``. ``reasons`` holds a sentence for each automatic choice.
     """
 
     # model
@@ -238,18 +238,18 @@ class EngineConfig:
 
     @property
     def keeps_states(self) -> bool:
-        """True if recurrent states are cached, so that it matters where a conversation's next prompts will leave it."""
+        """Whether recurrent states are cached, so that turn boundaries of conversations matter."""
         return self.enable_prefix_caching and self.model_config.is_hybrid
 
     @property
     def num_drafts(self) -> int:
-        """Most tokens drafted per step and request; 0 without speculative decoding."""
+        """Upper bound on tokens drafted per step and request; 0 without speculative decoding."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether a step that verifies drafts can be launched before the one before it is done: if whole steps of them
-        run alike (pieces, and layers that cannot verify, run drafts as short prefills)."""
+        """Whether a step that verifies drafts can be launched before the previous step is done. All steps must run
+        alike for that: pieces, and layers that cannot verify, run drafts as short prefills."""
         runs_alike = self.cuda_graph_mode != "PIECEWISE" and self.model_config.verifies
         return self.speculative_config is not None and self.enable_overlap and runs_alike
 
@@ -259,8 +259,8 @@ class EngineConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, those that the model can sample: of ``generation_config.json``, else ``config.json``,
-        and the tokenizer's own, which ends the turns of its chat template."""
+        """Token ids that end a text, as far as the model can sample them. They come from ``generation_config.json``,
+        else ``config.json``; the tokenizer's own EOS, which ends a turn of its chat template, is added."""
         named = dict.fromkeys(self.generation.eos_token_ids or self.model_config.eos_token_ids)
         if self.tokenizer_eos_token_id is not None:
             named[self.tokenizer_eos_token_id] = None
@@ -268,4 +268,4 @@ class EngineConfig:
 
 
 OPTIONS: Mapping[str, Option] = {f.name: f.metadata["option"] for f in fields(EngineConfig) if "option" in f.metadata}
-"""What the user may set, in the order of the fields."""
+"""All settings of the user, in the order of the fields."""

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464) as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+"""Gated DeltaNet (arXiv 2412.06464) as a kind of layer: geometry, keys in ``config.json``, cache."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from weft.config.sharding import divide
 from weft.errors import ConfigError
 
 L2_EPS = 1e-6
-"""Under the root of the norm of a query or key."""
+"""The epsilon under the root of the norm of queries and keys."""
 
 
 class InProjLayout(StrEnum):
-    """How a checkpoint stores the input projection.
+    """The form in which a checkpoint stores the input projection.
 
-    ``GROUPED`` (Qwen3-Next): two tensors, ``qkvz`` and ``ba``, whose rows are grouped by key head: that head's q, k,
-    then v and z (or b and a) of the value heads that it serves. ``SEPARATE`` (Qwen3.5): four tensors, ``qkv``, ``z``,
-    ``b``, ``a``. ``SINGLE`` (OLMo-Hybrid): ``q``, ``k``, ``v``, ``z``, ``b``, ``a``.
+    ``GROUPED`` (Qwen3-Next): two tensors, ``qkvz`` and ``ba``, with rows grouped by key head: q and k of the head, then
+    v and z (or b and a) of its value heads. ``SEPARATE`` (Qwen3.5): four tensors, ``qkv``, ``z``, ``b``, ``a``.
+    ``SINGLE`` (OLMo-Hybrid): ``q``, ``k``, ``v``, ``z``, ``b``, ``a``.
     """
 
     GROUPED = "grouped"
@@ -29,12 +29,12 @@ class InProjLayout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetConfig:
-    """Geometry, of the whole model: HV value heads share HK key heads in groups.
+    """Geometry of Gated DeltaNet in the whole model. HV value heads share HK key heads in groups.
 
     Attributes:
-        negative_eigenvalues: the write strength is twice the sigmoid, so that a state can change its sign along a key
-            (arXiv 2411.12537).
-        norm_eps: of the output norm; None: the model's.
+        negative_eigenvalues: the write strength is twice the sigmoid, so a state can change its sign along a key (arXiv
+            2411.12537).
+        norm_eps: epsilon of the output norm; None: the model's.
         in_proj: how checkpoints store the input projection.
     """
 
@@ -61,7 +61,8 @@ class GatedDeltaNetConfig:
         return 2 * self.key_dim + self.value_dim
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``conv [conv_dim, kernel - 1]``, the last inputs of the convolution, and ``recurrent [HV, K, V]``."""
+        """The states ``conv [conv_dim, kernel - 1]``, the last inputs of the convolution, and ``recurrent [HV, K,
+        V]``."""
         projections = hidden_size * (self.conv_dim + 2 * self.value_dim + 2 * self.num_v_heads)
         recurrent = (self.num_v_heads, self.head_k_dim, self.head_v_dim)
         return LayerSpec(
@@ -75,7 +76,7 @@ class GatedDeltaNetConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Key heads are split, and with each the value heads that it serves."""
+        """Key heads are split over ranks, each with its value heads."""
         divide(self.num_k_heads, tp_size, "linear_num_key_heads")
 
 
@@ -102,7 +103,7 @@ def read_gated_delta_net(text: JsonObject, *, in_proj: InProjLayout) -> GatedDel
 
 
 def read_olmo_hybrid_gated_delta_net(text: JsonObject) -> GatedDeltaNetConfig:
-    """OLMo-Hybrid: numbers that are not given follow from the attention heads and the hidden size."""
+    """Read the keys of OLMo-Hybrid. Missing numbers follow from the attention heads and the hidden size."""
     heads, hidden_size = text.integer("num_attention_heads"), text.integer("hidden_size")
     k_heads, v_heads = (text.integer(f"linear_num_{kind}_heads", heads) for kind in ("key", "value"))
     k_dim = text.integer("linear_key_head_dim", int(0.75 * hidden_size / k_heads))

@@ -1,4 +1,4 @@
-"""Defaults of requests from a checkpoint's ``generation_config.json``."""
+"""Request defaults from a checkpoint's ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.config.json_object import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Defaults of the checkpoint's ``generation_config.json``; None where it is silent.
+    """The request defaults of a checkpoint. A field is None if the file does not set it.
 
-    ``do_sample: false`` in the file becomes ``temperature=0.0``. ``eos_token_ids`` is empty if the file names none.
-    ``max_new_tokens`` is the default of ``max_tokens``; ``suppress_tokens`` are never sampled. ``not_used``: what else
-    the file sets, as ``key=value``.
+    ``do_sample: false`` in the file becomes ``temperature=0.0``. ``eos_token_ids`` is empty if the file has none.
+    ``max_new_tokens`` is the default of ``max_tokens``. ``suppress_tokens`` are never sampled. ``not_used`` lists all
+    other keys of the file as ``key=value``.
     """
 
     temperature: float | None = None
@@ -65,5 +65,5 @@ def read_generation_config(folder: Path) -> GenerationDefaults:
 
 
 def _is_dropped(key: str, value: Any) -> bool:
-    """True for a key that asks for something and is not read. Nothing, 0 and 1 are what such keys say to be off."""
+    """Whether the key asks for something that Weft does not read. Values of nothing, 0 and 1 switch such keys off."""
     return key not in _USED | _SAYS_NOTHING and not key.startswith("_") and value not in (None, 0, 1, "", [])

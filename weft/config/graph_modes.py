@@ -1,4 +1,4 @@
-"""Graph modes: what may be configured, the rules of each, and the sizes of a batch that they go by."""
+"""Graph modes: their names, the rules of each, and the batch sizes that the rules use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class GraphMode(StrEnum):
-    """How one forward pass runs: every operation launched, in captured pieces between split ops, or as one graph."""
+    """How one forward pass runs: each operation launched, in captured pieces between split ops, or as one graph."""
 
     NONE = "NONE"
     PIECEWISE = "PIECEWISE"
@@ -18,13 +18,13 @@ class GraphMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """Sizes of a batch by which its graph is chosen.
+    """The sizes of a batch that decide which graph runs.
 
     Attributes:
         num_tokens: tokens of the batch.
         uniform_decode: every sequence brings one token to an existing state and samples one.
         num_prefills: sequences that do not decode.
-        num_chunks: of these sequences; 0 without recurrent layers.
+        num_chunks: number of chunks of these sequences; 0 without recurrent layers.
         num_decodes: sequences that decode.
     """
 
@@ -52,7 +52,7 @@ class MeasuredModes(Protocol):
 
 
 class CudaGraphMode(StrEnum):
-    """Configured mode: which batches may run as graphs at all."""
+    """The configured mode: the rules by which batches run as graphs."""
 
     NONE = "NONE"
     PIECEWISE = "PIECEWISE"
@@ -60,16 +60,16 @@ class CudaGraphMode(StrEnum):
     FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
     FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
     TUNED = "TUNED"
-    """Decided by a profile of ``weft tune``; chosen by naming a profile or by having one, never by name."""
+    """The modes of a profile of ``weft tune``. A profile selects it; users cannot name it."""
 
     @property
     def decode(self) -> tuple[GraphMode, ...]:
-        """Graphs for a batch that decodes throughout, best first."""
+        """Graphs for a batch of decodes alone, best first."""
         return _RULES[self][0]
 
     @property
     def mixed(self) -> tuple[GraphMode, ...]:
-        """Graphs for a batch with prefill in it, best first."""
+        """Graphs for a batch with prefills, best first."""
         return _RULES[self][1]
 
 

@@ -1,9 +1,9 @@
-"""Measured graph modes on disk: what ``weft tune`` found, and what it holds for.
+"""Measured graph modes on disk: what ``weft tune`` found, and where it applies.
 
-Job: the file's format, and whether a stored profile fits an engine. Owns: where profiles lie, and which settings they
-depend on. Does not know: how modes are measured, or which mode a batch gets (``pieces/mode_table.py``).
+Job: the file's format, and whether a stored profile fits an engine. Owns: the folder of profiles, and the settings that
+profiles depend on. Does not know: how modes are measured, or which mode a batch gets (``pieces/mode_table.py``).
 
-A profile fits if device, model, settings and versions are those of the measurement; anything else is said by name.
+A profile fits if device, model, settings and versions equal those of the measurement. Differences are reported by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.errors import ConfigError
 from weft.platforms.cpu import cpu_name
 
 FORMAT = 2
-"""Number of the file's format; files of another are not read."""
+"""Version of the file's format. Files of other versions are not read."""
 
 SETTINGS = tuple(
     "dtype backend mamba_ssm_dtype kv_cache_dtype tensor_parallel_size enable_expert_parallel "
@@ -32,31 +32,32 @@ SETTINGS = tuple(
     "cuda_graph_max_bs piecewise_cuda_graph_tokens piecewise_cuda_graph_max_tokens piecewise_cuda_graph_compiler "
     "splitting_ops enable_torch_compile torch_compile_max_bs".split()
 )
-"""Settings that change what a step costs in some mode."""
+"""Settings that change the cost of a step in some mode."""
 
 _VERSIONED = ("weft", "torch", "triton")
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """One batch in every mode that can run it: ``ms[mode]``, the median milliseconds of a step."""
+    """Timing of one batch in every mode that can run it. ``ms[mode]``: median milliseconds of a step."""
 
     num_tokens: int
     ms: dict[str, float]
 
 
 class GraphProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, and of what.
+    """A measurement of graph modes, and the engine that was measured.
 
     Attributes:
-        format: ``FORMAT`` of the Weft that wrote it.
+        format: the format version of the writer.
         device: name of the device.
         model: ``model_hash`` of the checkpoint.
         settings: values of ``SETTINGS``.
-        versions: of Weft, torch and Triton.
+        versions: the versions of Weft, torch and Triton.
         date: UTC.
-        splits: prompts in pieces, for every list of split ops that was tried, by its names.
-        splitting_ops: the fastest of these lists, with which the rest was measured; empty: none was tried.
-        prefill, mixed, decode: batches of prompts, of prompts and decodes, of decodes; ascending token counts.
+        splits: timings of prompts in pieces, for every measured list of split ops.
+        splitting_ops: the fastest list of split ops, used for all other measurements; empty if no list was measured.
+        prefill, mixed, decode: timings of batches of prompts, of prompts and decodes, and of decodes, by ascending
+            token counts.
     """
 
     format: int = FORMAT
@@ -73,7 +74,8 @@ class GraphProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def empty_profile(values: Mapping[str, Any], model: ModelConfig) -> GraphProfile:
-    """A profile without figures for an engine with these settings, on this machine: what a stored one must fit.
+    """Make a profile without figures that describes an engine with these settings on this machine. A stored profile
+    must equal it.
 
     Args:
         values: resolved settings by name.
@@ -94,13 +96,13 @@ def model_hash(model: ModelConfig) -> str:
 
 
 def default_path(profile: GraphProfile) -> Path:
-    """Where the profile is looked for at a start."""
+    """The path at which a start looks for the profile."""
     rest = _hash([profile.device, profile.settings])[:8]
     return _folder() / f"{profile.model}-{rest}.json"
 
 
 def write_profile(profile: msgspec.Struct, path: Path) -> None:
-    """Store what was measured, of graphs or of drafts; a reader sees the old file or the new one.
+    """Write a profile, of graphs or of drafts. A concurrent reader sees either the old file or the new one.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -115,10 +117,10 @@ def write_profile(profile: msgspec.Struct, path: Path) -> None:
 
 
 def read_profile(path: Path) -> GraphProfile:
-    """A stored profile.
+    """Read a stored profile.
 
     Raises:
-        ConfigError: it cannot be read, or is no profile of this version.
+        ConfigError: the file cannot be read, or is no profile of this version.
     """
     remedy = "measure again with `weft tune`, or give graph_profile='none'"
     try:
@@ -134,7 +136,7 @@ def read_profile(path: Path) -> GraphProfile:
 
 
 def differences(found: GraphProfile, wanted: GraphProfile) -> list[str]:
-    """What of ``found`` does not fit, one phrase each; empty if it fits."""
+    """Describe each difference of ``found`` in a phrase; empty if the profile fits."""
     pairs: list[tuple[str, Any, Any]] = [("device", found.device, wanted.device), ("model", found.model, wanted.model)]
     for ours, theirs in ((found.settings, wanted.settings), (found.versions, wanted.versions)):
         pairs += [(name, ours.get(name), theirs.get(name)) for name in sorted(ours.keys() | theirs.keys())]
@@ -142,10 +144,10 @@ def differences(found: GraphProfile, wanted: GraphProfile) -> list[str]:
 
 
 def find_profile(values: Mapping[str, Any], model: ModelConfig) -> tuple[Path | None, str]:
-    """The stored profile that fits, and why it is the one or why there is none.
+    """Return the stored profile if it fits, and the reason why it is used or not.
 
     Args:
-        values: resolved settings by name, as they are when a profile is used.
+        values: resolved settings by name, as they are while a profile is used.
     """
     stored = sorted(_folder().glob(f"{model_hash(model)}-*.json"))
     if not stored:
@@ -174,7 +176,7 @@ def _hash(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON gives it back."""
+    """The value after a round trip through JSON."""
     if isinstance(value, (frozenset, set)):
         return sorted(value)
     if isinstance(value, Mixers):
@@ -183,17 +185,17 @@ def _plain(value: Any) -> Any:
 
 
 def device_name(device: str) -> str:
-    """For what a measurement on ``device`` holds."""
+    """The name of the device of a measurement."""
     if device == "cuda":
-        import torch  # a GPU was found with it
+        import torch  # torch is loaded already, since it found the GPU
 
         return torch.cuda.get_device_name()
     return f"{cpu_name()}, {os.cpu_count()} threads"
 
 
 def installed_versions() -> dict[str, str]:
-    """Of Weft, torch and Triton."""
-    from importlib.metadata import PackageNotFoundError, version  # slow, and only needed where a profile is stored
+    """The versions of Weft, torch and Triton."""
+    from importlib.metadata import PackageNotFoundError, version  # a slow import, needed only for stored profiles
 
     found = {}
     for name in _VERSIONED:

@@ -11,7 +11,7 @@ from weft.errors import ConfigError, UnsupportedModelError
 
 
 def json_setting(name: str, value: Any, example: str) -> Mapping[str, Any]:
-    """The setting ``name``, given as a mapping or as its JSON text. Raises ConfigError for anything else."""
+    """Parse the setting ``name``, given as a mapping or as JSON text. Raises ConfigError for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -23,11 +23,11 @@ def json_setting(name: str, value: Any, example: str) -> Mapping[str, Any]:
 
 
 class JsonObject:
-    """One JSON object with typed accessors; a key that is absent or ``null`` counts as not given.
+    """A JSON object with typed accessors. An absent key and a ``null`` count as not given.
 
     Args:
         values: the parsed object.
-        where: what error messages call it, for example ``/models/x/config.json`` or ``… (text_config)``.
+        where: the name in error messages, for example ``/models/x/config.json`` or ``… (text_config)``.
     """
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
@@ -110,8 +110,8 @@ class JsonObject:
         return tuple(items)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of ``count`` numbers, which may be infinite (``Infinity``, or transformers' object for it); empty if
-        not given."""
+        """A list of ``count`` numbers, possibly infinite (``Infinity``, or transformers' object for it); empty if not
+        given."""
         value = self.values.get(key)
         if value is None:
             return ()
@@ -122,11 +122,11 @@ class JsonObject:
         return tuple(float(i) for i in items)
 
     def wrong(self, key: str, expected: str) -> ConfigError:
-        """The error for a value that is not what the key needs."""
+        """Make the error for a value of the wrong kind."""
         return ConfigError(f"{self.where}: {key}={self.values.get(key)!r} is not valid; expected {expected}")
 
     def unsupported(self, key: str, remedy: str) -> UnsupportedModelError:
-        """The error for a value that Weft does not compute with; ``remedy`` follows "is not supported"."""
+        """Make the error for a value that Weft does not compute. ``remedy`` follows "is not supported"."""
         return UnsupportedModelError(f"{self.where}: {key}={self.values.get(key)!r} is not supported{remedy}")
 
     def _value(self, key: str, default: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Kimi-Linear (arXiv 2510.26692): geometries of Kimi Delta Attention and of latent attention.
+"""Kimi-Linear (arXiv 2510.26692): Kimi Delta Attention and latent attention as kinds of layers.
 
-Geometry, how ``config.json`` names it, what each keeps. Latent attention (MLA, arXiv 2405.04434) keeps one vector per
-token for all heads.
+Each has a geometry, keys in ``config.json``, and a cache. Latent attention (MLA, arXiv 2405.04434) stores one vector
+per token for all heads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaConfig:
-    """Geometry of Kimi Delta Attention, of the whole model; keys and values have heads of one size."""
+    """Geometry of Kimi Delta Attention in the whole model. Heads of keys and values have the same size."""
 
     num_heads: int
     head_dim: int
@@ -24,11 +24,12 @@ class KimiDeltaConfig:
 
     @property
     def width(self) -> int:
-        """Of queries, of keys and of values."""
+        """Width of the queries, of the keys and of the values."""
         return self.num_heads * self.head_dim
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``conv [3 * width, kernel - 1]``, the last inputs of the convolution, and ``recurrent [H, K, K]``."""
+        """The states ``conv [3 * width, kernel - 1]``, the last inputs of the convolution, and ``recurrent [H, K,
+        K]``."""
         recurrent = (self.num_heads, self.head_dim, self.head_dim)
         low_rank = 2 * self.head_dim * (hidden_size + self.width)
         return LayerSpec(
@@ -47,13 +48,13 @@ class KimiDeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionConfig:
-    """Geometry of latent attention without rotary embedding, of the whole model.
+    """Geometry of latent attention without rotary embedding in the whole model.
 
     Attributes:
-        key_dim, value_dim: of a head, as they come from the latent.
-        shared_dim: of the part of a key that all heads share.
-        rank: of the latent.
-        query_rank: of the latent from which queries come; None: they come from the hidden states.
+        key_dim, value_dim: sizes of a head's keys and values that are computed from the latent.
+        shared_dim: size of the part of a key that all heads share.
+        rank: size of the latent.
+        query_rank: size of the latent from which queries are computed; None: from the hidden states.
     """
 
     num_heads: int
@@ -69,7 +70,7 @@ class LatentAttentionConfig:
         return -(-(self.rank + self.shared_dim) // 8) * 8
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``latent [padded_entry]``, one entry per token, whole on every rank."""
+        """The tensor ``latent [padded_entry]``, one entry per token, whole on every rank."""
         entry, heads = self.rank + self.shared_dim, self.num_heads
         query = heads * (self.key_dim + self.shared_dim)
         queries = hidden_size * query
@@ -101,7 +102,7 @@ def read_latent_attention(text: JsonObject) -> LatentAttentionConfig:
     """Read the keys of the layers of full attention.
 
     Raises:
-        UnsupportedModelError: they have biases, or rotate.
+        UnsupportedModelError: the layers have biases, or rotate.
     """
     for key, value, default in (("attention_bias", False, False), ("mla_use_nope", True, True)):
         if text.boolean(key, default) is not value:
@@ -119,7 +120,8 @@ def read_latent_attention(text: JsonObject) -> LatentAttentionConfig:
 
 
 def kimi_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """``full_attn_layers`` and ``kda_layers`` count from 1; without them every fourth layer after the first is full."""
+    """Layer types of Kimi-Linear. ``full_attn_layers`` and ``kda_layers`` count from 1. Without them every fourth layer
+    is full attention."""
     nested = text.object("linear_attn_config")
     if nested is None or not (nested.given("full_attn_layers") and nested.given("kda_layers")):
         return tuple("full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(num_layers))

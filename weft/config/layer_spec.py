@@ -1,11 +1,11 @@
 """``LayerSpec``: the cache tensors that a layer keeps per sequence, and their costs.
 
-Job: ``LayerSpec``, which a kind of layer (attention, Gated DeltaNet, ...) derives from its geometry, and from which
-pool sizes, cache tensors, copies, checkpoints, chunk tables and eviction costs follow. Owns: the vocabulary of caches.
-Does not know: kinds of layers, tensors, pools. No torch: ``weft config`` plans without building a model.
+Job: the vocabulary of caches. Each kind of layer (attention, Gated DeltaNet, ...) derives a ``LayerSpec`` from its
+geometry. Pool sizes, cache tensors, copies, checkpoints, chunk tables and eviction costs follow from the specs. Does
+not know: kinds of layers, tensors, pools. It needs no torch, so ``weft config`` plans without building a model.
 
-A layer may keep both: *paged* tensors grow with the sequence, one entry per token, and lie in pages; *state* tensors
-have one entry per sequence, in slots, and are copied where a prefix is reused.
+A layer may have both kinds of tensors. *Paged* tensors grow with the sequence, one entry per token, in pages. *State*
+tensors have one entry per sequence, in slots, and are copied when a prefix is reused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 @dataclass(frozen=True, slots=True)
 class CacheDtypes:
-    """Dtype names that a layer chooses from for its cache tensors.
+    """The dtype names from which a layer chooses for its cache tensors.
 
     Attributes:
-        model: of weights and activations.
-        kv: of keys and values.
-        state: of recurrent states.
+        model: dtype of weights and activations.
+        kv: dtype of keys and values.
+        state: dtype of recurrent states.
     """
 
     model: str = "float32"
@@ -38,8 +38,8 @@ class CacheTensor:
     """One named tensor of a layer's cache.
 
     Attributes:
-        name: key under which the layer finds it, for example ``"k"`` or ``"conv"``.
-        shape: of one entry: of one token if paged, of one slot otherwise.
+        name: the key under which the layer finds the tensor, for example ``"k"`` or ``"conv"``.
+        shape: shape of one entry: of one token if paged, of one slot otherwise.
         dtype: dtype name.
         sharded_dim: dimension of ``shape`` that is split over the tensor-parallel ranks; None: whole on every rank.
     """
@@ -54,7 +54,7 @@ class CacheTensor:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def on_rank(self, tp_size: int) -> CacheTensor:
-        """One rank's share; a dimension smaller than the number of ranks is replicated, down to 1."""
+        """The share of one rank. A dimension smaller than the number of ranks is replicated, down to 1."""
         if self.sharded_dim is None or tp_size == 1:
             return self
         shape = list(self.shape)
@@ -64,15 +64,16 @@ class CacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The cache of one layer, and what a token costs in it.
+    """The cache of one layer, and the cost of a token in the layer.
 
     Attributes:
         paged: tensors ``[num_pages, page_size, *shape]``.
-        states: tensors ``[num_slots, *shape]``. Prefills run in chunks, at the end of which a state can be stored.
-        verifies: it reads ``Batch.verification``, and so can run a few tokens of every sequence and keep each state; a
-            layer with states that does not verifies drafts as a prefill.
+        states: tensors ``[num_slots, *shape]``. Prefills run in chunks, and a state can be stored at the end of a
+            chunk.
+        verifies: the layer reads ``Batch.verification``: it can run a few tokens of every sequence and store the state
+            after each. Other layers with states verify drafts as a prefill.
         num_weights: weights of the token mixer that one token uses, of the whole model; two FLOPs each.
-        flops_per_token: FLOPs of one token besides those (decay, read and write of a state).
+        flops_per_token: FLOPs of one token without the weights (decay, read and write of a state).
         flops_per_pair: FLOPs of attention for one pair of a token and an earlier one.
     """
 
@@ -98,23 +99,23 @@ class LayerSpec:
         return _total_bytes(self.states)
 
     def on_rank(self, tp_size: int) -> LayerSpec:
-        """The spec of one of ``tp_size`` ranks; costs stay those of the whole model."""
+        """The spec of one of ``tp_size`` ranks. Costs remain those of the whole model."""
         paged, states = (tuple(t.on_rank(tp_size) for t in tensors) for tensors in (self.paged, self.states))
         return replace(self, paged=paged, states=states)
 
 
 class MixerConfig(Protocol):
-    """Geometry of one kind of token mixer, of the whole model: a frozen value, read from ``config.json``."""
+    """The geometry of one kind of token mixer in the whole model, a frozen value read from ``config.json``."""
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """What such a layer keeps and costs."""
+        """The cache tensors and costs of such a layer."""
         ...
 
     def check_shares(self, tp_size: int) -> None:
         """Check that ``tp_size`` ranks can share the layer.
 
         Raises:
-            ConfigError: naming the number that does not divide.
+            ConfigError: a number of the layer does not divide; the message names it.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""Where a checkpoint lies: a folder, a hub id, or the bundled model.
+"""The location of a checkpoint: a folder, a hub id, or the bundled model.
 
-A folder goes first, then the local hub cache, then a download.
+A folder has precedence over the local hub cache, and the cache over a download.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _WEIGHT_FILES = ["*.safetensors"]
 
 
 def locate(name: str | None, *, weights: bool = True) -> Path:
-    """Folder of checkpoint ``name``; None: the bundled model.
+    """Return the folder of checkpoint ``name``; None names the bundled model.
 
     Args:
         name: a folder, or a hub id such as ``Qwen/Qwen3-0.6B``.
-        weights: the safetensors files are needed too.
+        weights: whether the safetensors files are needed.
 
     Raises:
-        ConfigError: there is no such folder and no such model on the hub or in its local cache.
+        ConfigError: there is no such folder, and no such model on the hub or in its local cache.
     """
     if name is None or (name == BUNDLED_NAME and not Path(name).exists()):
         return MODEL_DIR
     folder = os.path.expanduser(name)
-    if os.path.isdir(folder):  # False too for what can be no path
+    if os.path.isdir(folder):  # also False for a name that is no valid path
         return Path(folder)
     if os.path.exists(folder):
         raise ConfigError(f"model {name!r} is a file; give the folder that holds its config.json")
@@ -42,7 +42,7 @@ def locate(name: str | None, *, weights: bool = True) -> Path:
 
 
 def _from_hub(name: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # only checkpoints that are not on disk need it
+    from huggingface_hub import snapshot_download  # needed only for checkpoints that are not on disk
 
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))

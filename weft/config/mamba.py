@@ -1,4 +1,4 @@
-"""Mamba (arXiv 2312.00752) as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+"""Mamba (arXiv 2312.00752) as a kind of layer: geometry, keys in ``config.json``, cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weft.config.sharding import divide
 
 @dataclass(frozen=True, slots=True)
 class MambaConfig:
-    """Geometry: every channel has a state of N numbers and a time step of its own; B and C serve all channels.
+    """Geometry of Mamba. Every channel has a state of N numbers and a time step of its own; all channels share B and C.
 
     Attributes:
-        dt_rank: numbers from which the time steps of all channels are projected.
-        conv_bias: of the convolution.
-        bias: of the input and output projections.
-        norm_weights: the RMSNorms over dt, B and C have weights (Jamba); without them they are plain (FalconMamba).
-        norm_eps: of those norms.
+        dt_rank: size of the vector from which the time steps of all channels are projected.
+        conv_bias: whether the convolution has a bias.
+        bias: whether the input and output projections have a bias.
+        norm_weights: whether the RMSNorms over dt, B and C have weights (Jamba) or not (FalconMamba).
+        norm_eps: epsilon of those norms.
     """
 
     num_channels: int
@@ -31,7 +31,7 @@ class MambaConfig:
     norm_eps: float
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``conv [C, kernel - 1]``, the last inputs of the convolution, and ``recurrent [N, C]``."""
+        """The states ``conv [C, kernel - 1]``, the last inputs of the convolution, and ``recurrent [N, C]``."""
         inner = self.dt_rank + 2 * self.state_size
         projections = self.num_channels * (3 * hidden_size + inner + self.dt_rank)
         return LayerSpec(
@@ -44,7 +44,7 @@ class MambaConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Channels are split; B, C and the time steps come from all of them, by a sum over the ranks."""
+        """Channels are split. B, C and the time steps depend on all channels, so they need a sum over the ranks."""
         divide(self.num_channels, tp_size, "mamba channels (mamba_expand * hidden_size)")
 
 
@@ -52,7 +52,7 @@ def read_mamba(text: JsonObject, *, norm_weights: bool) -> MambaConfig:
     """Read the ``mamba_*`` keys (Jamba; FalconMamba renames its own to these).
 
     Args:
-        norm_weights: as the architecture always has them.
+        norm_weights: a fixed property of the architecture.
     """
     hidden_size = text.integer("hidden_size")
     automatic = text.raw("mamba_dt_rank") in (None, "auto")

@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060) as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+"""Mamba-2 (arXiv 2405.21060) as a kind of layer: geometry, keys in ``config.json``, cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from weft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
-    """Geometry, of the whole model: H heads of P channels share G groups of B and C, N numbers each.
+    """Geometry of Mamba-2 in the whole model. H heads of P channels share G groups of B and C with N numbers each.
 
     Attributes:
-        conv_bias, in_bias, out_bias: of the convolution and of the two projections.
-        dt_limit: least and greatest time step, after softplus.
-        norm: the output norm by group is there. Without one the gate alone is applied.
+        conv_bias, in_bias, out_bias: whether the convolution and the two projections have a bias.
+        dt_limit: minimum and maximum of the time step, after softplus.
+        norm: whether there is an output norm by group. Without a norm the gate alone is applied.
         norm_before_gate: the gate is applied after the norm, not before.
-        in_multiplier, out_multiplier: of the layer's input and output (Falcon-H1).
-        part_multipliers: of the input projection's parts z, x, B, C, dt; None: all one.
+        in_multiplier, out_multiplier: factors of the layer's input and output (Falcon-H1).
+        part_multipliers: factors of the parts z, x, B, C, dt of the input projection; None: no factors.
     """
 
     num_heads: int
@@ -45,7 +45,7 @@ class Mamba2Config:
 
     @property
     def groups_size(self) -> int:
-        """Numbers of all groups' B (or C)."""
+        """Size of B (or C) of all groups together."""
         return self.num_groups * self.state_size
 
     @property
@@ -59,7 +59,8 @@ class Mamba2Config:
         return (self.inner_size, self.inner_size, self.groups_size, self.groups_size, self.num_heads)
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``conv [conv_dim, kernel - 1]``, the last inputs of the convolution, and ``recurrent [H, N, P]``."""
+        """The states ``conv [conv_dim, kernel - 1]``, the last inputs of the convolution, and ``recurrent [H, N,
+        P]``."""
         recurrent = (self.num_heads, self.state_size, self.head_dim)
         projections = hidden_size * (sum(self.part_sizes) + self.inner_size)
         return LayerSpec(
@@ -72,7 +73,7 @@ class Mamba2Config:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Heads are split, and each rank needs whole groups, over which the output norm is taken."""
+        """Heads are split. Each rank needs whole groups, since the output norm spans a group."""
         divide(self.num_heads, tp_size, "mamba heads")
         divide(self.num_groups, tp_size, "mamba groups")
 
@@ -109,7 +110,7 @@ def read_mamba2(text: JsonObject) -> Mamba2Config:
 
 
 def _head_dim(text: JsonObject, num_heads: int) -> int:
-    """Channels of a head. Given are two or three of: channels, heads, and channels of a head."""
+    """Channels of a head, from two or three of: channels, heads, and channels of a head."""
     head_dim = None if text.raw("mamba_d_head") in (None, "auto") else text.integer("mamba_d_head")
     if text.given("mamba_d_ssm"):
         name, inner_size = "mamba_d_ssm", text.integer("mamba_d_ssm")

@@ -1,4 +1,4 @@
-"""The families with Mamba layers: what their names decide, and how their own keys are read."""
+"""The families with Mamba layers: entries of ``FAMILIES``, and readers of their own keys."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from weft.config.moe import MoeConfig, SigmoidRouting, read_experts
 from weft.errors import UnsupportedModelError
 
 MAMBA_LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
-"""What published files call the types of layers."""
+"""Names of layer types in published files -> names here."""
 
 
 # --- Bamba -----------------------------------------------------------------------------------------------------------
 
 
 def bamba_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """``attn_layer_indices`` are full attention (none, if it is not given), the others Mamba-2."""
+    """Layer types of Bamba: ``attn_layer_indices`` are full attention (no layer if the key is missing), the others
+    Mamba-2."""
     attention = set(text.integers("attn_layer_indices"))
     return tuple("full_attention" if i in attention else "linear_attention" for i in range(num_layers))
 
@@ -33,7 +34,8 @@ def bamba_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
 
 
 def read_granite_attention(text: JsonObject) -> AttentionConfig:
-    """Rotated only where ``position_embedding_type`` says so; scores are scaled by ``attention_multiplier``."""
+    """Read attention of Granite 4. It rotates if ``position_embedding_type`` says so; ``attention_multiplier`` scales
+    the scores."""
     kind = text.text("position_embedding_type", "nope")
     if kind not in ("rope", "nope"):
         raise text.unsupported("position_embedding_type", "; supported are 'rope' and 'nope' (null)")
@@ -42,7 +44,7 @@ def read_granite_attention(text: JsonObject) -> AttentionConfig:
 
 
 def read_granite_multipliers(text: JsonObject) -> Multipliers:
-    """``logits_scaling`` divides."""
+    """Read the multipliers of Granite 4. ``logits_scaling`` is a divisor."""
     return Multipliers(
         embedding=text.number("embedding_multiplier", 1.0),
         residual=text.number("residual_multiplier", 1.0),
@@ -51,7 +53,8 @@ def read_granite_multipliers(text: JsonObject) -> Multipliers:
 
 
 def read_granite_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
-    """``intermediate_size`` is an expert's width; the shared MLP sees every token. Without experts it is the MLP."""
+    """Read the experts of Granite 4. ``intermediate_size`` is the width of an expert; every token uses the shared MLP.
+    Without experts the shared MLP is the MLP."""
     if not text.integer("num_experts", low=0):
         return None
     num_experts, top_k = read_experts(text)
@@ -66,7 +69,7 @@ _PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "ml
 
 
 def nemotron_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """``hybrid_override_pattern`` has a letter for every layer."""
+    """Layer types of Nemotron-H: ``hybrid_override_pattern`` has a letter for every layer."""
     pattern = text.text("hybrid_override_pattern")
     if len(pattern) != num_layers or not set(pattern) <= set(_PATTERN):
         raise text.wrong("hybrid_override_pattern", f"num_hidden_layers={num_layers} letters of {''.join(_PATTERN)}")
@@ -74,13 +77,13 @@ def nemotron_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
 
 
 def read_nemotron_mamba2(text: JsonObject) -> Mamba2Config:
-    """Time steps are at least ``time_step_min``, and have no upper limit."""
+    """Read Mamba-2 of Nemotron-H. Time steps are at least ``time_step_min``, without an upper bound."""
     low = text.number("time_step_min", 0.001, open_low=False)
     return read_mamba2(JsonObject(text.values | {"time_step_limit": [low, math.inf]}, text.where))
 
 
 def read_nemotron_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
-    """Routing as in DeepSeek-V3; layers of type ``moe`` have experts."""
+    """Read the experts of Nemotron-H: routing as in DeepSeek-V3, in layers of type ``moe``."""
     types = text.raw("layer_types") or nemotron_layer_types(text, num_layers)
     sparse = frozenset(i for i, kind in enumerate(types) if kind == "moe")
     if not sparse:
@@ -110,7 +113,7 @@ def read_nemotron_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
 
 
 def read_falcon_h1_attention(text: JsonObject) -> AttentionConfig:
-    """Scaling keys by ``key_multiplier`` scales the scores."""
+    """Read attention of Falcon-H1. ``key_multiplier`` scales keys, and so the scores."""
     attention = read_attention(text)
     return replace(
         attention,
@@ -121,7 +124,7 @@ def read_falcon_h1_attention(text: JsonObject) -> AttentionConfig:
 
 
 def read_falcon_h1_multipliers(text: JsonObject) -> Multipliers:
-    """``mlp_multipliers`` are those of the gate and of the output."""
+    """Read the multipliers of Falcon-H1. ``mlp_multipliers`` are those of gate and output."""
     gate, down = text.numbers("mlp_multipliers", 2) or (1.0, 1.0)
     return Multipliers(
         embedding=text.number("embedding_multiplier", 1.0),
@@ -135,7 +138,7 @@ def read_falcon_h1_multipliers(text: JsonObject) -> Multipliers:
 
 
 def _periodic(text: JsonObject, what: str, num_layers: int, period: int, offset: int) -> frozenset[int]:
-    """The layers of which ``{what}_layer_period`` and ``{what}_layer_offset`` tell."""
+    """The layers given by ``{what}_layer_period`` and ``{what}_layer_offset``."""
     period = text.integer(f"{what}_layer_period", period)
     offset = text.integer(f"{what}_layer_offset", offset, low=0)
     if offset >= period:
@@ -144,13 +147,15 @@ def _periodic(text: JsonObject, what: str, num_layers: int, period: int, offset:
 
 
 def jamba_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """Attention at every ``attn_layer_period``-th layer from ``attn_layer_offset`` on, Mamba elsewhere."""
+    """Layer types of Jamba: attention at every ``attn_layer_period``-th layer from ``attn_layer_offset`` on, else
+    Mamba."""
     attention = _periodic(text, "attn", num_layers, 8, 4)
     return tuple("full_attention" if i in attention else "linear_attention" for i in range(num_layers))
 
 
 def read_jamba_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
-    """Experts as wide as the MLP, at every ``expert_layer_period``-th layer; one expert is a dense MLP."""
+    """Read the experts of Jamba: as wide as the MLP, in every ``expert_layer_period``-th layer. A single expert is a
+    dense MLP."""
     if text.integer("num_experts") == 1:
         return None
     num_experts, top_k = read_experts(text)
@@ -162,7 +167,8 @@ def read_jamba_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
 
 
 def minimax_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """``attn_type_list`` (1: full attention, 0: lightning attention); without it they alternate."""
+    """Layer types of MiniMax: ``attn_type_list`` (1: full attention, 0: lightning attention). Without it they
+    alternate."""
     kinds = text.integers("attn_type_list") or tuple((i + 1) % 2 for i in range(num_layers))
     if len(kinds) != num_layers or not set(kinds) <= {0, 1}:
         raise text.wrong("attn_type_list", f"num_hidden_layers={num_layers} zeros and ones")
@@ -170,7 +176,7 @@ def minimax_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
 
 
 def read_minimax_attention(text: JsonObject) -> AttentionConfig:
-    """``rotary_dim`` says how much of a head is rotated."""
+    """Read attention of MiniMax. ``rotary_dim`` is the rotated size of a head."""
     if text.given("sliding_window"):
         raise text.unsupported("sliding_window", " for this architecture; set it to null")
     if not text.given("rotary_dim"):
@@ -181,7 +187,7 @@ def read_minimax_attention(text: JsonObject) -> AttentionConfig:
 
 
 def read_minimax_moe(text: JsonObject, num_layers: int) -> MoeConfig:
-    """Experts in every layer, as wide as ``intermediate_size``."""
+    """Read the experts of MiniMax: in every layer, ``intermediate_size`` wide."""
     if text.given("shared_intermediate_size") and text.integer("shared_intermediate_size", low=0):
         raise UnsupportedModelError(
             f"{text.where}: shared_intermediate_size={text.raw('shared_intermediate_size')!r} (a shared expert) is not "
@@ -192,7 +198,7 @@ def read_minimax_moe(text: JsonObject, num_layers: int) -> MoeConfig:
 
 
 def read_residual_weights(text: JsonObject) -> dict[str, ResidualWeights]:
-    """``full_attn_alpha_factor`` and so on."""
+    """Read ``full_attn_alpha_factor`` and its relatives."""
     if not text.boolean("postnorm", True):
         raise UnsupportedModelError(f"{text.where}: postnorm=false is not supported; supported is true")
 

@@ -1,4 +1,4 @@
-"""How many images and videos a prompt may hold, as a setting (``limit_mm_per_prompt``, as in vLLM)."""
+"""The number of images and videos that a prompt may hold (``limit_mm_per_prompt``, as in vLLM)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "limit_mm_per_prompt"
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Most items of each modality in one prompt; None: no limit but the context."""
+    """Upper bounds on the items of each modality in one prompt; None: the context is the only bound."""
 
     image: int | None = None
     video: int | None = None
@@ -23,7 +23,7 @@ class MediaLimits:
 
 
 def parse_media_limits(value: Any) -> MediaLimits:
-    """The setting, from a mapping or its JSON text, for example ``{"image": 4, "video": 0}``.
+    """Parse the setting, given as a mapping or as JSON text, for example ``{"image": 4, "video": 0}``.
 
     Raises:
         ConfigError: an unknown modality, or a limit that is no number of items.

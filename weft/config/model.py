@@ -1,7 +1,7 @@
 """The geometry of a model, in one vocabulary for every architecture that Weft supports.
 
 Job: the frozen ``ModelConfig`` that layers, caches, loaders and planners read. Owns: field names and derived sizes.
-Does not know: checkpoints (``config/checkpoint.py`` fills it from ``config.json``), devices, tensors.
+Does not know: checkpoints (``config/checkpoint.py`` makes it from ``config.json``), devices, tensors.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu2")
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Constants that some families scale parts of the model by.
+    """Constants by which some families scale parts of the model.
 
     Attributes:
-        embedding: of the token embeddings.
-        residual: of what every mixer and every MLP adds to the residual stream.
-        logits: of the output head's logits.
-        gate, down: of the dense MLP's gate (before the activation) and of its output.
+        embedding: factor of the token embeddings.
+        residual: factor of each mixer's and MLP's contribution to the residual stream.
+        logits: factor of the logits.
+        gate, down: factors of the dense MLP's gate (before the activation) and of its output.
     """
 
     embedding: float = 1.0
@@ -44,11 +44,11 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class ResidualWeights:
-    """How the halves of a block weigh what they take over and what they add (MiniMax).
+    """Weights of the input and the output of each half of a block in the residual stream (MiniMax).
 
     Attributes:
-        mixer_input, mlp_input: of the normalised input.
-        mixer_output, mlp_output: of what the half makes of it.
+        mixer_input, mlp_input: weights of the normalised input.
+        mixer_output, mlp_output: weights of the output of the half.
     """
 
     mixer_input: float
@@ -58,9 +58,9 @@ class ResidualWeights:
 
 
 class Mixers(Mapping[str, Mapping[str, MixerConfig]]):
-    """Layer type -> name of the module in the decoder layer -> geometry of that token mixer; read only.
+    """A read-only map: layer type -> name of the module in the decoder layer -> geometry of that token mixer.
 
-    A class of its own, because between processes each geometry travels with the name of its class (``transport.py``).
+    It is a class because each geometry travels between processes with the name of its class (``transport.py``).
     """
 
     def __init__(self, geometries: Mapping[str, Mapping[str, MixerConfig]]) -> None:
@@ -76,34 +76,34 @@ class Mixers(Mapping[str, Mapping[str, MixerConfig]]):
         return len(self._geometries)
 
     def as_dicts(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """The numbers, as plain values."""
+        """The numbers as plain values."""
         return {kind: {name: asdict(cast(Any, g)) for name, g in modules.items()} for kind, modules in self.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model's geometry. Sizes are those of the whole model, before tensor-parallel sharding.
+    """The geometry of one model. Sizes are those of the whole model, before tensor-parallel sharding.
 
     Attributes:
         architecture: the class name in the checkpoint, for example ``Qwen3NextForCausalLM``.
         layer_types: one entry per layer, as the checkpoint names them (``full_attention``, ``linear_attention``, ...).
-        mixers: the token mixers of every layer type that occurs. A layer with several side by side has several modules.
-        layers_without_mlp: the layers that have token mixers alone. (A layer may also have an MLP alone: its type then
-            has no mixers.)
+        mixers: the token mixers of every layer type that occurs. A layer with several mixers side by side has several
+            modules.
+        layers_without_mlp: layers that have token mixers alone. (A layer type without mixers has an MLP alone.)
         activation: the activation of dense MLPs and experts, one of ``ACTIVATIONS``. Experts have no GELU.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
-        norm_placement: layer type -> where its block's norms stand, if not before mixer and MLP (``pre``): after them
-            (``post``), on both sides (``sandwich``), or before, with the residual stream taken after them
+        norm_placement: layer type -> position of the norms in its block, if not before mixer and MLP (``pre``): after
+            them (``post``), on both sides (``sandwich``), or before them with the residual stream taken after the norm
             (``stream``).
-        residual_weights: layer type -> the weights of a block whose norms are those of the stream.
+        residual_weights: layer type -> weights of a block with norms in the stream.
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
-        quantization: how the linear layers' weights are stored; None: in ``dtype``.
-        mtp_layers: layers of the multi-token-prediction head that the architecture's checkpoints come with.
-        runs_mtp: that head is part of the model: it has weights and a cache, and drafts for speculative decoding.
-        vision: the vision tower that the checkpoint comes with.
-        runs_vision: that tower is part of the model, and prompts may hold images.
-        eos_token_ids: from ``config.json``; ``generation_config.json`` goes first where it names some.
+        quantization: the storage of the linear layers' weights; None: in ``dtype``.
+        mtp_layers: number of layers in the multi-token-prediction head of the architecture's checkpoints.
+        runs_mtp: whether the model runs that head, which then has weights, has a cache, and drafts.
+        vision: the vision tower of the checkpoint.
+        runs_vision: whether the model runs that tower, so that prompts may hold images.
+        eos_token_ids: ids from ``config.json``. Ids from ``generation_config.json`` have precedence.
     """
 
     architecture: str
@@ -135,38 +135,38 @@ class ModelConfig:
 
     @property
     def residual_norm_eps(self) -> float:
-        """The eps of the residual stream's norms. With a residual multiplier m the stream is kept divided by m: what is
-        added needs no factor, and ``norm(x / m)`` with ``eps / m**2`` is ``norm(x)`` with eps."""
+        """The epsilon of the residual stream's norms. With a residual multiplier m the stream is stored divided by m,
+        so that contributions need no factor. ``norm(x / m)`` with ``eps / m**2`` equals ``norm(x)`` with eps."""
         return self.rms_norm_eps / self.multipliers.residual**2
 
     @property
     def num_sparse_mlps(self) -> int:
-        """Layers with experts, that of a multi-token-prediction head included."""
+        """Number of layers with experts, including that of a multi-token-prediction head."""
         return 0 if self.moe is None else len(self.moe.sparse_layers) + self.runs_mtp
 
     @property
     def num_dense_mlps(self) -> int:
-        """Layers with a dense MLP, that of a multi-token-prediction head included."""
+        """Number of layers with a dense MLP, including that of a multi-token-prediction head."""
         return self.num_hidden_layers + self.runs_mtp - self.num_sparse_mlps - len(self.layers_without_mlp)
 
     @property
     def mlp_matrices(self) -> int:
-        """Projections of a dense MLP or an expert: gate, up and down, or up and down."""
+        """Number of projections in a dense MLP or an expert: gate, up and down, or up and down."""
         return 2 if self.activation == "relu2" else 3
 
     @property
     def is_hybrid(self) -> bool:
-        """True if any layer keeps a recurrent state."""
+        """Whether any layer keeps a recurrent state."""
         mixers = (mixer for modules in self.mixers.values() for mixer in modules.values())
         return any(mixer.layer_spec(self.hidden_size, CacheDtypes()).states for mixer in mixers)
 
     @property
     def verifies(self) -> bool:
-        """True if every layer with states can run drafts of many sequences at once (``LayerSpec.verifies``)."""
+        """Whether every layer with states can verify drafts of many sequences at once (``LayerSpec.verifies``)."""
         return all(spec.verifies for spec in self.layer_specs(CacheDtypes()).values() if spec.states)
 
     def layer_specs(self, dtypes: CacheDtypes) -> dict[str, LayerSpec]:
-        """What every layer keeps, by its name in the layer table (``model.layers.3.self_attn``), in model order."""
+        """The specs of all layers in model order, by name in the layer table (``model.layers.3.self_attn``)."""
         kinds = {
             kind: {module: mixer.layer_spec(self.hidden_size, dtypes) for module, mixer in modules.items()}
             for kind, modules in self.mixers.items()
@@ -177,14 +177,14 @@ class ModelConfig:
         return {f"{layer}.{module}": spec for layer, kind in layers.items() for module, spec in kinds[kind].items()}
 
     def is_sparse(self, index: int) -> bool:
-        """Whether a decoder layer has experts, and no dense MLP."""
+        """Whether a decoder layer has experts instead of a dense MLP."""
         return self.moe is not None and index in self.moe.sparse_layers
 
     def with_mtp(self) -> ModelConfig:
-        """The model with its multi-token-prediction head.
+        """Return the model with its multi-token-prediction head.
 
         Raises:
-            ConfigError: it has none, or one that Weft does not run.
+            ConfigError: the model has no head, or one that Weft does not run.
         """
         if self.mtp_layers != 1 or MTP_LAYER_TYPE not in self.mixers:
             raise ConfigError(
@@ -195,7 +195,7 @@ class ModelConfig:
         return replace(self, runs_mtp=True)
 
     def with_vision(self) -> ModelConfig:
-        """The model with its vision tower.
+        """Return the model with its vision tower.
 
         Raises:
             ConfigError: tower and decoder do not fit together.
@@ -216,5 +216,5 @@ class ModelConfig:
 
 
 def layer_name(index: int) -> str:
-    """Name of a decoder layer: that of its module in the model. Token mixers add the name of theirs."""
+    """The name of a decoder layer, which is that of its module. Token mixers append their own names."""
     return f"model.layers.{index}"

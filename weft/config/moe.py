@@ -1,4 +1,4 @@
-"""Mixture of experts: its geometry, how tokens choose among experts, and how ``config.json`` names both."""
+"""Mixture of experts: geometry, routing, and keys in ``config.json``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from weft.errors import ConfigError, UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class SigmoidRouting:
-    """Experts score with a sigmoid each, not with a softmax over all (DeepSeek-V3, arXiv 2412.19437).
+    """Routing in which each expert scores with a sigmoid, without a softmax over all (DeepSeek-V3, arXiv 2412.19437).
 
     Attributes:
-        correction_bias: a learned bias takes part in the choice, not in the weights.
-        num_groups, top_groups: equal groups of experts, and how many of them take part: those whose two best experts
-            score best together.
-        scale: the weights' factor (``routed_scaling_factor``).
-        epsilon: added to the sum that weights are divided by.
+        correction_bias: a learned bias affects the choice of experts, but not their weights.
+        num_groups, top_groups: number of equal groups of experts, and of groups that take part. A group's score is the
+            sum of its two best experts.
+        scale: factor of the weights (``routed_scaling_factor``).
+        epsilon: a number added to the sum by which weights are divided.
     """
 
     correction_bias: bool
@@ -29,8 +29,8 @@ class SigmoidRouting:
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """The activation of gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``, of ``gate`` up to ``limit`` and ``up``
-    between ``-limit`` and ``limit``."""
+    """The activation of gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``. ``gate`` is clamped to at most ``limit``,
+    ``up`` to between ``-limit`` and ``limit``."""
 
     alpha: float
     limit: float
@@ -38,17 +38,17 @@ class ClampedSwiGLU:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Mixture of experts.
+    """Geometry of a mixture of experts.
 
     Attributes:
         norm_topk_prob: the weights of the chosen experts are divided by their sum.
-        shared_expert_intermediate_size: width of an expert that sees every token; None: there is none.
-        sparse_layers: the layers that have experts; the others have a dense MLP.
+        shared_expert_intermediate_size: width of an expert that sees every token; None without such an expert.
+        sparse_layers: layers that have experts. The others have a dense MLP.
         shared_expert_gate: a sigmoid gate per token weighs the shared expert.
-        sigmoid: None: scores are a softmax over all experts.
-        biases: the router and every projection of the experts have one.
-        clamped: the experts' activation, if not that of the model.
-        interleaved: checkpoints hold the experts' matrices transposed, gate and up columns in turn.
+        sigmoid: sigmoid routing; None: scores are a softmax over all experts.
+        biases: whether the router and every projection of the experts have a bias.
+        clamped: the experts' activation if it differs from the model's.
+        interleaved: checkpoints store the experts' matrices transposed, with gate and up columns in turn.
     """
 
     num_experts: int
@@ -67,10 +67,10 @@ class MoeConfig:
 def read_moe(
     text: JsonObject, num_layers: int, *, shared_expert: bool = False, always_renormalise: bool = False
 ) -> MoeConfig:
-    """Qwen's mixtures of experts.
+    """Read a mixture of experts with Qwen's keys.
 
     Args:
-        shared_expert: the architecture has a gated one.
+        shared_expert: the architecture has a gated shared expert.
         always_renormalise: the chosen experts' weights are renormalised and every layer has experts, whatever the
             config says.
 
@@ -90,13 +90,14 @@ def read_moe(
 
 
 def read_renormalised_moe(text: JsonObject, num_layers: int) -> MoeConfig:
-    """Qwen3-VL-MoE: not every layer need have experts, and the chosen experts' weights are always renormalised."""
+    """Read the experts of Qwen3-VL-MoE. Some layers may be dense; the chosen experts' weights are always
+    renormalised."""
     moe = read_moe(text, num_layers)
     return moe if moe.norm_topk_prob else read_moe(text, num_layers, always_renormalise=True)
 
 
 def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:
-    """LFM2-MoE: the first ``num_dense_layers`` layers are dense."""
+    """Read the experts of LFM2-MoE. The first ``num_dense_layers`` layers are dense."""
     num_experts, top_k = read_experts(text)
     return MoeConfig(
         num_experts,
@@ -114,7 +115,8 @@ def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:
 
 
 def read_gpt_oss_moe(text: JsonObject, num_layers: int) -> MoeConfig:
-    """gpt-oss: every layer has experts; the weights are a softmax over the chosen ones' scores."""
+    """Read the experts of gpt-oss. Every layer has experts; weights are a softmax over the scores of the chosen
+    experts."""
     num_experts, top_k = read_experts(text)
     return MoeConfig(
         num_experts,
@@ -130,7 +132,8 @@ def read_gpt_oss_moe(text: JsonObject, num_layers: int) -> MoeConfig:
 
 
 def read_kimi_moe(text: JsonObject, num_layers: int) -> MoeConfig:
-    """Kimi-Linear: grouped sigmoid routing, and shared experts without a gate, as one that is so much wider."""
+    """Read the experts of Kimi-Linear: grouped sigmoid routing. Shared experts have no gate and are read as one wider
+    expert."""
     _refuse_other_routing(text)
     num_experts, top_k = read_experts(text)
     groups, top_groups = text.integer("n_group", 1), text.integer("topk_group", 1)
@@ -159,7 +162,8 @@ def _refuse_other_routing(text: JsonObject) -> None:
 
 
 def _kimi_sparse_layers(text: JsonObject, num_layers: int) -> frozenset[int]:
-    """``mlp_layer_types`` (transformers), or all layers from ``first_k_dense_replace`` on (published files)."""
+    """The sparse layers: ``mlp_layer_types`` (transformers), or all from ``first_k_dense_replace`` on (published
+    files)."""
     types = text.raw("mlp_layer_types")
     if types is None:
         return frozenset(range(text.integer("first_k_dense_replace", 1, low=0), num_layers))
@@ -169,7 +173,7 @@ def _kimi_sparse_layers(text: JsonObject, num_layers: int) -> frozenset[int]:
 
 
 def read_experts(text: JsonObject) -> tuple[int, int]:
-    """Experts, and how many of them a token uses."""
+    """Read the number of experts, and the number that a token uses."""
     num_experts, top_k = text.integer("num_experts"), text.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise ConfigError(f"{text.where}: num_experts_per_tok={top_k} is greater than num_experts={num_experts}")

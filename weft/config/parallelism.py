@@ -1,4 +1,4 @@
-"""How a model is split over ranks, and who starts them."""
+"""How a model is split over ranks, and who starts the ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from weft.config.sharding import divide
 from weft.errors import ConfigError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets for the processes that it starts."""
+"""Variables that torchrun sets for the processes that it starts."""
 
 
 def is_launched() -> bool:
-    """True if torchrun has started this process."""
+    """Whether torchrun started this process."""
     return all(variable in os.environ for variable in TORCHRUN)
 
 
 def is_on_ray(settings: Mapping[str, Any]) -> bool:
-    """True if engines are to run in actors of a Ray cluster.
+    """Whether engines run in actors of a Ray cluster.
 
     Raises:
-        ConfigError: of two settings one says so and the other one says otherwise.
+        ConfigError: two settings contradict each other.
     """
     replicas, ranks = settings.get("data_parallel_backend"), settings.get("distributed_executor_backend")
     if (replicas, ranks) in (("mp", "ray"), ("ray", "external_launcher")):
@@ -35,7 +35,7 @@ def is_on_ray(settings: Mapping[str, Any]) -> bool:
 
 
 def refuse_replicas(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError where only one engine can be, in this process."""
+    """Raise ConfigError for settings of replicas, on behalf of a caller that runs one engine in this process."""
     if is_on_ray(settings):
         name = next(n for n in ("distributed_executor_backend", "data_parallel_backend") if settings.get(n) == "ray")
         raise ConfigError(
@@ -50,10 +50,10 @@ def refuse_replicas(settings: Mapping[str, Any]) -> None:
 
 
 def check_shares(model: ModelConfig, size: int, *, expert_parallel: bool) -> None:
-    """Every number of the model that ranks share can be shared by ``size`` of them.
+    """Check that ``size`` ranks can share every number of the model that is split.
 
     Raises:
-        ConfigError: naming the number.
+        ConfigError: a number does not divide; the message names it.
     """
     for modules in model.mixers.values():
         for mixer in modules.values():
@@ -72,8 +72,8 @@ def check_shares(model: ModelConfig, size: int, *, expert_parallel: bool) -> Non
 
 
 def choose_parallelism(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig, given: Set[str]) -> None:
-    """Check ``tensor_parallel_size`` and ``enable_expert_parallel``; choose ``distributed_executor_backend``.
-    ``given``: settings of the user's."""
+    """Check ``tensor_parallel_size`` and ``enable_expert_parallel``, and choose ``distributed_executor_backend``.
+    ``given``: the user's settings."""
     size, experts = values["tensor_parallel_size"], values["enable_expert_parallel"]
     if experts and (size == 1 or model.moe is None):
         why = "tensor_parallel_size=1" if size == 1 else f"{model.architecture}, which has no experts"
@@ -94,7 +94,7 @@ def choose_parallelism(values: dict[str, Any], reasons: dict[str, str], model: M
 def _check_devices(device: str, size: int) -> None:
     if device != "cuda":
         return
-    import torch  # a GPU was found, so it is loaded
+    import torch  # torch is loaded already, since it found the GPU
 
     if torch.cuda.device_count() < size:
         raise ConfigError(

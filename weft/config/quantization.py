@@ -1,7 +1,7 @@
-"""How a checkpoint's linear layers are quantised: its ``quantization_config`` in one vocabulary.
+"""Quantisation of a checkpoint's linear layers: ``quantization_config`` in one vocabulary.
 
 Job: read FP8 as Qwen and DeepSeek publish it (``quant_method: fp8``) and as ``compressed-tensors`` writes it, refuse
-everything else by name, and say which modules are quantised. Does not know: tensors, layers, kernels
+everything else by name, and decide which modules are quantised. Does not know: tensors, layers, kernels
 (``weft/quantization``).
 """
 
@@ -16,7 +16,8 @@ from weft.config.json_object import JsonObject
 from weft.errors import ConfigError, UnsupportedModelError
 
 BLOCK = 128
-"""Rows and columns of a weight that share a scale under ``block``, and inputs of a token that share one."""
+"""Side of the squares of a weight that share a scale under ``block``, and number of inputs of a token that share a
+scale."""
 
 SUPPORTED = (
     "supported are fp8 (e4m3, weight_block_size [128, 128], dynamic activations), compressed-tensors float-quantized "
@@ -31,11 +32,11 @@ class QuantizationConfig:
 
     Attributes:
         source: the checkpoint's ``quant_method``, or ``"online"``: bf16 weights quantised while they load.
-        weights: which weights share a scale: a ``block`` of 128 x 128, a ``channel`` (row), or the whole ``tensor``.
-        activations: which inputs share a scale: a ``group`` of 128 of one token, a ``token``; ``static``: all, by a
-            number in the checkpoint.
+        weights: the weights that share a scale: a ``block`` of 128 x 128, a ``channel`` (row), or the whole ``tensor``.
+        activations: the inputs that share a scale: a ``group`` of 128 of one token, or a ``token``. ``static``: all
+            inputs, with a scale from the checkpoint.
         targets: ``compressed-tensors``: modules that are quantised, by name, ``Linear`` or ``re:`` pattern.
-        ignored: modules that are not, by name or pattern.
+        ignored: modules that are not quantised, by name or pattern.
         kv_cache: the checkpoint holds scales of an FP8 KV cache.
     """
 
@@ -55,11 +56,11 @@ class QuantizationConfig:
 
 
 ONLINE = QuantizationConfig("online", "channel", "token")
-"""``--quantization fp8``: a scale per output channel and, while running, one per token."""
+"""The form of ``--quantization fp8``: a scale per output channel and, at run time, one per token."""
 
 
 def read_quantization(*configs: JsonObject) -> QuantizationConfig | None:
-    """The quantisation that ``config.json`` (or its ``text_config``) names; None for an unquantised checkpoint.
+    """Read the quantisation in ``config.json`` (or its ``text_config``); None for an unquantised checkpoint.
 
     Raises:
         UnsupportedModelError: a method or a variant that Weft does not compute.
@@ -176,14 +177,15 @@ def _patterns(config: JsonObject, key: str) -> tuple[str, ...]:
 
 
 def _matches_by_part(pattern: str, name: str) -> bool:
-    """``quant_method: fp8``: the name, a parent's name, the end of the name after a dot, or a regular expression for
-    the name or a parent's."""
+    """Whether a pattern of ``quant_method: fp8`` matches: a module's name, the name of a parent, the end of the name
+    after a dot, or a regular expression for the name or a parent's."""
     pattern = pattern.removeprefix("re:")
     return name.endswith(f".{pattern}") or re.match(rf"(?:{pattern})(?:\.|$)", name) is not None
 
 
 def _matches_exactly(pattern: str, name: str) -> bool:
-    """``compressed-tensors``: the name, or after ``re:`` a regular expression for its beginning."""
+    """Whether a pattern of ``compressed-tensors`` matches: the name, or after ``re:`` a regular expression for its
+    beginning."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
     return pattern == name

@@ -1,9 +1,9 @@
-"""Resolving settings once: user input, checkpoint and device to an ``EngineConfig``, with reasons.
+"""Resolution of settings: from user input, checkpoint and device to an ``EngineConfig``, with reasons.
 
-Job: validate the user's settings, read the checkpoint's config, choose what was left open, and say why.
-Owns: the rules of automatic choices. Does not know: flags, memory (pool sizes are planned later, from measurements).
+Job: validate the user's settings, read the checkpoint's config, choose the open settings, and record why. Owns: the
+rules of automatic choices. Does not know: flags, or memory (pool sizes are planned later, from measurements).
 
-torch is asked for a GPU only where the choice depends on one and a driver is there; nothing else imports it.
+torch is imported only if a choice depends on a GPU and a driver is installed.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ MAX_COMPILED_BATCH = 32
 
 
 def resolve(**user: Any) -> EngineConfig:
-    """Every setting of the engine, from the few that the user gave.
+    """Resolve every setting of the engine from the settings of the user.
 
     Args:
         **user: fields of ``EngineConfig``. None means "not given".
 
     Raises:
-        ConfigError: an unknown name (close ones are suggested), a value that is not allowed, or settings that
+        ConfigError: an unknown name (similar names are suggested), a value that is not allowed, or settings that
             contradict each other or the checkpoint.
-        UnsupportedModelError: a checkpoint that Weft does not support.
+        UnsupportedModelError: the checkpoint is not supported.
     """
     return resolve_settings(user, weights=True)
 
 
 def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
-    """``resolve`` of a mapping. ``weights=False`` is for looking only: a model on the hub is not downloaded whole."""
+    """Resolve a mapping of settings. With ``weights=False`` the weights of a model on the hub are not downloaded."""
     user, warnings = without_vllms(user)
     for warning in warnings:
         logger.warning(warning)
@@ -97,7 +97,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
 
 
 def _check_cache_settings(values: dict[str, Any], given: Set[str]) -> None:
-    """Refuse what would have no effect without the prefix cache."""
+    """Refuse settings that have no effect without the prefix cache."""
     if values["enable_prefix_caching"]:
         return
     for name in ("state_checkpoint_policy", "eviction_policy"):
@@ -113,7 +113,7 @@ def _check_cache_settings(values: dict[str, Any], given: Set[str]) -> None:
 
 
 def _choose_quantization(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
-    """The model as its weights will be stored."""
+    """Return the model with the quantisation of its stored weights."""
     if model.quantization is not None:
         values["quantization"] = "fp8"
         reasons["quantization"] = f"the checkpoint's ({model.quantization.source})"
@@ -194,10 +194,10 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: Model
 def _choose_graph_profile(
     values: dict[str, Any], reasons: dict[str, str], model: ModelConfig, *, names_pieces: bool
 ) -> None:
-    """The measured modes, where no setting names one; None means that the rules of the mode hold."""
+    """Find the profile of measured modes, unless a setting names a mode. None: the rules of the mode apply."""
     name, given = "graph_profile", values["graph_profile"]
     named = next((mode for mode in ("cuda_graph_mode", "enforce_eager") if values[mode]), None)
-    if named is None and names_pieces:  # whether there are any or none
+    if named is None and names_pieces:  # an empty list counts as a setting
         named = "enable_piecewise_cuda_graph"
     if given == NO_PROFILE or (given is None and named is not None):
         values[name] = None
@@ -223,7 +223,7 @@ def _choose_graph_profile(
 
 
 def _take_measured_splits(values: dict[str, Any], reasons: dict[str, str]) -> None:
-    """The split points of the profile, where the user names none."""
+    """Use the split points of the profile, unless the user names some."""
     if values["graph_profile"] is None or values["splitting_ops"] is not None:
         return
     if measured := read_profile(Path(values["graph_profile"])).splitting_ops:
@@ -257,7 +257,7 @@ _PIECES_SETTINGS = ("splitting_ops", "piecewise_cuda_graph_compiler")
 
 
 def _default_graph_mode(values: dict[str, Any]) -> tuple[str, str]:
-    """The mode where the user named none, and why."""
+    """Choose the mode that the user left open. Returns mode and reason."""
     on_cpu = values["device"] == "cpu"
     if values["graph_profile"]:
         return TUNED, "graph_profile"
@@ -282,7 +282,7 @@ def _refuse_without_effect(values: dict[str, Any], names: tuple[str, ...], witho
 
 
 def _choose_piece_sizes(values: dict[str, Any], reasons: dict[str, str]) -> None:
-    """The largest captured token count; the user's own list needs none."""
+    """Choose the largest captured token count, unless the user lists the counts."""
     name, budget = "piecewise_cuda_graph_max_tokens", values["max_num_batched_tokens"]
     captured = values["cuda_graph_mode"] in _MODES_WITH_MIXED_GRAPHS
     if captured and not values["piecewise_cuda_graph_tokens"] and values[name] is None:
@@ -348,10 +348,10 @@ def _explain_pools(values: dict[str, Any], reasons: dict[str, str]) -> None:
 
 
 def cuda_available() -> bool:
-    """True if torch can use a CUDA GPU. Without an NVIDIA driver the answer is no and torch is not imported."""
+    """Whether torch can use a CUDA GPU. Without an NVIDIA driver it cannot, and torch is not imported."""
     if not has_driver():
         return False
-    import_torch()  # takes seconds; needed only where a driver is there
+    import_torch()  # a slow import, needed only with a driver
     import torch
 
     return torch.cuda.is_available()

@@ -1,6 +1,6 @@
-"""Rotary-embedding settings of a checkpoint: old and new keys to one ``RopeConfig``.
+"""Rotary-embedding settings of a checkpoint, from old and new keys to one ``RopeConfig``.
 
-Which scalings are supported and which numbers each needs; frequencies are computed by the layer.
+The module knows the supported scalings and the numbers that each needs. The layer computes the frequencies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.errors import UnsupportedModelError
 
 SUPPORTED_SCALINGS = ("default", "linear", "llama3", "yarn")
 NO_ROPE_SCALING = "none"
-"""Of an attention without rotary embedding, which turns its first two dimensions by nothing."""
+"""Scaling of an attention without rotary embedding. Its first two dimensions are rotated by zero."""
 
 _DEFAULT_THETA = 10_000.0
 
@@ -35,11 +35,11 @@ class RopeConfig:
 def read_rope(
     config: JsonObject, head_dim: int, max_position_embeddings: int, partial_default: float | None
 ) -> RopeConfig:
-    """The model's ``RopeConfig``; its ``parameters`` hold every number that the scaling needs, defaults filled in.
+    """Read the model's ``RopeConfig``. Its ``parameters`` hold every number that the scaling needs, with defaults.
 
     Args:
         config: the (text) config of the checkpoint.
-        partial_default: share of the head that is rotated if the checkpoint is silent; None: the architecture always
+        partial_default: the share of the head that is rotated if the config has none; None if the architecture always
             rotates whole heads.
 
     Raises:
@@ -65,7 +65,7 @@ def _scaling(settings: JsonObject) -> str:
             "Weft applies one set of rotary parameters to all layers"
         )
     scaling = settings.text("rope_type", settings.text("type", "default"))
-    if scaling == "mrope":  # the text part gives all three sections the same position, which is the plain embedding
+    if scaling == "mrope":  # text has the same position in all three sections, which is the plain embedding
         return "default"
     if scaling not in SUPPORTED_SCALINGS:
         raise UnsupportedModelError(
@@ -94,7 +94,7 @@ def _rotary_dim(config: JsonObject, settings: JsonObject, head_dim: int, partial
 def _parameters(scaling: str, config: JsonObject, settings: JsonObject, max_positions: int) -> dict[str, object]:
     if scaling == "linear":
         return {"factor": settings.number("factor")}
-    # A top-level value goes before the nested one, as in the reference implementation.
+    # A top-level value has precedence over the nested one, as in the reference implementation.
     original = config.integer(
         "original_max_position_embeddings", settings.integer("original_max_position_embeddings", max_positions)
     )

@@ -20,7 +20,7 @@ def divide(total: int, size: int, what: str) -> int:
 
 
 def head_range(num_heads: int, rank: int, size: int, what: str) -> range:
-    """The heads of one rank. Fewer heads than ranks are replicated: neighbouring ranks hold the same one.
+    """The heads of one rank. If there are fewer heads than ranks, neighbouring ranks hold the same head.
 
     Raises:
         ConfigError: neither number divides the other.

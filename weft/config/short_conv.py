@@ -1,4 +1,4 @@
-"""Short convolution (LFM2) as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+"""Short convolution (LFM2) as a kind of layer: geometry, keys in ``config.json``, cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.config.sharding import divide
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """Geometry of a double-gated short convolution, of the whole model.
+    """Geometry of a double-gated short convolution in the whole model.
 
     Attributes:
-        num_channels: of the convolution, as many as the hidden size.
-        kernel: inputs that one output sees.
-        bias: of both projections and of the convolution.
+        num_channels: channels of the convolution, which equal the hidden size.
+        kernel: number of inputs of one output.
+        bias: whether both projections and the convolution have a bias.
     """
 
     num_channels: int
@@ -24,7 +24,7 @@ class ShortConvConfig:
     bias: bool
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``conv [num_channels, kernel - 1]``, the last inputs of the convolution."""
+        """The state ``conv [num_channels, kernel - 1]``, the last inputs of the convolution."""
         state = CacheTensor("conv", (self.num_channels, self.kernel - 1), dtypes.model, sharded_dim=0)
         return LayerSpec(
             states=(state,),

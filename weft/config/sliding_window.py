@@ -1,8 +1,8 @@
-"""Attention over a sliding window as a kind of layer: its geometry, how ``config.json`` names it, what it keeps.
+"""Attention over a sliding window as a kind of layer: geometry, keys in ``config.json``, cache.
 
-A window is a state: of a sequence's keys and values the layer keeps the last ``window`` and nothing else, in a slot. So
-the memory of a sequence does not grow with it, a plan counts windows as it counts recurrent states, and a prefix can be
-reused where its window was stored whole.
+A window is a state: the layer keeps the last ``window`` keys and values of a sequence in a slot. The memory of a
+sequence therefore has a fixed size, and planning counts windows like recurrent states. A prefix can be reused if its
+window was stored completely.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from weft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowConfig:
-    """Geometry, of the whole model.
+    """Geometry of a sliding window in the whole model.
 
     Attributes:
         attention: heads, norms and rotary embedding.
-        window: a token sees itself and the ``window - 1`` tokens before it.
+        window: number of tokens that a token sees: itself and the ``window - 1`` tokens before it.
     """
 
     attention: AttentionConfig
     window: int
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``k`` and ``v``, ``[window, num_kv_heads, head_dim]``: the entry of a token is its position modulo the
-        window."""
+        """The states ``k`` and ``v``, ``[window, num_kv_heads, head_dim]``. The entry of a token is its position modulo
+        the window."""
         attention = self.attention
         entry = (self.window, attention.num_kv_heads, attention.head_dim)
         return LayerSpec(
@@ -40,21 +40,21 @@ class SlidingWindowConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """As attention."""
+        """Heads are split as in attention."""
         self.attention.check_shares(tp_size)
 
 
 def read_sliding_window(
     text: JsonObject, *, attention: Callable[[JsonObject], AttentionConfig], switched: bool = False
 ) -> SlidingWindowConfig | AttentionConfig:
-    """Read ``sliding_window``; full attention where no context can outgrow the window.
+    """Read ``sliding_window``. Returns full attention if no context can be longer than the window.
 
     Args:
         attention: reads the rest of the layer.
-        switched: ``use_sliding_window`` must be true, where it is false by default.
+        switched: the layer has a window only if ``use_sliding_window`` is true, which is false by default.
 
     Raises:
-        ConfigError: there are such layers, but no window.
+        ConfigError: a layer needs a window, but the config has none.
     """
     if switched and not text.boolean("use_sliding_window", False):
         raise ConfigError(
@@ -68,7 +68,7 @@ def read_sliding_window(
 
 
 def all_sliding(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """Every layer has a window, if there is one (Mistral)."""
+    """Every layer has a window, if the config has one (Mistral)."""
     return ("sliding_attention" if text.given("sliding_window") else "full_attention",) * num_layers
 
 

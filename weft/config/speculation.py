@@ -1,7 +1,7 @@
 """Speculative decoding as a setting: which tokens are drafted, and how many of them a step verifies.
 
-Job: read ``speculative_config`` in vLLM's keys, and what SGLang's flags mean in them; choose what was left open. Owns:
-the keys, their limits and defaults. Does not know: how a draft is made or verified.
+Job: read ``speculative_config`` in vLLM's keys, translate SGLang's flags to these keys, and choose the open values.
+Owns: the keys, their limits and defaults. Does not know: how a draft is made or verified.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Method = Literal["ngram", "mtp"]
 
 NAME = "speculative_config"
 MAX_DRAFTS = 16
-"""Tokens drafted per step at most: every one costs a state slot per running request."""
+"""Upper bound on tokens drafted per step. Each costs a state slot per running request."""
 
 AUTO = "auto"
-"""As ``num_speculative_tokens``: what ``weft tune`` measured for each batch size."""
+"""A value of ``num_speculative_tokens``: the numbers that ``weft tune`` measured for each batch size."""
 
 _METHODS: Mapping[str, Method] = {
     "ngram": "ngram",
@@ -36,18 +36,18 @@ _DEFAULT_LOOKUP = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """What to draft.
+    """The choice of drafts.
 
     Attributes:
-        method: ``ngram``: what followed the latest earlier occurrence of the sequence's longest known suffix; ``mtp``:
-            what the checkpoint's multi-token-prediction head finds likeliest.
-        num_speculative_tokens: most tokens that are drafted, and so verified besides the last one, in a step.
-        prompt_lookup_min, prompt_lookup_max: tokens of a suffix that ``ngram`` looks up.
-        is_auto: the numbers of drafts are those that ``weft tune`` found the fastest.
-        drafts_by_batch: ``(up to so many sequences, drafts)``, ascending, larger batches none; empty: any batch as many
-            as there may be.
-        synthetic_acceptance_rate: every draft is taken for right with this probability, to measure with dummy weights;
-            None: drafts are compared with what is sampled.
+        method: ``ngram`` drafts the tokens after the latest earlier occurrence of the sequence's longest known suffix.
+            ``mtp`` drafts with the checkpoint's multi-token-prediction head.
+        num_speculative_tokens: upper bound on tokens drafted per step.
+        prompt_lookup_min, prompt_lookup_max: bounds on the length of a suffix that ``ngram`` looks up.
+        is_auto: numbers of drafts come from a profile of ``weft tune``.
+        drafts_by_batch: pairs of an upper bound on sequences and a number of drafts, ascending; larger batches get
+            none. If empty, every batch gets ``num_speculative_tokens``.
+        synthetic_acceptance_rate: the probability with which a draft is accepted whatever it is, to measure with dummy
+            weights; None: drafts are compared with sampled tokens.
     """
 
     method: Method
@@ -59,7 +59,7 @@ class SpeculativeConfig:
     drafts_by_batch: tuple[tuple[int, int], ...] = ()
 
     def drafts_at(self, num_seqs: int) -> int:
-        """Drafts of each of ``num_seqs`` sequences that decode together."""
+        """Number of drafts for each of ``num_seqs`` sequences that decode together."""
         if not self.drafts_by_batch:
             return self.num_speculative_tokens
         return next((drafts for limit, drafts in self.drafts_by_batch if num_seqs <= limit), 0)
@@ -76,7 +76,7 @@ class SpeculativeConfig:
 
 
 def parse_speculative_config(value: Any) -> SpeculativeConfig:
-    """The setting, from a mapping or its JSON text.
+    """Parse the setting, given as a mapping or as JSON text.
 
     Raises:
         ConfigError: an unknown key or method, or a number out of range.
@@ -118,7 +118,7 @@ _EXAMPLE = """'{"method": "ngram", "num_speculative_tokens": 4}'"""
 
 
 def _without_sglang_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's keys for those of SGLang's flags (``--speculative-num-steps``: ``num_steps``)."""
+    """Translate SGLang's flags (``--speculative-num-steps``: ``num_steps``) to vLLM's keys."""
     keys = {_SGLANG_KEYS.get(key, key): value for key, value in given.items()}
     if len(keys) < len(given):
         raise ConfigError(f"{NAME}: {', '.join(map(repr, given))} name one thing twice")
@@ -127,7 +127,7 @@ def _without_sglang_names(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{NAME}: a topk of {width}: drafts are one sequence of tokens, no tree; allowed is 1")
     total = _integer(keys, "num_draft_tokens", MAX_DRAFTS + 1)
     keys.pop("num_draft_tokens", None)
-    if total is not None:  # the token that is verified with them is one of them
+    if total is not None:  # SGLang counts the verified token as well
         if keys.get("num_speculative_tokens") is None:
             keys["num_speculative_tokens"] = total - 1
         if (tokens := keys["num_speculative_tokens"]) != total - 1:

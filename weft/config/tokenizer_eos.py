@@ -1,4 +1,4 @@
-"""The EOS that a tokenizer names, from its files: settings are resolved before any tokenizer is loaded."""
+"""The tokenizer's EOS, read from its files. Settings are resolved before a tokenizer is loaded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def read_eos_token_id(folder: Path) -> int | None:
-    """Id of the ``eos_token`` of ``folder/tokenizer_config.json`` among the added tokens of ``tokenizer.json``.
+    """Id of ``eos_token`` in ``folder/tokenizer_config.json``, looked up in the added tokens of ``tokenizer.json``.
 
-    None if there is none. A file that is missing or broken says nothing here: loading the tokenizer tells about it.
+    Returns None if there is no such token. Missing or broken files are ignored: loading the tokenizer reports them.
     """
     try:
         config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes(), type=_TokenizerConfig)

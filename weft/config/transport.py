@@ -1,4 +1,4 @@
-"""Messages between processes: what msgspec needs to know of the types of their fields."""
+"""Serialisation of messages between processes: hooks for types that msgspec does not know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.config.model import Mixers
 
 
 def encode_other(value: Any) -> Any:
-    """For ``enc_hook``."""
+    """Encode other types; an ``enc_hook`` of msgspec."""
     if isinstance(value, array):
         return value.tobytes()
     if isinstance(value, Path):
@@ -27,7 +27,7 @@ def encode_other(value: Any) -> Any:
 
 
 def decode_other(kind: type, value: Any) -> Any:
-    """For ``dec_hook``."""
+    """Decode other types; a ``dec_hook`` of msgspec."""
     if kind is array:
         return array("I", value)
     if kind is Path:

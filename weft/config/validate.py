@@ -14,7 +14,7 @@ from weft.errors import ConfigError
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises ConfigError for names that are not settings, with the names that were probably meant."""
+    """Raise ConfigError for unknown settings, with similar names."""
     by_alias = {flag.removeprefix("--").replace("-", "_"): alias.field for flag, alias in ALIASES.items()}
     for name in names:
         if name in OPTIONS:
@@ -27,10 +27,10 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_value(name: str, value: Any) -> Any:
-    """``value`` in its canonical form (lists as tuples, paths as ``Path``, synonyms replaced).
+    """Return ``value`` in its canonical form (lists as tuples, paths as ``Path``, synonyms replaced).
 
     Raises:
-        ConfigError: wrong kind, outside the range, or no such choice.
+        ConfigError: the value has the wrong kind, is out of range, or is no such choice.
     """
     option = OPTIONS[name]
     if value is None and option.default is None:

@@ -1,6 +1,6 @@
-"""What was verified of each architecture against its reference implementation in ``transformers``.
+"""The verification of each architecture against its reference implementation in ``transformers``.
 
-The table behind ``weft models``, held to the tests' own lists by ``tests/cli/test_models.py``.
+``weft models`` prints the table. ``tests/cli/test_models.py`` compares it with the tests' own lists.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ _SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
 
 
 class Ranks(StrEnum):
-    """How far tensor parallelism is verified."""
+    """The verification of tensor parallelism."""
 
     ENGINE = "whole engine"
-    """Engines of two ranks (a sample of them: four) give one rank's tokens
+    """Engines of two ranks (some also of four) give the tokens of one rank
     (``tests/executor/test_tensor_parallel.py``)."""
     LAYERS = "by layer"
-    """Each kind of layer gives on several ranks what it gives on one (``tests/layers/test_tensor_parallel.py``, or in
+    """Each kind of layer gives the same on several ranks as on one (``tests/layers/test_tensor_parallel.py``, or in
     engines of another architecture)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Logits within 1e-4 in float32 on the CPU, greedy tokens equal: all have that (``tests/models/test_parity.py``).
+    """Verification beyond that of every architecture: logits within 1e-4 in float32 on the CPU, and equal greedy tokens
+    (``tests/models/test_parity.py``).
 
     Attributes:
-        gpu: on an H200, greedy tokens equal in float32, logits within 5e-4 of float64, and in bfloat16 no further from
-            float32 than ``transformers`` is (``tests/gpu/test_parity.py``, ``tests/gpu/test_precision.py``, with images
-            ``tests/gpu/test_vision.py``).
-        ranks: with tensor parallelism.
+        gpu: verified on an H200: greedy tokens equal in float32, logits within 5e-4 of float64, and in bfloat16 no
+            further from float32 than ``transformers`` is (``tests/gpu/test_parity.py``,
+            ``tests/gpu/test_precision.py``, with images ``tests/gpu/test_vision.py``).
+        ranks: verified with tensor parallelism.
     """
 
     gpu: bool
@@ -70,7 +71,7 @@ VERIFIED: dict[str, Verified] = {
 
 
 def nearest(name: str) -> str:
-    """The supported architecture whose name is most like ``name``."""
+    """The supported architecture with the name most similar to ``name``."""
 
     def stem(architecture: str) -> str:
         for suffix in _SUFFIXES:

@@ -1,7 +1,7 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: its geometry, and how ``config.json`` names it.
+"""The vision tower of Qwen3-VL and Qwen3.5: geometry, and keys in ``config.json``.
 
-Job: ``VisionConfig`` from ``vision_config`` and the special tokens beside it. Owns: the keys, with the defaults of the
-reference implementation. Does not know: tensors, images.
+Job: read ``VisionConfig`` from ``vision_config`` and the special tokens next to it. Owns: the keys, with the defaults
+of the reference implementation. Does not know: tensors, images.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class VisionTokens:
     """Token ids around images.
 
     Attributes:
-        image, video: the placeholder of an image's and of a video's embeddings.
-        start, end: what stands before and after a run of placeholders.
+        image, video: the placeholders of an image's and of a video's embeddings.
+        start, end: the tokens before and after a run of placeholders.
     """
 
     image: int
@@ -51,15 +51,15 @@ class VisionConfig:
     """Geometry of a vision tower.
 
     Attributes:
-        patch_size, temporal_patch_size, in_channels: pixels on a side, frames and channels of a patch.
-        spatial_merge_size: side of the square of patches that becomes one embedding.
-        out_hidden_size: of an embedding; the decoder's hidden size.
-        num_position_embeddings: a square number: sides of the learned grid of positions, which is interpolated.
-        deepstack_indexes: the blocks after which features are taken for the decoder's first layers, one layer each.
-        tokens: of the vocabulary.
-        mrope_section: rotary frequencies that turn by a token's temporal, vertical and horizontal position. They are
-            interleaved: of every three frequencies the second is vertical and the third horizontal as far as the
-            section goes, all others are temporal.
+        patch_size, temporal_patch_size, in_channels: side in pixels, frames, and channels of a patch.
+        spatial_merge_size: side of the square of patches that is merged into one embedding.
+        out_hidden_size: size of an embedding, which is the decoder's hidden size.
+        num_position_embeddings: number of entries in the learned square grid of positions, which is interpolated.
+        deepstack_indexes: blocks whose features are added in the decoder's first layers, one layer each.
+        tokens: special tokens of the vocabulary.
+        mrope_section: number of rotary frequencies for the temporal, vertical and horizontal position. They are
+            interleaved: of every three frequencies the second is vertical and the third horizontal, up to the section's
+            length. All others are temporal.
     """
 
     depth: int
@@ -85,17 +85,17 @@ class VisionConfig:
 
     @property
     def merge_unit(self) -> int:
-        """Patches that become one embedding."""
+        """Number of patches that are merged into one embedding."""
         return self.spatial_merge_size**2
 
     @property
     def num_features(self) -> int:
-        """Embeddings per token: the one that stands for it, and those for the decoder's first layers."""
+        """Embeddings per token: the embedding itself, and features for the decoder's first layers."""
         return 1 + len(self.deepstack_indexes)
 
     @property
     def num_weights(self) -> int:
-        """Of the tower's matrices."""
+        """Number of weights in the tower's matrices."""
         size, merged = self.hidden_size, self.hidden_size * self.merge_unit
         block = 4 * size**2 + 2 * size * self.intermediate_size
         merger = merged * (merged + self.out_hidden_size)
@@ -103,7 +103,7 @@ class VisionConfig:
         return self.depth * block + self.num_features * merger + tables
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Placeholder tokens of an item of ``grid`` patches."""
+        """Number of placeholder tokens of an item of ``grid`` patches."""
         t, h, w = grid
         return t * h * w // self.merge_unit
 
@@ -111,10 +111,10 @@ class VisionConfig:
 def read_vision(
     top: JsonObject, text: JsonObject, *, tokens: VisionTokens, mrope_section: tuple[int, int, int], deepstack: bool
 ) -> VisionConfig | None:
-    """The tower that a checkpoint comes with; None if it has no ``vision_config``.
+    """Read the checkpoint's tower; None if there is no ``vision_config``.
 
     Args:
-        tokens, mrope_section: the architecture's, where the checkpoint is silent.
+        tokens, mrope_section: defaults of the architecture.
         deepstack: the architecture takes features from inside the tower.
 
     Raises:
@@ -152,7 +152,7 @@ def read_vision(
 
 
 def _one_size(given: JsonObject, key: str, value: Any) -> Any:
-    """A size that may be given per dimension, where all must be equal."""
+    """Read a size that may be given per dimension. All dimensions must be equal."""
     if isinstance(value, list) and len(set(value)) == 1:
         return value[0]
     if isinstance(value, list):
@@ -172,7 +172,7 @@ def _check_supported(vision: JsonObject) -> None:
 
 
 def _deepstack_indexes(vision: JsonObject) -> tuple[int, ...]:
-    """In the order of the decoder's layers; ``[8, 16, 24]`` if not given."""
+    """The blocks with features, in the order of the decoder's layers; ``[8, 16, 24]`` if not given."""
     indexes = vision.integers("deepstack_visual_indexes") if vision.given("deepstack_visual_indexes") else (8, 16, 24)
     if list(indexes) != sorted(set(indexes)) or (indexes and indexes[-1] >= vision.integer("depth")):
         raise vision.wrong("deepstack_visual_indexes", "ascending numbers of blocks below depth")

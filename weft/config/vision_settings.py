@@ -1,4 +1,4 @@
-"""Whether a model runs its vision tower, and how much of it at a time."""
+"""Settings of the vision tower: whether it runs, and how many tokens it encodes at a time."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from weft.config.vision import VisionConfig
 from weft.errors import ConfigError
 
 ENCODER_TOKENS, CACHED_TOKENS = 16384, 32768
-"""Of a step of the vision tower, and of the cache of its embeddings: one image of 4096x4096 pixels, and two."""
+"""Default tokens per step of the vision tower, and of the cache of embeddings: one image of 4096x4096 pixels, and
+two."""
 
 ENCODER_GRAPHS, EMULATED_ENCODER_GRAPHS = (256, 512, 1024, 1536, 2048), (64, 256)
-"""Patches for which the tower is captured, on a GPU and on the CPU. A run takes the host about 7 ms whatever its size,
-an H200 1.3 ms up to 256, 4.3 ms at 2,048 and more than the host from some 2,800 on (``benchmarks/vision.py``). The
-emulator keeps every tensor."""
+"""Patch counts for which the tower is captured, on a GPU and on the CPU. The host takes about 7 ms per run, whatever
+the size. An H200 takes 1.3 ms up to 256 patches, 4.3 ms at 2,048, and more than the host above about 2,800
+(``benchmarks/vision.py``). The emulator keeps every tensor, so the CPU has fewer sizes."""
 _SIZES = "encoder_cuda_graph_patches"
 
 
 def choose_vision(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
-    """Fill the settings of images. Returns the model, with its tower if it runs.
+    """Choose the settings of images. Returns the model, with its tower if the tower runs.
 
     Raises:
-        ConfigError: the tower is asked for where it cannot run, or sizes that contradict each other.
+        ConfigError: the tower is asked for and cannot run, or sizes contradict each other.
     """
     why_not = _why_not(values, model)
     given = values["language_model_only"]
@@ -44,7 +45,7 @@ def choose_vision(values: dict[str, Any], reasons: dict[str, str], model: ModelC
 
 
 def _why_not(values: dict[str, Any], model: ModelConfig) -> str:
-    """Why no tower can run; empty if it can."""
+    """The reason why no tower can run; empty if it can."""
     if model.vision is None:
         return "the checkpoint has no vision tower"
     if find_spec("PIL") is None:
@@ -69,10 +70,10 @@ def _choose_sizes(values: dict[str, Any], reasons: dict[str, str]) -> None:
 
 
 def choose_encoder_graphs(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
-    """The sizes for which the tower is captured; the graph mode is chosen.
+    """Choose the sizes for which the tower is captured, after the graph mode was chosen.
 
     Raises:
-        ConfigError: sizes that have no effect, or that no batch of images has.
+        ConfigError: a size has no effect, or no batch of images has such a size.
     """
     given = values[_SIZES]
     if not model.runs_vision or model.vision is None:

@@ -1,6 +1,6 @@
-"""Arguments of vLLM's ``LLM`` that Weft lacks: values that change nothing are accepted, others refused.
+"""Arguments of vLLM's ``LLM`` that Weft lacks. Values that change nothing are accepted, others refused.
 
-vLLM's defaults are what scripts state for clarity; they are taken in silence. ``ANY``: no value would change an answer.
+Scripts often state vLLM's defaults, so these are accepted without a warning. ``ANY``: no value would change an answer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Elsewhere:
     """A setting of vLLM.
 
     Attributes:
-        harmless: values that say what is so here anyway; None is one of them always.
-        why: with ``ANY``, why it has no effect; else what to do instead.
+        harmless: values that match Weft's behaviour. None always does.
+        why: with ``ANY``, the reason why it has no effect; otherwise the remedy.
     """
 
     harmless: tuple[Any, ...]
@@ -86,10 +86,10 @@ VLLM_SETTINGS: Mapping[str, Elsewhere] = {
 
 
 def without_vllms(user: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The settings without those of vLLM's that change nothing, and what to warn of.
+    """Remove vLLM's settings that change nothing. Returns the other settings, and warnings.
 
     Raises:
-        ConfigError: one of vLLM's says something that is not so here.
+        ConfigError: a setting of vLLM's asks for something that Weft does not do.
     """
     kept, warnings = dict(user), []
     for name in user.keys() & VLLM_SETTINGS.keys():

@@ -1,7 +1,7 @@
-"""How many bytes the weights of a model take, from its geometry alone.
+"""The size of a model's weights in bytes, from its geometry alone.
 
-For ``weft config`` and the roofline, before anything is loaded. Norms, convolutions, biases and scales are left out:
-less than a hundredth.
+``weft config`` and the roofline use it before anything is loaded. Norms, convolutions, biases and scales are left out;
+they are less than a hundredth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def router_weights(model: ModelConfig) -> int:
 
 
 def rank_weight_bytes(model: ModelConfig, dtype: str, ranks: int) -> int:
-    """Bytes of the weights of one of ``ranks``: its share, and the vision tower whole."""
+    """Bytes of weights on one of ``ranks``: its share, and the whole vision tower."""
     tower = tower_bytes(model, dtype)
     return (weight_bytes(model, dtype) - tower) // ranks + tower
 
