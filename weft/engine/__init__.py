@@ -1,1 +1,1 @@
-"""The loop, and the offline interface around it."""
+"""The engine: its loop, its processes, and the offline interface."""

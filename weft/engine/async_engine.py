@@ -1,8 +1,8 @@
 """The engine as the server sees it: requests in, streams of text out, all in one event loop.
 
-Job: hand validated requests to the engine process, detokenize what comes back, end requests that hit a stop string, let
-go of those that nobody reads any more, and fail every open stream when the engine has died.
-Owns: the open streams. Does not know: HTTP, processes (a ``Link`` carries the messages).
+Job: hand validated requests to the engine process, detokenize its results, end requests at stop strings, abort requests
+that nobody reads, and fail every open stream after the engine died. Owns: the open streams. Does not know: HTTP, or
+processes (a ``Link`` carries the messages).
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ logger = logging.getLogger(__name__)
 
 
 class Link(Protocol):
-    """Carries messages to an engine; it calls ``AsyncEngine.receive`` and ``AsyncEngine.die`` with what comes back."""
+    """Carries messages to an engine. It calls ``AsyncEngine.receive`` and ``AsyncEngine.die`` in return."""
 
     def send(self, message: wire.ToEngine) -> None: ...
 
 
 class TokenTimes(Protocol):
-    """Takes the moments of tokens, in seconds."""
+    """Records the times of tokens, in seconds."""
 
     def first_token(self, seconds: float) -> None:
-        """A request got its first token, so long after its arrival."""
+        """Record the first token of a request, and the time since its arrival."""
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """``count`` requests got a further token, so long after their token before."""
+        """Record a further token of ``count`` requests, and the time since their token before."""
 
     def iteration(self, num_tokens: int) -> None:
-        """A step gave ``num_tokens`` tokens, those of the prompts that it finished included."""
+        """Record the tokens of a step: sampled ones, and those of the prompts that it finished."""
 
 
 class AsyncEngine:
-    """Streams over one engine process.
+    """The open streams of one engine process.
 
     Args:
-        link: towards the engine.
+        link: sends messages to the engine.
         inputs: validates and resolves requests for this model.
-        tokenizer: None: token ids only.
-        token_times: called with the moments of tokens.
-        inspection_numbers: of messages of ``inspect``; None: from 0 on. Each of several API processes has its own.
+        tokenizer: the tokenizer; None: token ids only.
+        token_times: records the times of tokens.
+        inspection_numbers: numbers of ``inspect`` messages; None: from 0 on. Each of several API processes has numbers
+            of its own.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class AsyncEngine:
         self._token_times = token_times
         self._streams: dict[str, ResponseStream] = {}
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
-        self._updated: dict[ResponseStream, None] = {}  # got something in this turn of the event loop
+        self._updated: dict[ResponseStream, None] = {}  # streams with new tokens in this turn of the event loop
         self._death: EngineDeadError | None = None
         self._inspection_numbers = itertools.count() if inspection_numbers is None else inspection_numbers
         self._inspections: dict[int, asyncio.Future[wire.Inspected]] = {}
@@ -83,11 +84,11 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Streams that somebody still reads."""
+        """Number of streams that are still read."""
         return len(self._streams)
 
     def stream(self, request_id: str) -> ResponseStream | None:
-        """The open stream of this id."""
+        """The open stream with this id."""
         return self._streams.get(request_id)
 
     def submit(
@@ -100,14 +101,14 @@ class AsyncEngine:
         grammar: str | None = None,
         caller: str = "",
     ) -> ResponseStream:
-        """Start a call: all of its prompts, or none if one is refused.
+        """Start a call. If one of its prompts is refused, none is started.
 
         Args:
             grammar, caller: see ``InputProcessor.resolve`` and ``make_requests``.
 
         Raises:
             RequestError: the id is in use, or the parameters do not fit the model.
-            EngineDeadError: there is no engine any more.
+            EngineDeadError: the engine has died.
         """
         if self._death is not None:
             raise self._death
@@ -126,16 +127,16 @@ class AsyncEngine:
         return stream
 
     def receive(self, outputs: wire.Outputs) -> None:
-        """What a step changed."""
+        """Apply the changes of one step."""
         self.stats = outputs.stats
         now = time.monotonic()
-        previous: dict[float, int] = {}  # moment of a message -> requests that got their token before this one in it
+        previous: dict[float, int] = {}  # time of a message -> number of requests whose previous token came in that message
         num_tokens = 0
         updated: dict[ResponseStream, None] = {}
         for update in outputs.updates:
             owner = self._owners.get(update.request_id)
             if owner is None:
-                continue  # its reader has gone, or a stop string ended it
+                continue  # its reader is gone, or a stop string ended it
             stream, index, request = owner
             updated[stream] = None
             try:
@@ -154,7 +155,7 @@ class AsyncEngine:
                     self._stop(request, stop)
             if request.finish_reason is not None:
                 self._owners.pop(request.request_id, None)
-        if updated and not self._updated:  # one turn's outputs are delivered together: each write is a system call
+        if updated and not self._updated:  # outputs of one turn are delivered together, since each write is a system call
             asyncio.get_running_loop().call_soon(self._notify)
         self._updated |= updated
         for listener in self._token_times if num_tokens else ():
@@ -168,7 +169,7 @@ class AsyncEngine:
             stream.notify()
 
     def _note_time(self, request: Request, now: float, previous: dict[float, int]) -> int:
-        """A request got tokens. Returns how many tokens of its prompt are done by that."""
+        """Record the times of a request's new tokens. Returns the number of prompt tokens that they complete."""
         times = request.times
         before, times.last_token = times.last_token, now
         if before is not None:
@@ -179,7 +180,7 @@ class AsyncEngine:
         return request.num_prompt_tokens
 
     def _stop(self, request: Request, stop: str) -> None:
-        """A stop string ends the request; the engine may not know yet."""
+        """End a request at a stop string. The engine may not know yet."""
         if request.finish_reason is None:
             self._link.send(wire.FinishRequests([request.request_id], "stop"))
             request.times.finished = time.monotonic()
@@ -192,19 +193,19 @@ class AsyncEngine:
         request.finish_reason = "error"
 
     def forget(self, stream: ResponseStream) -> None:
-        """Nobody reads this stream any more; what is unfinished is aborted."""
+        """Drop a stream that nobody reads any more, and abort its unfinished requests."""
         if self._streams.get(stream.request_id) is not stream:
-            return  # forgotten already; another one may have its id by now
+            return  # dropped already; another stream may have its id by now
         del self._streams[stream.request_id]
         unfinished = [r.request_id for r in stream.requests if self._owners.pop(r.request_id, None) is not None]
         if unfinished and self._death is None:
             self._link.send(wire.FinishRequests(unfinished))
 
     async def inspect(self, tokens_per_node: int = 0, replica: int | None = None) -> wire.Inspected:
-        """A look into the engine between two of its steps; see ``wire.Inspect``.
+        """Inspect the engine between two of its steps; see ``wire.Inspect``.
 
         Raises:
-            EngineDeadError: there is no engine any more.
+            EngineDeadError: the engine has died.
         """
         if self._death is not None:
             raise self._death
@@ -217,13 +218,13 @@ class AsyncEngine:
             del self._inspections[number]
 
     def on_inspected(self, message: wire.Inspected) -> None:
-        """The engine has answered an inspection; whoever asked may have gone."""
+        """Pass on the answer to an inspection, unless the caller is gone."""
         pending = self._inspections.get(message.number)
         if pending is not None and not pending.done():
             pending.set_result(message)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, and nothing changes, while requests run. Raises EngineDeadError."""
+        """Drop every cached prefix. Returns False, and changes nothing, while requests run. Raises EngineDeadError."""
         if self._death is not None:
             raise self._death
         pending: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -232,20 +233,20 @@ class AsyncEngine:
         return await pending
 
     def on_prefix_cache_reset(self, message: wire.PrefixCacheReset) -> None:
-        """The engine has answered the oldest of these questions."""
+        """Pass on the answer to the oldest reset."""
         pending = self._pending_resets.pop(0)
         if not pending.done():
             pending.set_result(message.done)
 
     def fail_later_than(self, moment: float, error: WeftError) -> None:
-        """End the streams that were submitted after ``moment`` (of ``time.monotonic()``) and have no token yet."""
+        """Fail the streams that were submitted after ``moment`` (of ``time.monotonic()``) and have no token yet."""
         for stream in self._streams.values():
             request = stream.requests[0]
             if request.arrival_time > moment and request.times.last_token is None:
                 stream.fail(error)
 
     def die(self, reason: str) -> None:
-        """The engine is gone: every open stream ends with an error, and no new one starts."""
+        """End every open stream with an error, and refuse new ones, since the engine is gone."""
         self._death = EngineDeadError(reason)
         for stream in self._streams.values():
             stream.fail(self._death)

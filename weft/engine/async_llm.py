@@ -1,7 +1,7 @@
 """The engine for asyncio programs: ``AsyncLLM(model)``.
 
-Job: start the engine in a process of its own, take prompts, stream ``RequestOutput`` objects. Owns: that process.
-Does not know: HTTP. It is what ``weft serve`` is built of, without a server around it.
+Job: start the engine in a process of its own, accept prompts, stream ``RequestOutput`` objects. Owns: that process.
+Does not know: HTTP. ``weft serve`` has the same parts with a server around them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class AsyncLLM:
 
     Args:
         model: a folder or hub id; None: the bundled model.
-        **settings: every field of ``EngineConfig``, by name.
+        **settings: fields of ``EngineConfig``, by name.
 
     Attributes:
-        config: the resolved settings, once it has started.
+        config: the resolved settings, after the start.
         tokenizer: None with ``skip_tokenizer_init``.
 
     Raises:
-        ConfigError, EngineDeadError: from ``start``, which see.
+        ConfigError, EngineDeadError: see ``start``.
 
     Example:
         >>> async with AsyncLLM() as llm:
@@ -67,13 +67,13 @@ class AsyncLLM:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> AsyncLLM:
-        """Start the engine and wait until it is ready. Does nothing if it has started. Calls that come meanwhile wait
-        for the same start; one that is cancelled does not end it.
+        """Start the engine and wait until it is ready. Does nothing if the engine runs. Concurrent calls wait for the
+        same start; cancelling one of them does not stop it.
 
         Raises:
             ConfigError: a setting is not valid, or pyzmq is missing.
-            EngineDeadError: the engine's process could not start for another reason, which the message says: the
-                checkpoint is not supported, cannot be read, or does not fit into memory.
+            EngineDeadError: the engine's process could not start for another reason, for example because the checkpoint
+                is not supported, cannot be read, or does not fit into memory. The message names the reason.
         """
         if self._engine is not None:
             return self
@@ -126,7 +126,7 @@ class AsyncLLM:
                 self._failure = message
 
     def _on_exit(self, status: int) -> None:
-        """The engine process has ended."""
+        """Fail the open requests after the engine process ended."""
         self._has_ended = True
         failure = self._failure = self._failure or wire.Failed(f"the engine process ended with status {status}")
         if self._engine is not None:
@@ -136,7 +136,7 @@ class AsyncLLM:
             self._ready.set_exception(error)
 
     async def shutdown(self) -> None:
-        """End the engine; open requests end with ``EngineDeadError``."""
+        """End the engine. Open requests end with ``EngineDeadError``."""
         if self._process is not None:
             self._failure = self._failure or wire.Failed("this engine was shut down; make a new AsyncLLM")
             await self._process.stop()
@@ -165,11 +165,11 @@ class AsyncLLM:
         Args:
             prompt: a text, token ids, or a dict; see ``LLM.generate``.
             sampling_params: None: ``SamplingParams()``. Logits processors cannot reach the engine's process.
-            request_id: for ``abort``; None: one that is free.
-            priority: for the ``priority`` policy, smaller first.
+            request_id: the name for ``abort``; None: a free name.
+            priority: priority under the ``priority`` policy; smaller runs first.
 
         Yields:
-            A snapshot of everything known, whenever there is something new; the last one is ``finished``.
+            A snapshot of the whole output whenever something is new. The last one is ``finished``.
 
         Raises:
             RequestError: the prompt or a parameter is not valid.
@@ -200,7 +200,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer one conversation; see ``LLM.chat`` for the arguments and ``generate`` for what comes."""
+        """Answer one conversation. See ``LLM.chat`` for the arguments and ``generate`` for the results."""
         await self.start()
         assert self.config is not None and self._engine is not None
         prompt = await asyncio.to_thread(
@@ -218,7 +218,8 @@ class AsyncLLM:
             yield output
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now: its stream ends with what it had, finish reason ``"abort"``. False if it is unknown."""
+        """End a request now. Its stream ends with the tokens so far and finish reason ``"abort"``. Returns False for an
+        unknown request."""
         stream = self._engine.stream(request_id) if self._engine is not None else None
         if stream is None:
             return False
@@ -226,7 +227,7 @@ class AsyncLLM:
         return True
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. Returns False, and nothing changed, while requests run."""
+        """Drop every cached prefix. Returns False, and changes nothing, while requests run."""
         await self.start()
         assert self._engine is not None
         return await self._engine.reset_prefix_cache()

@@ -1,13 +1,13 @@
 """The two one-way sockets between the server process and the engine process.
 
-Job: ZeroMQ, on either side: over Unix sockets in a private directory, or over TCP to an engine on another machine.
-Owns: the sockets. Does not know: what messages mean (``wire.py``).
+Job: ZeroMQ on both sides, over Unix sockets in a private directory, or over TCP to an engine on another machine. Owns:
+the sockets. Does not know: the meaning of messages (``wire.py``).
 
-Over TCP everything is encrypted (CurveZMQ), and only who holds the server's key can connect: it is made anew for every
-channel, never stands on the wire, and reaches the engine through whoever starts it.
+TCP connections are encrypted (CurveZMQ), and only a holder of the server's key can connect. Every channel has a new
+key, which is never sent over the connection. The engine gets the key from whoever starts it.
 
-The server's side binds, so that the engine can connect whenever it is up. Nothing is limited here: the server bounds
-what it lets in, and the engine sends at most one message per step.
+The server's side binds, so the engine can connect at any time. Queues are not limited here: the server limits its
+requests, and the engine sends at most one message per step.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from weft.errors import EngineDeadError
 _MOST_AT_ONCE = 16
 
 _LARGE = 1 << 20
-"""Bytes from which on a message, one with images, is sent from where it stands."""
+"""Size in bytes from which a message (one with images) is sent without a copy."""
 
 _AGAIN_S = 0.05
-"""Seconds between two tries to send to an engine that is not connected."""
+"""Seconds between two attempts to send to an engine that is not connected."""
 
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 10_000
-"""Over TCP: how often each end asks for a sign of life, and after how long without one the connection has broken."""
+"""Milliseconds between heartbeats over TCP, and milliseconds of silence after which a connection counts as broken."""
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where an engine connects to. ``key``: the server's public key, for TCP."""
+    """The address to which an engine connects. ``key``: the server's public key, for TCP."""
 
     requests: str
     outputs: str
@@ -44,14 +44,15 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class ServerChannel:
-    """The server's side: what is sent in one turn of the event loop goes as one message; what comes calls back.
+    """The server's side. Messages sent in one turn of the event loop travel as one message; received messages go to a
+    callback.
 
     Args:
-        where: a private directory, for an engine on this machine; or this machine's IP address, for one that may be on
+        where: a private directory for an engine on this machine, or this machine's IP address for one that may be on
             another. The operating system chooses the ports.
 
     Attributes:
-        address: what the engine has to know.
+        address: the address for the engine.
     """
 
     def __init__(self, where: Path | str) -> None:
@@ -73,8 +74,8 @@ class ServerChannel:
         self._receiver: Callable[[bytes], None] | None = None
 
     def send(self, message: wire.ToEngine) -> None:
-        """Never blocks. If nobody is connected, the engine has gone, and what it was to do has gone with it, or it is
-        still about to connect, and gets it then."""
+        """Send a message, without blocking. If no engine is connected, either the engine has ended and the message is
+        obsolete, or the engine is about to connect and gets the message then."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(message)
@@ -91,13 +92,14 @@ class ServerChannel:
             self._loop.call_later(_AGAIN_S, self._flush)
 
     def receive(self, receiver: Callable[[bytes], None]) -> None:
-        """From now on ``receiver`` gets every message, encoded, in the event loop."""
+        """Call ``receiver`` in the event loop with every message, encoded."""
         self._receiver = receiver
         self._loop.add_reader(self._outputs.fileno(), self._read)
         self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Everything that is there: ZeroMQ signals a new message once. After a while others get their turn."""
+        """Read all waiting messages, since ZeroMQ signals new messages only once. After a while other tasks get their
+        turn."""
         for _ in range(_MOST_AT_ONCE):
             if self._receiver is None:
                 return
@@ -109,7 +111,7 @@ class ServerChannel:
         self._loop.call_soon(self._read)
 
     def stop_reading(self) -> None:
-        """Nothing more is read."""
+        """Stop reading messages."""
         if self._receiver is not None:
             self._receiver = None
             self._loop.remove_reader(self._outputs.fileno())
@@ -123,9 +125,9 @@ class ServerChannel:
 
 
 class EngineChannel:
-    """The engine's side: blocks only when asked to.
+    """The engine's side. It blocks only on request.
 
-    Over TCP it looks for breaks: what was on its way then is lost, and neither side knows what.
+    Over TCP it detects broken connections: messages in transit are then lost, and neither side knows which.
     """
 
     def __init__(self, address: Address) -> None:
@@ -144,10 +146,10 @@ class EngineChannel:
             socket.connect(endpoint)
 
     def receive(self, timeout_ms: int) -> list[wire.ToEngine]:
-        """Every message that is there; if there is none, wait up to ``timeout_ms`` for the first.
+        """Receive all waiting messages. If there are none, wait up to ``timeout_ms`` for the first one.
 
         Raises:
-            EngineDeadError: the connection has broken.
+            EngineDeadError: the connection is broken.
         """
         if any(event.poll(0) for event in self._breaks):
             raise EngineDeadError("the connection to the server has broken")
@@ -172,10 +174,10 @@ class EngineChannel:
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """What the engine process reads from its standard input: where to connect and the user's settings.
+    """The standard input of the engine process: the address of the server and the user's settings.
 
-    ``heartbeat``: the file that it keeps fresh. ``parent_pid``: the engine leaves when this process is gone.
-    ``verbose``, ``log_json``: how it logs.
+    ``heartbeat``: the file of the heartbeat. ``parent_pid``: the parent; the engine exits with it. ``verbose``,
+    ``log_json``: form of the log.
     """
 
     address: Address

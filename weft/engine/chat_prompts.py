@@ -1,14 +1,14 @@
-"""Prompts of conversations: rendered once, and only what is new since the last turn is encoded.
+"""Prompts of conversations. Each is rendered once, and only its new part is encoded.
 
-Job: the text of a conversation, its token ids, and its turn boundaries: the token positions at which later prompts are
-likely to leave this one, where a recurrent state is worth keeping. Owns: the encodings of earlier conversations' parts,
-and what is known of the template. Does not know: caches, states, how a position is used.
+Job: the text of a conversation, its token ids, and its turn boundaries. Turn boundaries are token positions at which
+later prompts are likely to diverge, where storing a recurrent state pays. Owns: the encodings of parts of earlier
+conversations, and what is known of the template. Does not know: caches, states, or how a position is used.
 
-Chat templates rewrite history: many drop the reasoning of earlier answers, so the end of an answer is often not a
-prefix of the next prompt. The rule asks the template itself: a turn boundary is the end of the longest common token
-prefix of the prompt and of the same messages followed by a made-up answer and a made-up user turn. A second one is the
-end of the system and tools block, found the same way with another first user turn. A made-up conversation is rendered
-only if none of the same shape was seen before: where the answer's header ends depends on the template alone.
+Chat templates rewrite history. Many drop the reasoning of earlier answers, so the end of an answer is often no prefix
+of the next prompt. The template itself is asked: a turn boundary is the end of the longest common token prefix of the
+prompt and of the same messages with a made-up answer and a made-up user turn. A second boundary is the end of the
+system and tools block, found with another first user turn. A made-up conversation is rendered once per shape, since the
+end of the answer's header depends on the template alone.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from weft.text.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
-# Two texts that no message is likely to start with; unlike each other, so that neither is a prefix of the other.
+# Two texts that no message is likely to start with. They differ at once, so neither is a prefix of the other.
 _ANSWER = {"role": "assistant", "content": "\u2042 sentinel answer"}
 _QUESTION = {"role": "user", "content": "\u2051 sentinel question"}
 
 MAX_CACHED_TOKENS = 500_000
-"""Tokens of one generation of kept encodings; two are kept, and what the later one has not used is dropped."""
+"""Token limit of one generation of cached encodings. Two generations are kept; encodings that the later one does not
+use are dropped."""
 
 _MAX_REMEMBERED = 256
 _MAX_TAIL = 2000
@@ -43,7 +44,8 @@ _MAX_TAIL = 2000
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a prompt whose tokens do not depend on what is around it: an added token, or what is between two."""
+    """A part of a prompt whose tokens do not depend on the text around it: an added token, or the text between two
+    added tokens."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -51,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """How prompts of one shape end: the text from the boundary's segment on, and the tokens after the boundary."""
+    """The end of prompts of one shape: the text from the boundary's segment on, and the tokens after the boundary."""
 
     text: str
     num_tokens: int
@@ -59,12 +61,12 @@ class Tail:
 
 @dataclass(slots=True)
 class RenderedChat:
-    """A conversation as text, and what to compare it with to find its turn boundaries.
+    """A conversation as text, with texts for comparison that show its turn boundaries.
 
     Attributes:
-        next_turn: the same with a made-up next turn, or how such prompts end; None: not wanted, or refused.
+        next_turn: the text with a made-up next turn, or the end of prompts of its shape; None: not wanted, or refused.
         system: the system and tools block with another first turn, as text or encoded; None as above.
-        shape, system_key: under which both are remembered.
+        shape, system_key: the keys under which both are remembered.
     """
 
     text: str
@@ -90,7 +92,7 @@ class ChatPrompt:
 
 
 class ChatPrompts:
-    """Makes the prompts of one tokenizer. May be used by several threads."""
+    """Makes the prompts of one tokenizer. Several threads may use it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +101,7 @@ class ChatPrompts:
         self._systems: dict[bytes, list[Segment]] = {}
 
     def make(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
-        """Both steps at once; ``options``: of ``render``."""
+        """Render and encode a conversation. ``options``: arguments of ``render``."""
         return self.encode(self.render(messages, **options))
 
     def render(
@@ -115,12 +117,12 @@ class ChatPrompts:
         """Run the chat template.
 
         Args:
-            messages: as ``conversation.template_message`` gives them.
+            messages: messages from ``conversation.template_message``.
             tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see ``ChatTemplate.render``.
-            turn_boundaries: they are wanted.
+            turn_boundaries: look for turn boundaries.
 
         Raises:
-            RequestError: no template, no messages, or something that the template refuses.
+            RequestError: there is no template, there are no messages, or the template refuses them.
         """
         plain = partial(self._tokenizer.template.render, tools=tools, chat_template_kwargs=chat_template_kwargs)
         text, shown = _rendered(
@@ -150,7 +152,8 @@ class ChatPrompts:
         chat.system = self._systems.get(chat.system_key) or _made_up(render, [*system, _QUESTION])
 
     def encode(self, chat: RenderedChat, limit: int | None = None) -> ChatPrompt:
-        """The prompt. ``limit``: more tokens than that are of no use; see ``Tokenizer.encode``."""
+        """Encode a rendered conversation. ``limit``: the caller rejects more tokens than that, see
+        ``Tokenizer.encode``."""
         segments = self._segments.encode(chat.text, limit)
         token_ids = list(chain.from_iterable(segment.token_ids for segment in segments))
         if limit is not None and len(token_ids) > limit:
@@ -159,7 +162,7 @@ class ChatPrompts:
         return ChatPrompt(chat.text, token_ids, sorted(boundaries - {0}))
 
     def _next_turn(self, chat: RenderedChat, segments: list[Segment], num_tokens: int) -> int:
-        """Where the next turn leaves the prompt; 0: unknown. A new shape is remembered."""
+        """The position at which the next turn diverges from the prompt; 0 if unknown. New shapes are remembered."""
         if chat.next_turn is None:
             return 0
         if isinstance(chat.next_turn, Tail):
@@ -171,7 +174,7 @@ class ChatPrompts:
         return shared
 
     def _system_end(self, chat: RenderedChat, segments: list[Segment]) -> int:
-        """Where another first turn leaves the prompt; 0: unknown."""
+        """The position at which another first turn diverges from the prompt; 0 if unknown."""
         if chat.system is None:
             return 0
         if isinstance(chat.system, str):
@@ -181,10 +184,10 @@ class ChatPrompts:
 
 
 class Segments:
-    """Encodes texts segment by segment, with a bounded cache of what was encoded.
+    """Encode texts segment by segment, with a bounded cache of encoded segments.
 
-    Text between two added tokens (``<|im_start|>``) is encoded as if it stood alone, in most tokenizers. Others, of
-    which a sample shows that they do not work so, get the whole text as one segment.
+    Most tokenizers encode the text between two added tokens (``<|im_start|>``) independently of its surroundings. A
+    sample detects other tokenizers, for which the whole text is one segment.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -212,7 +215,7 @@ class Segments:
         found = self._old.get(text)
         if found is None:
             found = Segment(text, tuple(self._tokenizer.encode(text, add_special_tokens=False, limit=limit)))
-        if limit is None or len(found.token_ids) <= limit:  # else it may be a part only
+        if limit is None or len(found.token_ids) <= limit:  # an encoding that exceeds the limit may be incomplete
             self._keep(found)
         return found
 
@@ -225,7 +228,8 @@ class Segments:
 
 
 def _split_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Finds the added tokens of a text; None if text between two of them is not encoded as if it stood alone."""
+    """A pattern that finds the added tokens of a text; None if the text between two of them is not encoded
+    independently."""
     added = tokenizer.hf.backend_tokenizer.get_added_tokens_decoder().values()
     if not added or any(t.lstrip or t.rstrip or t.single_word for t in added):
         return None
@@ -237,10 +241,10 @@ def _split_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _rendered(messages: Sequence[Message], render: Render) -> tuple[str, Sequence[Message]]:
-    """The conversation as text, and the messages that the template took.
+    """Render a conversation. Returns the text, and the messages that the template accepted.
 
-    Some templates refuse a system message after the first place, which agents send between turns: there it is shown
-    as the user's. Raises RequestError.
+    Some templates refuse a system message after the first position, which agents send between turns. Such a message is
+    rendered as a user message. Raises RequestError.
     """
     try:
         return render(messages), messages
@@ -252,7 +256,8 @@ def _rendered(messages: Sequence[Message], render: Render) -> tuple[str, Sequenc
 
 
 def _made_up(render: Render, messages: Sequence[Message]) -> str | None:
-    """A made-up conversation; None if the template refuses it: then nothing is known of what follows."""
+    """Render a made-up conversation. Returns None if the template refuses it, so that nothing is known of the next
+    turn."""
     try:
         return render(messages)
     except RequestError:
@@ -260,8 +265,8 @@ def _made_up(render: Render, messages: Sequence[Message]) -> str | None:
 
 
 def _shape(messages: Sequence[Message], variables: bytes) -> bytes | None:
-    """What decides how a template goes on after these messages; None if their texts may, as reasoning that is dropped
-    from the history does."""
+    """The shape of a conversation, which decides how a template continues it. Returns None if the texts may matter as
+    well, as reasoning does that the template drops from the history."""
     last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
     turn = messages[last_user:]
     if any(m.get("reasoning_content") or "</think>" in str(m.get("content")) for m in turn if m["role"] == "assistant"):
@@ -279,7 +284,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _tail(segments: list[Segment], num_tokens: int) -> Tail:
-    """The end of a prompt from the segment on in which its last ``num_tokens`` begin; at least the last segment."""
+    """The end of a prompt, from the segment in which its last ``num_tokens`` begin; at least the last segment."""
     start, left = len(segments) - 1, num_tokens
     while start > 0 and left > len(segments[start].token_ids):
         left -= len(segments[start].token_ids)

@@ -1,8 +1,8 @@
 """Conversations: from messages to a prompt.
 
-Job: messages in the form that chat templates read (content as one text, or as parts where there are images; tool
-arguments as objects, roles and reasoning under the names that templates know), and the prompt that the template makes
-of them. Owns: that form, for the offline interface and the server alike. Does not know: engines, how images are read.
+Job: convert messages to the form that chat templates read, and make the prompt. Content becomes one text, or a list of
+parts if there are images. Tool arguments become objects; roles and reasoning get the names that templates know. Owns:
+that form, for the offline interface and the server. Does not know: engines, or how images are read.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def chat_prompt(
     text_only: str | None = "",
     **options: bool,
 ) -> dict[str, Any]:
-    """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, ``checkpoint_positions`` where turn
-    boundaries were asked for and found, and ``multi_modal_data`` where there are images or videos.
+    """Make the prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, with ``checkpoint_positions``
+    if turn boundaries were asked for and found, and ``multi_modal_data`` if there are images or videos.
 
     Args:
-        text_only: why the model reads text only; None: it reads images.
-        options: of ``ChatPrompts.render``.
+        text_only: the reason why the model reads text only; None if it reads images.
+        options: arguments of ``ChatPrompts.render``.
 
     Raises:
-        RequestError: no tokenizer or chat template, or something that the template refuses.
+        RequestError: there is no tokenizer or chat template, or the template refuses the messages.
     """
     if chats is None:
         raise RequestError(
@@ -62,12 +62,12 @@ def _check_options(tools: Any, chat_template_kwargs: Any) -> None:
 
 
 def template_messages(messages: Messages, text_only: str | None) -> tuple[list[dict[str, Any]], Media]:
-    """The messages as templates expect them, and the sources of their images and videos.
+    """Convert messages for the template. Returns them, and the sources of their images and videos.
 
-    ``text_only``: why the model reads text only; None: it reads images.
+    ``text_only``: the reason why the model reads text only; None if it reads images.
 
     Raises:
-        RequestError: no list, and as ``template_message``.
+        RequestError: ``messages`` is no list, or ``template_message`` refuses one.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise RequestError(
@@ -80,19 +80,19 @@ def template_messages(messages: Messages, text_only: str | None) -> tuple[list[d
 def template_message(
     message: Mapping[str, Any], index: int, media: Media, text_only: str | None = None
 ) -> dict[str, Any]:
-    """A message as templates expect it: content as one text, tool arguments as objects, reasoning under one name.
+    """Convert one message for the template: content as one text, tool arguments as objects, reasoning under one name.
 
-    Content with images or videos stays a list of parts: ``{"type": "image"}`` and the like where they stand.
+    Content with images or videos stays a list of parts, with ``{"type": "image"}`` and the like for media.
 
     Args:
-        message: as in the OpenAI API; its content a text, or a list of texts and parts like
-            ``{"type": "text", "text": …}`` and ``{"type": "image_url", "image_url": {"url": …}}``.
-        index: its place, for errors.
-        media: gets the sources of its images and videos.
-        text_only: why the model reads text only; None: it reads images.
+        message: a message as in the OpenAI API. Its content is a text, or a list of texts and parts like ``{"type":
+            "text", "text": …}`` and ``{"type": "image_url", "image_url": {"url": …}}``.
+        index: the position of the message, for errors.
+        media: receives the sources of images and videos.
+        text_only: the reason why the model reads text only; None if it reads images.
 
     Raises:
-        RequestError: no role, a user's message without content, or a part that the model cannot read.
+        RequestError: there is no role, a user's message has no content, or the model cannot read a part.
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
@@ -130,7 +130,7 @@ def _content(content: Any, index: int, media: Media, text_only: str | None) -> s
 
 
 def _part(part: Any, index: int, media: Media, text_only: str | None) -> str | dict[str, Any]:
-    """A part's text, or the mark of an image or video for the template."""
+    """Convert a part to its text, or to the mark of an image or video for the template."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -156,7 +156,7 @@ def _part(part: Any, index: int, media: Media, text_only: str | None) -> str | d
 
 
 def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """With arguments as objects where they are JSON objects: templates walk through them."""
+    """Convert the arguments of tool calls to objects if they are JSON objects, since templates iterate over them."""
     if not isinstance(calls, list):
         raise RequestError(f"messages[{index}].tool_calls is not a list", "messages")
     result = []

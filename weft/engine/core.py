@@ -46,11 +46,11 @@ from weft.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 MAX_ENDED = 64
-"""Ended requests that wait to be replayed by the tuner of the eviction policy; of more, only the latest are kept."""
+"""Upper bound on ended requests that wait for the tuner of the eviction policy. Earlier ones are dropped."""
 
 
 class EngineCore:
-    """Requests in, tokens out. ``ranks``: see ``make_executor``."""
+    """The engine without text: requests in, tokens out. ``ranks``: see ``make_executor``."""
 
     def __init__(self, config: EngineConfig, ranks: Sequence[StartedRank] = ()) -> None:
         self._executor: Executor = make_executor(config, ranks)
@@ -72,7 +72,7 @@ class EngineCore:
         if self._tuner is not None:
             self.manager.observer = self._ended.append
         self._max_in_flight = 1 if config.enable_overlap else 0
-        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the moment of the launch
+        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # and the time of the launch
         self._failures = Failures(self.scheduler)
         self._inspection = Inspection(self.manager)
         self._vocab_size = config.model_config.vocab_size
@@ -83,13 +83,13 @@ class EngineCore:
         )
 
     def step(self) -> list[Request]:
-        """Launch a step and take in the results that are due.
+        """Launch a step, and process the results that are due.
 
-        If a step breaks (an interrupt, out of memory), what it was to write is unknown: its requests end with
-        ``"error"``, the exception is passed on, and the next call returns them. Other requests are not disturbed.
+        If a step raises (an interrupt, out of memory), its writes are undefined. Its requests end with ``"error"``, the
+        exception is passed on, and the next call returns the requests. Other requests are not affected.
 
         Returns:
-            The requests that got a token or ended; with overlap, by the step before.
+            The requests that got a token or ended, with overlap in the previous step.
 
         Raises:
             EngineDeadError: a rank has died or hangs. All requests end with ``"error"``; the next call returns them.
@@ -108,7 +108,7 @@ class EngineCore:
         return changed
 
     def _admit_compiled(self) -> None:
-        """Requests whose grammar is compiled join the waiting queue; one whose grammar does not compile ends."""
+        """Add requests with a compiled grammar to the waiting queue, and end those with an invalid one."""
         if not self._grammars.num_compiling:
             return
         for request, error in self._grammars.compiled(may_wait=not self.scheduler.has_work):
@@ -132,13 +132,13 @@ class EngineCore:
         self._in_flight.append((scheduler_output, launched))
 
     def _tune_eviction(self) -> None:
-        """Replay one request that has ended. This takes longer than all else at a request's end, so it waits until the
-        device is busy, and several that ended together take one step each."""
+        """Replay one ended request for the tuner. That takes longer than everything else at the end of a request. So it
+        waits until the device is busy, and one request is replayed per step."""
         if self._tuner is not None and self._ended:
             self._tuner(self._ended.popleft())
 
     def _result(self, max_in_flight: int) -> ModelOutput | None:
-        """The results of the oldest step, unless no more than ``max_in_flight`` steps are in flight."""
+        """The results of the oldest step, unless at most ``max_in_flight`` steps are in flight."""
         if len(self._in_flight) <= max_in_flight:
             return None
         scheduler_output, launched = self._in_flight.popleft()
@@ -151,7 +151,8 @@ class EngineCore:
         return output
 
     def _no_token_left(self, request: Request, sampled: list[int]) -> tuple[int, str] | None:
-        """See ``Scheduler.update``. ``sampled``: with drafts, all tokens of the step."""
+        """The reason why no token is left; see ``Scheduler.update``. ``sampled``: with drafts, all tokens of the
+        step."""
         drafts = sampled[:-1]
         masks: Sequence[bytes | None] = self._grammars.masks_after(request, drafts) or [None] * (1 + len(drafts))
         known = request.output_token_ids
@@ -162,7 +163,7 @@ class EngineCore:
         return None
 
     def _end_broken(self, scheduler_output: SchedulerOutput, error: BaseException) -> None:
-        """End the requests of a step that raised; all requests if no step can run any more."""
+        """End the requests of a step that raised, or all requests if no step can run any more."""
         self._failures.end_step(scheduler_output, error)
         if self._failures.fatal is not None:
             self._failures.end_all([output for output, _ in self._in_flight], self._grammars.drop())
@@ -170,11 +171,11 @@ class EngineCore:
 
     @property
     def failure(self) -> EngineDeadError | None:
-        """Why no step can run any more; None if steps can run."""
+        """The reason why no step can run any more; None if steps can run."""
         return self._failures.fatal
 
     def add(self, request: Request) -> None:
-        """A new request joins the waiting queue, if need be as soon as its grammar is compiled."""
+        """Add a request to the waiting queue, after its grammar is compiled if it has one."""
         self._inspection.added(request)
         if request.sampling.grammar is None:
             self.scheduler.add(request)
@@ -190,12 +191,12 @@ class EngineCore:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing changed, while requests run."""
+        """Drop every cached prefix. Returns False, and changes nothing, while requests run."""
         return self.manager.reset()
 
     @property
     def has_work(self) -> bool:
-        """True while a request waits or runs, a step is in flight, or an ended request has not been returned."""
+        """Whether a request waits or runs, a step is in flight, or an ended request was not returned yet."""
         return self.scheduler.has_work or self._grammars.num_compiling > 0 or bool(self._failures)
 
     def stats(self) -> EngineStats:
@@ -204,11 +205,11 @@ class EngineCore:
         return self._inspection.steps.stats(replace(scheduler, num_waiting=num_waiting))
 
     def snapshot(self, tokens_per_node: int = 0) -> Snapshot:
-        """What the inspector shows: the latest steps and requests, tree and pools."""
+        """A snapshot for the inspector: the latest steps and requests, tree and pools."""
         return self._inspection.snapshot(self.stats(), tokens_per_node)
 
     def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]:
-        """The version of the prefix tree, and hashes of what can be reused of it; none if the version is known."""
+        """The version of the prefix tree, and hashes of its reusable prefixes; None if the caller knows the version."""
         tree = self.manager.tree
         if tree.version == known_version:
             return known_version, []
@@ -221,14 +222,14 @@ class EngineCore:
 
 
 def _make_drafts(config: EngineConfig, manager: Manager, max_model_len: int) -> DraftPlanner | None:
-    """The planner of drafts, if the engine speculates."""
+    """Make the planner of drafts, if the engine speculates."""
     if config.speculative_config is None:
         return None
     return DraftPlanner.of(config.speculative_config, manager, max_model_len, on_device=config.drafts_on_device)
 
 
 def _make_encoder(config: EngineConfig) -> EncoderCache | None:
-    """The encoder cache of a model that reads images."""
+    """Make the encoder cache of a model that reads images."""
     if not config.model_config.runs_vision:
         return None
     assert config.encoder_cache_size is not None and config.max_num_encoder_input_tokens is not None
@@ -236,7 +237,7 @@ def _make_encoder(config: EngineConfig) -> EncoderCache | None:
 
 
 def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
-    """The cache manager over pools of the planned sizes."""
+    """Make the cache manager over pools of the planned sizes."""
     return Manager(
         CacheSpec.of(config),
         num_pages=plan.num_pages,
@@ -248,5 +249,5 @@ def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
 
 
 def _make_tuner(config: EngineConfig, manager: Manager) -> AlphaTuner | None:
-    """The tuner of the eviction policy, if the policy has a weight to tune."""
+    """Make the tuner of the eviction policy, if the policy has a weight to tune."""
     return AlphaTuner(manager) if config.enable_prefix_caching and config.eviction_policy == "flops" else None

@@ -1,7 +1,7 @@
-"""Why no token may come next: options of a request that together exclude every token.
+"""Detection of options that together exclude every token.
 
-It is looked at when a request's sampling has failed, so that a step of other requests costs nothing. Biases and
-processors of logits exclude nothing here: a bias is finite.
+It runs only after the sampling of a request failed, so steps of other requests pay nothing. Biases and logits
+processors exclude no token here, since a bias is finite.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weft.messages import RowSampling
 def no_token_left(
     sampling: RowSampling, output_token_ids: Sequence[int], mask: bytes | None, vocab_size: int
 ) -> str | None:
-    """The options that leave no token to come after ``output_token_ids``, as an error message; None if they leave one.
+    """Name the options that leave no token after ``output_token_ids``, as an error message; None if a token is left.
 
     Args:
-        mask: of the tokens that the request's grammar allows, as in ``Grammars``; None: it has no grammar.
+        mask: the tokens that the request's grammar allows, as in ``Grammars``; None without a grammar.
     """
     allowed: dict[str, np.ndarray] = {}  # option -> [V] bool
     if mask is not None:
@@ -34,7 +34,7 @@ def no_token_left(
         allowed["min_tokens"] = ~_only(sampling.blocked_before_min, vocab_size)
     if not allowed or _any(allowed):
         return None
-    for name in list(allowed):  # an option without which there is still no token is not to blame
+    for name in list(allowed):  # an option is not to blame if no token is left without it
         others = {other: tokens for other, tokens in allowed.items() if other != name}
         if others and not _any(others):
             allowed = others
@@ -55,6 +55,6 @@ def _any(allowed: dict[str, np.ndarray]) -> bool:
 
 
 def _comes_next(word: list[int], output_token_ids: Sequence[int]) -> bool:
-    """Only the last token of the bad word is missing."""
+    """Whether only the last token of the bad word is missing."""
     start = len(word) - 1
     return start == 0 or list(output_token_ids[-start:]) == word[:-1]

@@ -1,6 +1,6 @@
 """Ending requests whose step failed.
 
-What ended outside a step is kept until the loop returns it. What went wrong is not known here.
+Requests that end outside a step are kept until the loop returns them. The cause of a failure is not known here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Failures:
     """Requests with finish reason ``"error"`` that the next step returns.
 
     Attributes:
-        fatal: why no step can run any more.
+        fatal: the reason why no step can run any more.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -26,7 +26,7 @@ class Failures:
         self.fatal: EngineDeadError | None = None
 
     def end_step(self, scheduler_output: SchedulerOutput, error: BaseException) -> None:
-        """A step raised: its requests end."""
+        """End the requests of a step that raised."""
         self._end_step(scheduler_output)
         if isinstance(error, EngineDeadError):
             self.fatal = error
@@ -38,7 +38,7 @@ class Failures:
         self._requests += self._scheduler.update(ModelOutput(scheduler_output.step, [], [], failed_rows=rows))
 
     def end_all(self, in_flight: Iterable[SchedulerOutput], held_back: Iterable[Request]) -> None:
-        """The executor is dead: steps in flight have no results, and no request can go on."""
+        """End all requests after the executor died. Steps in flight have no results."""
         for scheduler_output in in_flight:
             self._end_step(scheduler_output)
         for request in self._scheduler.requests:
@@ -48,12 +48,12 @@ class Failures:
             self.end(request)
 
     def end(self, request: Request, why: str | None = None) -> None:
-        """``request`` could not be given to the scheduler."""
+        """End ``request``, which could not be added to the scheduler."""
         request.end("error", why)
         self._requests.append(request)
 
     def take(self) -> list[Request]:
-        """The requests that ended since the last call."""
+        """Return the requests that ended since the last call."""
         requests, self._requests = self._requests, []
         return requests
 

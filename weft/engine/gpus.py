@@ -1,4 +1,4 @@
-"""Which GPUs a replica gets, found without torch."""
+"""Assignment of GPUs to replicas, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """The GPUs that this process may use, named as in ``CUDA_VISIBLE_DEVICES``."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
@@ -26,7 +26,7 @@ def visible_gpus() -> list[str]:
 
 
 def devices_of_replica(settings: Mapping[str, Any]) -> Callable[[int], dict[str, str]]:
-    """From a replica's number to its environment. On the CPU there is nothing to assign.
+    """Return a function from a replica's number to its environment. On the CPU there is nothing to assign.
 
     Raises:
         ConfigError: there are too few GPUs.

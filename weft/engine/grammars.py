@@ -1,11 +1,11 @@
-"""Constrained output: which tokens each constrained request may sample next.
+"""Constrained output: the tokens that each constrained request may sample next.
 
-Job: compile grammars in a thread, off the step's path; hold back a request until its grammar is compiled, follow its
-tokens, and give the masks of its next one and of those after its drafts. Owns: compiled grammars and the matchers
-(llguidance) of all constrained requests. Does not know: logits, schedules, text.
+Job: compile grammars in a thread, hold back a request until its grammar is compiled, follow its tokens, and compute the
+masks of its next token and of the tokens after its drafts. Owns: compiled grammars and the matchers (llguidance) of all
+constrained requests. Does not know: logits, schedules, text.
 
-A grammar is a text in llguidance's format. The server tried it before, in a process that could be killed, so compiling
-it here is known to end; llguidance's own limits hold all the same.
+A grammar is a text in llguidance's format. The server has compiled it before in a process that it could kill, so
+compiling it here terminates. llguidance's own limits apply as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMPILE_POLL_S = 0.01
 
 
 class GrammarCompiler:
-    """One thread that compiles, and a bounded cache of what it compiled. Arguments as of ``Grammars``."""
+    """A thread that compiles grammars, and a bounded cache of compiled ones. Arguments as for ``Grammars``."""
 
     def __init__(self, tokenizer_path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer_path = tokenizer_path
@@ -41,7 +41,8 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
-        """Begin to compile, or find it done. The future raises RequestError for a grammar that does not compile."""
+        """Start to compile a grammar, or return the cached one. The future raises RequestError for an invalid
+        grammar."""
         if grammar in self._compiled:
             self._compiled.move_to_end(grammar)
             return self._compiled[grammar]
@@ -69,7 +70,7 @@ class Grammars:
 
     Args:
         tokenizer_path: folder with ``tokenizer.json``.
-        vocab_size: of the model; masks have that many bits.
+        vocab_size: size of the model's vocabulary, and number of bits in a mask.
         eos_token_ids: ids that end a text.
     """
 
@@ -78,25 +79,26 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._compiler = GrammarCompiler(tokenizer_path, vocab_size, eos_token_ids)
         self._compiling: dict[str, tuple[Request, Future[LLMatcher]]] = {}  # by request id
-        self._matchers: dict[str, tuple[LLMatcher, int]] = {}  # with the number of tokens consumed, by request id
+        self._matchers: dict[str, tuple[LLMatcher, int]] = {}  # and the number of tokens consumed, by request id
 
     # -- waiting for the compiler --------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Begin to compile the grammar of ``request``; ``compiled`` returns the request when that is done."""
+        """Start to compile the grammar of ``request``. ``compiled`` returns the request afterwards."""
         assert request.sampling.grammar is not None
         self._compiling[request.request_id] = (request, self._compiler.compile(request.sampling.grammar))
 
     @property
     def num_compiling(self) -> int:
-        """Requests that wait for their grammar."""
+        """Number of requests that wait for their grammar."""
         return len(self._compiling)
 
     def compiled(self, *, may_wait: bool) -> list[tuple[Request, BaseException | None]]:
-        """Requests whose compilation has ended, with the error of a grammar that does not compile.
+        """Return requests whose compilation ended, each with the error of an invalid grammar or None.
 
         Args:
-            may_wait: nothing else is to be done; wait for the compiler a moment (a request may be aborted meanwhile).
+            may_wait: wait a moment for the compiler, since nothing else is to be done. (A request may be aborted
+                meanwhile.)
         """
         if self._compiling and may_wait:
             wait([future for _, future in self._compiling.values()], _COMPILE_POLL_S, FIRST_COMPLETED)
@@ -108,14 +110,14 @@ class Grammars:
         return [(request, future.exception()) for request, future in done]
 
     def drop(self) -> list[Request]:
-        """Forget everything. Returns the requests that were waiting for their grammar."""
+        """Drop all matchers. Returns the requests that waited for their grammar."""
         waiting = [request for request, _ in self._compiling.values()]
         self._compiling.clear()
         self._matchers.clear()
         return waiting
 
     def forget(self, request_id: str) -> Request | None:
-        """A request has ended from outside. Returns it if it was still waiting for its grammar."""
+        """Drop a request that ended from outside. Returns the request if it waited for its grammar."""
         self._matchers.pop(request_id, None)
         request, _ = self._compiling.pop(request_id, (None, None))
         return request
@@ -123,7 +125,7 @@ class Grammars:
     # -- following tokens ----------------------------------------------------------------------------------------
 
     def update(self, requests: Iterable[Request]) -> None:
-        """Take in the new tokens of the constrained ones among ``requests``; forget those that have ended."""
+        """Consume the new tokens of constrained requests, and drop those that have ended."""
         for request in requests if self._matchers else ():
             entry = self._matchers.get(request.request_id)
             if entry is None:
@@ -138,8 +140,8 @@ class Grammars:
     def masks(
         self, sampling: Iterable[tuple[int, Request]], scheduled: Sequence[ScheduledRequest]
     ) -> dict[int, list[bytes]]:
-        """The masks of the constrained ones among ``(row, request)``, by row: of the next token, and of the token after
-        each of the drafts that are scheduled with it."""
+        """The masks of constrained requests by row: for the next token, and for the token after each scheduled
+        draft."""
         if not self._matchers:
             return {}
         drafts = {request.row: request.draft_token_ids for request in scheduled}
@@ -147,8 +149,8 @@ class Grammars:
         return {row: found for row, found in masks if found}
 
     def masks_after(self, request: Request, drafts: Sequence[int]) -> list[bytes]:
-        """The masks of one request's next token and of the token after each of ``drafts``; nothing if any token may
-        come. A draft that the grammar does not allow is never accepted, so what may follow it does not matter."""
+        """The masks of one request's next token and of the token after each of ``drafts``; empty if every token is
+        allowed. A draft that the grammar forbids is never accepted, so the masks after it do not matter."""
         entry = self._matchers.get(request.request_id)
         if entry is None:
             return []
@@ -166,8 +168,8 @@ class Grammars:
         return masks
 
     def _mask(self, matcher: LLMatcher) -> bytes:
-        """Bits of the tokens that may come next, ``ceil(vocab_size / 8)`` bytes, lowest bit first."""
-        if matcher.is_stopped() or matcher.is_error():  # complete, or beyond a limit of llguidance: nothing but the end
+        """The tokens that may come next, as ``ceil(vocab_size / 8)`` bytes, lowest bit first."""
+        if matcher.is_stopped() or matcher.is_error():  # nothing but an end may follow
             return self._only(self._eos)
         return matcher.compute_bitmask()[: (self._vocab_size + 7) // 8]
 

@@ -1,7 +1,7 @@
-"""The input processor: prompts and parameters of a user to requests for the scheduler.
+"""The input processor: from a user's prompts and parameters to requests for the scheduler.
 
-Job: tokenize, validate, resolve sampling defaults, one ``Request`` per completion.
-Owns: the checks of a request against this model (vocabulary, context length, tokenizer). Does not know: scheduling.
+Job: tokenize, validate, resolve sampling defaults, make one ``Request`` per completion. Owns: the checks of a request
+against this model (vocabulary, context length, tokenizer). Does not know: scheduling.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class InputProcessor:
         tokenizer: None if the engine runs on token ids alone.
         max_model_len: context length after clamping to the cache.
         media: reads images and videos; None: the model reads text only.
-        numbers: gives each request and each prompt a number that no other one of the engine has; None: from 0 on. (One
-            of several processes before an engine gets numbers of its own.)
+        numbers: yields a number for each request and each prompt that is unique within the engine; None: from 0 on.
+            Each of several processes before one engine has numbers of its own.
 
     Attributes:
         media: as given.
-        text_only: why the model reads text only; None: it reads images.
+        text_only: the reason why the model reads text only; None if it reads images.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class InputProcessor:
     # -- prompts -------------------------------------------------------------------------------------------------
 
     def prepare_prompt(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
-        """Token ids of a prompt given as text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``, cut as
+        """Encode a prompt given as text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``, and cut it as
         ``params.truncate_prompt_tokens`` says.
 
-        A dict may also have ``checkpoint_positions``, numbers of leading tokens that later prompts are likely to share
-        with this one, ``cache_salt``: only prompts with the same salt share cached prefixes, and ``multi_modal_data``:
-        ``{"image": [...], "video": [...]}`` with one placeholder for each in the prompt (positions count it as one
-        token). Images take a while to read: call this in a thread of its own where that matters.
+        A dict may also have ``checkpoint_positions``, lengths of prefixes that later prompts are likely to share. Only
+        prompts with the same ``cache_salt`` share cached prefixes. ``multi_modal_data``, ``{"image": [...], "video":
+        [...]}``, has one item for each placeholder in the prompt (positions count an item as one token). Reading images
+        takes a while; call this in a thread if that matters.
 
         Raises:
-            RequestError: empty, of the wrong type, too long, with token ids outside the vocabulary, or with an image
-                that cannot be read.
+            RequestError: the prompt is empty, of the wrong type, too long, has token ids outside the vocabulary, or has
+                an image that cannot be read.
         """
         if isinstance(prompt, str):
             prepared = PreparedPrompt(prompt, self.encode(prompt, params))
@@ -108,7 +108,7 @@ class InputProcessor:
     def with_media(
         self, token_ids: Sequence[int], positions: Sequence[int], processed: Sequence[Processed], param: str
     ) -> ExpandedPrompt:
-        """The prompt with as many placeholders as its images and videos need, for a model that reads images.
+        """Return the prompt with as many placeholders as its images and videos need, for a model that reads images.
 
         Raises:
             RequestError: placeholders and images do not match.
@@ -121,18 +121,19 @@ class InputProcessor:
     def encoded_chat(
         self, chat: ChatPrompt, positions: Sequence[int], cache_salt: str | None, params: SamplingParams
     ) -> PreparedPrompt:
-        """A conversation that was rendered and encoded here. ``positions``: the caller's own checkpoint positions.
+        """Prepare a conversation that was rendered and encoded here. ``positions``: the caller's own checkpoint
+        positions.
 
         Raises:
-            RequestError: too long, or a position that is none.
+            RequestError: the prompt is too long, or a position is invalid.
         """
         own = check_positions(positions, len(chat.token_ids))
         known = sorted({*chat.turn_boundaries, *own}) if own else chat.turn_boundaries
         return self.fitted(PreparedPrompt(chat.text, chat.token_ids, known, cache_salt, chat.media), params)
 
     def fitted(self, prepared: PreparedPrompt, params: SamplingParams | None) -> PreparedPrompt:
-        """The prompt, cut as ``params.truncate_prompt_tokens`` says. Raises RequestError if it does not fit, or has a
-        placeholder without an image."""
+        """Cut the prompt as ``params.truncate_prompt_tokens`` says. Raises RequestError if the prompt does not fit, or
+        has a placeholder without an image."""
         if self.media is not None and not prepared.media:
             check_placeholders(prepared.token_ids, self.media.vision, {}, "prompt")
         if params is not None and params.truncate_prompt_tokens is not None:
@@ -141,7 +142,8 @@ class InputProcessor:
         return prepared
 
     def _truncate(self, prompt: PreparedPrompt, keep: int, room: int) -> PreparedPrompt:
-        """The last ``keep`` tokens; -1: as many as leave room for ``room`` more. The text is then that of those."""
+        """Keep the last ``keep`` tokens; with -1, as many as leave room for ``room`` more. The text is then decoded
+        from them."""
         keep = max(1, self._max_model_len - room) if keep == -1 else keep
         cut = len(prompt.token_ids) - keep
         if cut <= 0:
@@ -179,7 +181,8 @@ class InputProcessor:
         return prompt["prompt"], self.encode(prompt["prompt"], params)
 
     def encode(self, text: str, params: SamplingParams | None, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; of one that is too long, no more than shows that it is. Raises RequestError."""
+        """Encode a prompt. A prompt that is too long is encoded only as far as needed to know that. Raises
+        RequestError."""
         if self._tokenizer is None:
             raise RequestError(
                 "a text prompt needs the tokenizer, but skip_tokenizer_init=True; give prompt_token_ids instead",
@@ -194,8 +197,8 @@ class InputProcessor:
             raise RequestError(f"{name} is a {type(ids).__name__}; it must be a list of integers", name)
         ids = ids if isinstance(ids, list) else list(ids)
         try:
-            return convert(ids, self._token_ids)  # a copy
-        except (ValidationError, UnicodeEncodeError):  # a text with half a surrogate pair gives the second
+            return convert(ids, self._token_ids)  # a copy of the caller's list
+        except (ValidationError, UnicodeEncodeError):  # half a surrogate pair raises the second error
             others = [token for token in ids if isinstance(token, bool) or not isinstance(token, int)]
         if others:
             raise RequestError(f"{name} holds {others[0]!r}; every entry must be an integer", name)
@@ -204,12 +207,13 @@ class InputProcessor:
         raise RequestError(f"{name} holds {wrong}; the vocabulary has {size} ids, 0 to {size - 1}", name)
 
     def check_length(self, text: str | None, token_ids: Sequence[int]) -> None:
-        """A prompt with images is checked before they are read, too: of one that is too long, placeholders may not have
-        been encoded.
+        """Check the length of a prompt. A prompt with images is checked before they are read as well; if it is too
+        long, its placeholders may not be encoded yet.
 
         Raises:
-            RequestError: empty.
-            ContextLengthError: too long, in the words by which OpenAI's and Anthropic's clients know an overflow.
+            RequestError: the prompt is empty.
+            ContextLengthError: the prompt is too long. The message has the words by which OpenAI's and Anthropic's
+                clients detect an overflow.
         """
         limit, num_tokens = self._max_model_len, len(token_ids)
         if not num_tokens:
@@ -236,11 +240,11 @@ class InputProcessor:
         *,
         caller: str = "",
     ) -> list[Request]:
-        """One ``Request`` per completion, with ids that were never used before: ``<request_id>/<arrival>``.
+        """Make one ``Request`` per completion, with unique ids: ``<request_id>/<arrival>``.
 
         Args:
-            resolved: ``params``, from ``resolve``.
-            caller: as in ``RequestSpec``.
+            resolved: ``params``, resolved by ``resolve``.
+            caller: see ``RequestSpec``.
         """
         number = next(self._prompts)
         seed = params.seed if params.seed is not None else derive_seed(self._seed, number)
@@ -278,14 +282,14 @@ class InputProcessor:
         )
 
     def resolve(self, params: SamplingParams, grammar: str | None = None) -> RowSampling:
-        """With the checkpoint's generation defaults; see ``SamplingParams``. The seed is left to ``make_requests``.
-        Once for all prompts of a call, since bad words are tokenized here.
+        """Resolve the parameters with the checkpoint's generation defaults; see ``SamplingParams``. ``make_requests``
+        chooses the seed. Call it once for all prompts of a call, since it tokenizes bad words.
 
         Args:
-            grammar: in place of ``params.structured_outputs``; one that is known to compile.
+            grammar: a grammar that is known to compile, instead of ``params.structured_outputs``.
 
         Raises:
-            RequestError: parameters that do not fit this model.
+            RequestError: the parameters do not fit this model.
         """
         self._check_params(params)
         defaults = self._generation
@@ -311,7 +315,8 @@ class InputProcessor:
         return sampling
 
     def num_logprobs(self, name: str, wanted: int | None) -> int | None:
-        """How many alternatives of each token; -1 asks for the vocabulary. Raises RequestError if that is too many."""
+        """The number of alternatives per token; -1 asks for the vocabulary. Raises RequestError if the number is too
+        large."""
         if wanted is None:
             return None
         number = self._vocab_size if wanted == -1 else wanted
@@ -325,7 +330,8 @@ class InputProcessor:
         return number
 
     def _is_token(self, token: int) -> bool:
-        """There is a logit of it. Checkpoints also name ids, and tokenizers have tokens, beyond those."""
+        """Whether the model has a logit of the id. Checkpoints may name ids, and tokenizers may have tokens, beyond
+        those."""
         return token < self._vocab_size
 
     def _ends(self, params: SamplingParams) -> set[int]:
@@ -333,7 +339,7 @@ class InputProcessor:
         return set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._eos)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
-        """Each bad word as token ids, as it stands at the start of a text and after a space; suppressed tokens too."""
+        """The token ids of each bad word, at the start of a text and after a space. Suppressed tokens are included."""
         suppressed = [[token] for token in self._generation.suppress_tokens if self._is_token(token)]
         if not params.bad_words:
             return suppressed or None
@@ -376,7 +382,7 @@ class InputProcessor:
 
 
 def _check_allowed(sampling: RowSampling) -> None:
-    """Refuse what would leave no token to generate."""
+    """Refuse parameters that leave no token to generate."""
     if sampling.allowed_token_ids is None:
         return
     single_bad_words = (word[0] for word in sampling.bad_words or [] if len(word) == 1)
@@ -389,13 +395,13 @@ def _check_allowed(sampling: RowSampling) -> None:
 
 
 def derive_seed(engine_seed: int, number: int) -> int:
-    """The seed of a request that gave none: 64 bits that depend on the engine's seed and the request's number only."""
+    """Derive the seed of a request without one: 64 bits from the engine's seed and the request's number."""
     digest = hashlib.blake2b(f"{engine_seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def _sample_seed(seed: int, index: int) -> int:
-    """The seed of completion ``index``: completion 0 has the request's own, so ``n`` does not change it."""
+    """The seed of completion ``index``. Completion 0 has the request's own, so ``n`` does not change its text."""
     seed %= 2**64
     return seed if index == 0 else derive_seed(seed, index)
 

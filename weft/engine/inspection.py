@@ -1,10 +1,10 @@
 """Snapshots of the engine for the inspector page.
 
-Job: remember the latest steps and requests, and put them, the prefix tree and the pools into one ``Snapshot``.
-Owns: the two logs. Does not know: how a step runs, who looks.
+Job: log the latest steps and requests, and combine them with the prefix tree and the pools into a ``Snapshot``. Owns:
+the two logs. Does not know: how a step runs, or who looks.
 
-Keeping the logs costs a step a few microseconds. A snapshot is made only when someone asks, between two steps, and its
-size is bounded whatever the tree's (``snapshot.py``).
+The logs cost a few microseconds per step. A snapshot is made only on request, between two steps. Its size is bounded,
+whatever the size of the tree (``snapshot.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepLog:
         self._last_end = 0.0
 
     def stats(self, scheduler: SchedulerStats) -> EngineStats:
-        """The engine's, given the scheduler's."""
+        """The engine's statistics, given the scheduler's."""
         return EngineStats(
             num_steps=self.num_steps,
             num_prefill_tokens=self.num_prefill_tokens,
@@ -58,7 +58,7 @@ class StepLog:
         )
 
     def ended(self, scheduler_output: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
-        """A step's results are on the host. ``launched``: when its launch began."""
+        """Log a step whose results are on the host. ``launched``: when its launch began."""
         now = time.monotonic()
         num_decodes = scheduler_output.num_decodes
         others = scheduler_output.requests[num_decodes:]
@@ -95,11 +95,11 @@ class Inspection:
         self._num_numbered = 0
 
     def added(self, request: Request) -> None:
-        """A request has come."""
+        """Log a new request."""
         self._requests.append(request)
 
     def snapshot(self, stats: EngineStats, tokens_per_node: int = 0) -> Snapshot:
-        """The engine now. ``tokens_per_node``: how many token ids of each node go along."""
+        """Make a snapshot of the engine. ``tokens_per_node``: upper bound on token ids listed per node."""
         now, tree = time.monotonic(), self._manager.tree
         index: dict[Node, int] = {}
         views: list[NodeView] = []
@@ -107,7 +107,7 @@ class Inspection:
             index[node] = len(views)
             parent = index[node.parent] if node.parent is not None else -1
             views.append(_node_view(node, self._number(node), parent, tree.clock, now, tokens_per_node))
-        self._numbers = {node: self._numbers[node] for node in index}  # the others may be gone
+        self._numbers = {node: self._numbers[node] for node in index}  # earlier requests may have been dropped
         pages, slots, log = self._manager.pages, self._manager.slots, self.steps
         return Snapshot(
             now=now,
@@ -160,7 +160,7 @@ def _node_view(node: Node, number: int, parent: int, clock: int, now: float, tok
 
 
 def _media_spans(node: Node) -> list[tuple[int, int, str]]:
-    """``(start, tokens, name)`` of the images in a node's span, as far as they lie in it."""
+    """The ``(start, tokens, name)`` of images in a node's span, as far as they are inside it."""
     keys = node.tokens
     if not (keys < 0).any():
         return []

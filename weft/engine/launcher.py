@@ -1,8 +1,8 @@
-"""Starting the engine process and watching for its end.
+"""The handle of an engine that runs in another process.
 
-Job: spawn, hand over the settings, pass messages on, report when the process has ended, stop it.
-Owns: the child process, its private directory and the server's side of its sockets; and what every engine that runs
-elsewhere has in common (``EngineHandle``). Does not know: requests, HTTP.
+Job: start the process with its settings, pass messages on, report its end, stop it. Owns: the child process, its
+private directory and the server's side of its sockets. ``EngineHandle`` has what every engine elsewhere has in common.
+Does not know: requests, HTTP.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ logger = logging.getLogger(__name__)
 ENGINE_MODULE = "weft.engine.process"
 
 _FAILURE_TIMEOUT_S = 5.0
-"""How long the message of an engine that has failed may be on its way, on a machine that is busy."""
+"""Seconds to wait for the ``Failed`` message of an engine that has exited, on a busy machine."""
 
 _POLL_S = 0.5
 """Seconds between two looks at the process."""
 
 GRACE_S = 10.0
-"""Seconds that an engine gets to leave after ``Shutdown`` before it is killed."""
+"""Seconds that an engine has to exit after ``Shutdown`` before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """What an engine process is to run.
+    """The program of an engine process.
 
     Attributes:
-        settings: what the user set, keyword arguments of ``weft.config.resolve``.
-        module: what ``python -m`` runs.
-        verbose: it says on stderr what it decides.
-        log_json: its log is JSON objects.
+        settings: the user's settings, keyword arguments of ``weft.config.resolve``.
+        module: the module to run with ``python -m``.
+        verbose: log decisions to stderr.
+        log_json: log JSON objects.
     """
 
     settings: dict[str, Any]
@@ -57,13 +57,13 @@ class EngineCommand:
     log_json: bool = False
 
     def start(self, address: Address, heartbeat: str = "", parent_pid: int = 0) -> EngineStart:
-        """What the process reads at its start."""
+        """Make the message that the process reads at its start."""
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in self.settings.items()}
         return EngineStart(address, heartbeat, parent_pid, settings, self.verbose, self.log_json)
 
 
 class EngineHandle(ABC):
-    """An engine that runs elsewhere, from its start to its end. Made inside the running event loop.
+    """An engine that runs elsewhere, from its start to its end. Make it inside the running event loop.
 
     Args:
         on_message: called in the event loop with each message of the engine.
@@ -81,7 +81,7 @@ class EngineHandle(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """Of the engine's process, on its machine; 0 if it is not known yet."""
+        """Process id of the engine on its machine; 0 if unknown so far."""
 
     @property
     @abstractmethod
@@ -90,10 +90,10 @@ class EngineHandle(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the engine at once."""
 
     def _open(self, where: Path | str) -> Address:
-        """Make the channel (see ``ServerChannel``); what the engine has to know of it."""
+        """Make the channel (see ``ServerChannel``). Returns its address for the engine."""
         self._channel = ServerChannel(where)
         self._channel.receive(self._take)
         return self._channel.address
@@ -107,7 +107,7 @@ class EngineHandle(ABC):
             message = wire.decode_from_engine(content)
             self._handle(message)
         except Exception:
-            # Its last messages are lost. Nothing that waits for it may wait for ever.
+            # The engine's last messages are lost, so nothing may wait for them.
             logger.exception("a message of the engine could not be handled; the engine is ended")
             assert self._channel is not None
             self._channel.stop_reading()
@@ -120,19 +120,19 @@ class EngineHandle(ABC):
         self._on_message(message)
 
     async def _settle(self, status: int) -> None:
-        """The engine has gone. What it sent before it went is read first."""
+        """Report the end of the engine, after reading the messages that it had sent."""
         if status == wire.FAILED_STATUS:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_failed.wait(), _FAILURE_TIMEOUT_S)
         else:
-            await asyncio.sleep(0.05)  # what it had sent may be on its way through the socket
+            await asyncio.sleep(0.05)  # messages may still be on their way through the socket
         if self._channel is not None:
             self._channel.close()
         self._ended.set()
         self._on_exit(status)
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Ask it to leave, kill it if it does not within ``grace_s`` seconds, and wait for its end."""
+        """Ask the engine to exit, kill it after ``grace_s`` seconds, and wait for its end."""
         if grace_s > 0 and not self._ended.is_set():
             self.send(wire.Shutdown())
         try:
@@ -147,7 +147,7 @@ class EngineProcess(EngineHandle):
 
     Args:
         on_message, on_exit: see ``EngineHandle``.
-        environment: its variables, besides this process's.
+        environment: variables besides those of this process.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class EngineProcess(EngineHandle):
 
     def _handle(self, message: wire.FromEngine) -> None:
         if isinstance(message, wire.Ready):
-            # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
+            # Both sides have opened the sockets and the heartbeat, so the files can go: nothing is left behind.
             shutil.rmtree(self._directory, ignore_errors=True)
         self._on_message(message)
 

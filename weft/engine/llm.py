@@ -56,7 +56,7 @@ class LLM:
 
     Args:
         model: a folder or hub id; None: the bundled model.
-        **settings: every field of ``EngineConfig``, by name (``weft config`` explains them).
+        **settings: fields of ``EngineConfig``, by name (``weft config`` explains them).
 
     Attributes:
         config: the resolved settings.
@@ -120,7 +120,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many. An interrupt (Ctrl-C) waits until a step is over, and leaves nothing behind; a
+        """Complete one prompt or many. An interrupt (Ctrl-C) waits until a step is over, and leaves nothing behind. A
         second one does not wait.
 
         Args:
@@ -128,13 +128,13 @@ class LLM:
                 dict may have ``multi_modal_data``: ``{"image": [...], "video": [...]}``, see docs/images.md.
             sampling_params: one for all, or one per prompt; None: ``SamplingParams()``.
             use_tqdm: show a progress bar with prefill and decode tokens per second.
-            priority: for the ``priority`` policy, smaller first; one for all or one per prompt.
+            priority: priority under the ``priority`` policy, smaller first; one for all or one per prompt.
 
         Returns:
             One output per prompt, in the order given.
 
         Raises:
-            RequestError: a prompt or parameter is not valid; then none of them was started.
+            RequestError: a prompt or parameter is not valid. No prompt was started then.
             EngineDeadError: after ``shutdown``.
         """
         self._check_alive()
@@ -160,7 +160,8 @@ class LLM:
                 raise
 
     def _drain(self) -> None:
-        """Take in a step that was launched before its requests had ended; what they held is free then."""
+        """Process the results of a step that was launched before its requests had ended, which frees their pages and
+        slots."""
         while self._core.has_work:
             self._core.step()
 
@@ -237,7 +238,7 @@ class LLM:
         return self.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What ``sampling_params=None`` means: the checkpoint's defaults, resolved for each request."""
+        """The meaning of ``sampling_params=None``: the checkpoint's defaults, resolved for each request."""
         return SamplingParams()
 
     # -- step by step --------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class LLM:
         """Queue a request for ``step``. Returns its id.
 
         Raises:
-            RequestError: the prompt, a parameter or the id is not valid; nothing else is disturbed.
+            RequestError: the prompt, a parameter or the id is not valid. Other requests are not affected.
             EngineDeadError: after ``shutdown``.
         """
         self._check_alive()
@@ -274,7 +275,7 @@ class LLM:
             raise EngineDeadError(f"this engine is dead, make a new LLM: {self._core.failure}")
 
     def _check_id(self, request_id: str | None) -> str:
-        """The id given, or one that is free."""
+        """The given id, or a free one."""
         if request_id is None:
             while (name := f"request-{next(self._ids)}") in self._streams:
                 pass
@@ -287,7 +288,7 @@ class LLM:
         """Run one step of the engine.
 
         Returns:
-            A snapshot of every request that got a token or ended; ``finished`` ones appear once and are forgotten.
+            A snapshot of every request that got a token or ended. A ``finished`` request appears once.
         """
         outputs = [stream.output() for stream in self._advance()]
         for output in outputs:
@@ -297,11 +298,11 @@ class LLM:
         return outputs
 
     def _advance(self) -> list[OutputStream]:
-        """One step of the core; the open outputs that it changed, with their new tokens taken in."""
+        """Run one step of the core. Returns the open outputs that it changed, with their new tokens."""
         changed: dict[str, OutputStream] = {}
         for request in self._core.step():
             if (stream := self._by_request.get(request.request_id)) is None:
-                continue  # aborted after it had failed
+                continue  # aborted after its step had failed
             stop = stream.take(request)
             if stop is not None and not self._core.finish(request.request_id, "stop", stop):
                 request.finish_reason, request.stop_reason = "stop", stop  # its last token completed the stop string
@@ -309,7 +310,7 @@ class LLM:
         return list(changed.values())
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now. Returns what it had, or None if it is unknown or has ended already."""
+        """End a request now. Returns its output so far, or None if it is unknown or has ended already."""
         output = self._abort(request_id)
         self._drain_if_finished()
         return output
@@ -325,11 +326,12 @@ class LLM:
         return stream.output()
 
     def is_finished(self) -> bool:
-        """True if no request is open."""
+        """Whether no request is open."""
         return not self._streams
 
     def _drain_if_finished(self) -> None:
-        """Take in the step that was launched beyond the end of the last open request: it holds pages and a slot."""
+        """Process the results of a step launched beyond the end of the last open request, which holds pages and a
+        slot."""
         if self.is_finished():
             self._drain()
 
@@ -338,7 +340,7 @@ class LLM:
             del self._by_request[request.request_id]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. Returns False, and nothing changed, while requests run."""
+        """Drop every cached prefix. Returns False, and changes nothing, while requests run."""
         self._drain_if_finished()
         return self._core.reset_prefix_cache()
 
@@ -369,7 +371,7 @@ class LLM:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """The prompts; a text, a dict or a list of token ids is one."""
+    """The prompts as a list. A text, a dict or a list of token ids is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
@@ -381,7 +383,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 
 def _conversations(messages: Any) -> list[Messages]:
-    """The conversations; a list of dicts is one."""
+    """The conversations as a list. A list of dicts is one conversation."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError(
             "messages must be a non-empty list of {'role', 'content'} dicts, or a list of such lists", "messages"

@@ -1,6 +1,6 @@
 """Logits processors: callables of the user that change the logits of one request.
 
-Each is bound to the tokens of its request so far; one that fails ends its own request alone.
+Each is bound to the tokens of its request so far. A processor that fails ends its own request alone.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def processors_of(sampling: Iterable[tuple[int, Request]]) -> dict[int, LogitsProcessor]:
-    """The processors of those among ``(row, request)`` that have some, by row."""
+    """The logits processors of requests that have some, by row."""
     return {row: partial(_process, request) for row, request in sampling if request.logits_processors}
 
 
 def _process(request: Request, logits: Tensor) -> Tensor:
-    """Logits ``[V]`` after all processors; NaN, which ends the request with ``"error"``, if one of them fails."""
+    """Apply all processors to logits ``[V]``. Returns NaN if one of them fails, which ends the request with
+    ``"error"``."""
     try:
         for processor in request.logits_processors:
             result = _call(processor, request, logits)
@@ -48,7 +49,7 @@ def _call(processor: Callable[..., Any], request: Request, logits: Tensor) -> Te
 
 
 def num_arguments(processor: Callable[..., Any]) -> int:
-    """How many positional arguments it takes without a default."""
+    """Number of positional arguments without a default."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(processor).parameters.values()
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)

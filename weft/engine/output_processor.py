@@ -1,7 +1,7 @@
-"""The output processor: tokens to text, deltas and ``RequestOutput``.
+"""The output processor: from tokens to text, deltas and ``RequestOutput``.
 
-Job: detokenize as tokens arrive, find stop strings, assemble ``RequestOutput`` objects.
-Owns: the text of every live request. Does not know: scheduling, models, HTTP.
+Job: detokenize tokens as they arrive, find stop strings, assemble ``RequestOutput`` objects. Owns: the text of every
+open request. Does not know: scheduling, models, HTTP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompletionDelta(msgspec.Struct):
-    """What one completion got since it was last asked; ``logprobs`` is None if they were not asked for."""
+    """The new part of one completion since the last delta. ``logprobs`` is None if the user did not ask for them."""
 
     index: int
     text: str
@@ -35,7 +35,7 @@ class CompletionDelta(msgspec.Struct):
 
 @dataclass(slots=True)
 class Completion:
-    """One completion in the making: its request, its text so far, what has been taken in."""
+    """One completion in the making: its request, its text so far, and the number of tokens that are in the text."""
 
     request: Request
     index: int
@@ -57,7 +57,7 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come, those after a stop string left out."""
+        """Number of tokens received, without those after a stop string."""
         return len(self.request.output_token_ids) if self.stops is None else self.num_tokens_seen
 
 
@@ -66,10 +66,10 @@ class OutputStream:
 
     Args:
         request_id: the user's id.
-        prompt: as it was given.
+        prompt: the prompt as the user gave it.
         requests: one per completion.
-        params: as the user gave them.
-        tokenizer: None: token ids only.
+        params: the parameters as the user gave them.
+        tokenizer: the tokenizer; None: token ids only.
     """
 
     def __init__(
@@ -110,21 +110,21 @@ class OutputStream:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, all completions together."""
+        """Number of tokens generated so far in all completions."""
         return sum(c.num_tokens for c in self._completions)
 
     @property
     def num_prefilled_tokens(self) -> int:
-        """Prompt tokens computed for the completions that have a token, those from the cache not counted."""
+        """Number of prompt tokens computed for completions that have a token, without cached ones."""
         started = [c.request for c in self._completions if c.num_tokens]
         return sum(r.num_prompt_tokens - (r.num_cached_tokens or 0) for r in started)
 
     def take(self, request: Request) -> str | None:
-        """``request``, one of this prompt's completions, has new tokens or has ended. They become text when somebody
-        looks, unless a stop string may be in it.
+        """Note that ``request``, one of this prompt's completions, has new tokens or has ended. The tokens become text
+        when the output is read, or now if a stop string is possible.
 
         Returns:
-            The stop string that ends it (the caller must end the request), or None.
+            The stop string that ends the completion (the caller must end the request), or None.
         """
         completion = self._by_id[request.request_id]
         if completion.stops is not None:
@@ -132,7 +132,7 @@ class OutputStream:
         return completion.stop
 
     def catch_up(self) -> list[Request]:
-        """Turn what has come into text. Returns the requests for which that failed; their text ends here."""
+        """Detokenize new tokens. Returns the requests for which that failed; their text ends there."""
         failed = []
         for completion in self._completions:
             try:
@@ -153,7 +153,7 @@ class OutputStream:
             for token_id in new:
                 if completion.stop is None:
                     self._take_tokens(completion, [token_id])
-            if completion.stop is not None:  # tokens of the same step after the stop string are no part of the output
+            if completion.stop is not None:  # tokens after the stop string in the same step are no part of the output
                 del (
                     request.output_token_ids[completion.num_tokens_seen :],
                     request.logprobs[completion.num_tokens_seen :],
@@ -183,7 +183,7 @@ class OutputStream:
         completion.text += delta
 
     def _is_dropped(self, request: Request, position: int, token_id: int) -> bool:
-        """The token that ended the generation is not part of the text, unless the user wants to see stops."""
+        """Whether the token that ended the generation is left out of the text. Users can ask to keep it."""
         is_last = position == len(request.output_token_ids) - 1
         if not is_last or self._params.include_stop_str_in_output:
             return False
@@ -191,14 +191,14 @@ class OutputStream:
         return token_id in request.stop_token_ids or (is_eos and self._params.skip_special_tokens)
 
     def _flush(self, completion: Completion) -> None:
-        """The request has ended: emit what was held back (half a character may yet complete a stop string)."""
+        """Emit the text held back after the request ended. Half a character may still complete a stop string."""
         if completion.detokenizer is not None:
             self._add_text(completion, completion.detokenizer.finish())
         if completion.stops is not None:
             completion.text += completion.stops.finish()
 
     def output(self) -> RequestOutput:
-        """A snapshot of everything known."""
+        """A snapshot of the whole output."""
         for completion in self._completions:
             self._catch_up(completion)
         first = self._completions[0].request
@@ -215,7 +215,7 @@ class OutputStream:
         )
 
     def deltas(self) -> list[CompletionDelta]:
-        """What ``catch_up`` found since the last call, for the completions that got a token or ended."""
+        """The text found by ``catch_up`` since the last call, for completions that have a new token or have ended."""
         return [delta for delta in map(self._delta, self._completions) if delta is not None]
 
     def _delta(self, completion: Completion) -> CompletionDelta | None:
@@ -245,7 +245,8 @@ class OutputStream:
         )
 
     def _take_prompt_logprobs(self, request: Request) -> list[LogprobsDict | None] | None:
-        """Those known, each converted once. A preempted request starts its list again; the entries are the same."""
+        """The prompt log probabilities known so far, each converted once. A preempted request starts its list again,
+        with equal entries."""
         if self._params.prompt_logprobs is None:
             return None
         new = request.prompt_logprobs[len(self._prompt_logprobs) - 1 :]
@@ -253,7 +254,8 @@ class OutputStream:
         return list(self._prompt_logprobs)
 
     def _logprobs(self, entry: TokenLogprobs) -> LogprobsDict:
-        """Chosen token first; its rank is its own, the others' follow from their order."""
+        """The log probabilities of one token. The chosen token is first, with its own rank; the ranks of the others are
+        their order."""
         result: LogprobsDict = {entry.token_ids[0]: self._logprob(entry.token_ids[0], entry.logprobs[0], entry.rank)}
         for rank, (token, logprob) in enumerate(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True), start=1):
             result.setdefault(token, self._logprob(token, logprob, rank))

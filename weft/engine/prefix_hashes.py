@@ -1,13 +1,13 @@
 """Hashes of token prefixes, by which the router knows what a replica has cached.
 
-Prefixes are reported and looked up in whole ``STEP`` tokens: what can be reused up to a position counts up to the last
-multiple before it. The hash of ``n`` tokens is ``seed + sum (token_i + 1) * B**i`` modulo 2**64: all prefixes of a
-prompt in one pass, and a tree's nodes from their parents'. It is a hint, not a proof: a collision, or a prompt that
-leaves another one between two multiples, costs a worse choice of replica.
+Prefixes are reported and looked up in multiples of ``STEP`` tokens: a reusable position counts up to the last multiple
+before it. The hash of ``n`` tokens is ``seed + sum (token_i + 1) * B**i`` modulo 2**64. One pass computes all prefixes
+of a prompt, and a node's hashes follow from its parent's. The hash is a hint, not a proof. A collision, or a prompt
+that diverges between two multiples, only leads to a worse choice of replica.
 
-Hashing takes most of a router's time, so it goes in chunks and ends where nobody knows more. With recurrent states a
-request can start from few prefixes only; that a tree goes on beyond a chunk's end is then reported as the hash up to
-there with other bits (``passing``).
+Hashing takes most of a router's time, so it goes chunk by chunk and stops when no replica knows more. With recurrent
+states a request can start from few prefixes only. A tree that continues beyond the end of a chunk is then reported as
+the hash up to there with other bits (``passing``).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from weft.cache.radix_tree import RadixTree
 STEP = 64
 
 CHUNK = 1024
-"""Tokens that are hashed at a time."""
+"""Number of tokens that are hashed at a time."""
 
 MAX_REPORTED = 8192
-"""Prefixes that one replica reports; the ones used latest."""
+"""Upper bound on the prefixes that one replica reports, the most recently used ones."""
 
 _BASE = 0x9E3779B97F4A7C15
 _PASSING = 0x5555555555555555
@@ -37,8 +37,8 @@ _powers = np.ones(1, dtype=np.uint64)
 
 
 def chunks_of_hashes(token_ids: Sequence[int], salt: str | None = None) -> Iterator[list[int]]:
-    """Hashes of the first ``STEP``, ``2 * STEP``, … tokens, those of ``CHUNK`` tokens at a time; nothing is hashed
-    before it is asked for. Only ids of images are negative."""
+    """Yield the hashes of the first ``STEP``, ``2 * STEP``, … tokens, in lists for ``CHUNK`` tokens, computed on
+    demand. Only ids of images are negative."""
     before = _seed(salt)
     for start in range(0, len(token_ids) // STEP * STEP, CHUNK):
         chunk = token_ids[start : start + CHUNK]
@@ -54,18 +54,18 @@ def chunks_of_hashes(token_ids: Sequence[int], salt: str | None = None) -> Itera
 
 
 def passing(value: int) -> int:
-    """What is reported where a tree goes on beyond a chunk's end, whose hash is ``value``, without a request being
-    able to start there."""
+    """The mark of a tree that continues beyond the end of a chunk with hash ``value``, where no request can start."""
     return value ^ _PASSING
 
 
 def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:
-    """Hashes of the prefixes in ``tree`` that a request could start from, and what it passes by, used latest first.
+    """Hashes of the prefixes in ``tree`` from which a request could start, and of the chunks on the way, most recently
+    used first.
 
     Args:
-        needs_state: only those for which a recurrent state is kept.
+        needs_state: include only prefixes with a stored recurrent state.
     """
-    found: dict[int, int] = {}  # hash -> when it was used last
+    found: dict[int, int] = {}  # hash -> time of last use
     stack = [(root, _seed(root.salt), _seed(root.salt)) for root in tree.roots]
     while stack:
         node, before, at_step = stack.pop()  # hashes of all tokens before the node, and up to the last multiple
@@ -83,7 +83,7 @@ def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:
 
 
 def _positions(node: Node, needs_state: bool) -> list[tuple[int, int]]:
-    """Multiples of ``STEP`` up to which a request could reuse this node, and when each was used last."""
+    """Multiples of ``STEP`` up to which a request could reuse this node, each with its time of last use."""
     if needs_state:
         return [(p // STEP * STEP, c.last_used) for p, c in node.checkpoints.items() if p >= STEP]
     return [(p, node.last_used) for p in range((node.start // STEP + 1) * STEP, node.end + 1, STEP)]
@@ -94,7 +94,7 @@ def _seed(salt: str | None) -> int:
 
 
 def _terms(start: int, tokens: Tokens | NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """What each token adds to a hash; the first one stands at ``start``."""
+    """The terms that tokens add to a hash. The first token is at position ``start``."""
     global _powers
     if len(_powers) < start + len(tokens):
         factors = np.full(max(4096, 2 * (start + len(tokens))), _BASE, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Resetting the prefix cache of several replicas: one answer from all of theirs."""
+"""Reset of the prefix caches of several replicas, with one answer for all of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _PendingReset:
-    """``waiting``: replicas that have not answered."""
+    """A reset without an answer so far. ``waiting``: replicas that have not answered."""
 
     waiting: set[int]
     done: bool
 
 
 class PrefixResets:
-    """Answers, in the order of the calls, each once all who were asked have answered or died.
+    """Answers resets in the order of the calls, each after all its replicas have answered or died.
 
     Args:
-        answer: takes whether all have forgotten everything.
+        answer: called with whether all replicas dropped their prefixes.
     """
 
     def __init__(self, answer: Callable[[bool], None]) -> None:
@@ -27,12 +27,13 @@ class PrefixResets:
         self._pending: deque[_PendingReset] = deque()
 
     def ask(self, replicas: Iterable[int], done: bool = True) -> None:
-        """These replicas have been asked. ``done`` False: nobody was, since it cannot be done now."""
+        """Note that a reset was sent to these replicas. ``done`` is False if it was sent to none, since it is
+        impossible now."""
         self._pending.append(_PendingReset(set(replicas), done))
         self._notify()
 
     def answered(self, replica: int, done: bool) -> None:
-        """A replica has answered the oldest reset that it was asked for."""
+        """Note that a replica has answered its oldest reset."""
         reset = next((r for r in self._pending if replica in r.waiting), None)
         if reset is not None:
             reset.waiting.discard(replica)
@@ -40,7 +41,7 @@ class PrefixResets:
             self._notify()
 
     def died(self, replica: int) -> None:
-        """With everything that it had cached."""
+        """Note that a replica died, and its cache with it."""
         for reset in self._pending:
             reset.waiting.discard(replica)
         self._notify()

@@ -1,10 +1,10 @@
 """The engine process: ``python -m weft.engine.process``, started by the server.
 
-Job: start the engine with the settings on standard input, then take requests from one socket, run steps, and send
-what changed through the other. Owns: this process's life. Does not know: text, HTTP.
+Job: start the engine with the settings on standard input, then receive requests from one socket, run steps, and send
+changes through the other. Owns: the life of this process. Does not know: text, HTTP.
 
-It outlives nobody: the kernel kills it when its parent dies, and its heartbeat checks once more. It ignores the signals
-that ask a service to end, because the server lets open requests finish first and then says ``Shutdown``.
+The process ends with its parent: the kernel kills it, and its heartbeat thread checks once more. It ignores SIGINT and
+SIGTERM, because the server lets open requests finish first and then sends ``Shutdown``.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BROKEN_STEPS = 3
-"""Broken steps in a row that end the process: the device or the program is beyond recovery."""
+"""Number of consecutive failed steps that end the process, since the device or the program is beyond recovery."""
 
 PREFIXES_EVERY_S = 1.0
-"""Seconds between two messages about what is cached."""
+"""Seconds between two messages about cached prefixes."""
 
 _IDLE_MS = 1000
 
 
 class Core(Protocol):
-    """What the loop needs of an engine core; see ``weft.engine.core.EngineCore``."""
+    """The interface of an engine core for the loop; see ``weft.engine.core.EngineCore``."""
 
     def add(self, request: Request) -> None: ...
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool: ...
@@ -64,7 +64,7 @@ class Core(Protocol):
 
 
 class EngineLoop:
-    """Messages in, steps, messages out."""
+    """The loop: receive messages, run steps, send messages."""
 
     def __init__(self, core: Core, channel: EngineChannel, *, reports_prefixes: bool = False) -> None:
         self._core = core
@@ -75,8 +75,8 @@ class EngineLoop:
         self._broken_steps = 0
 
     def run(self) -> None:
-        """Until ``Shutdown``. Raises what a step raised if ``MAX_BROKEN_STEPS`` of them broke in a row, or if no step
-        can run any more."""
+        """Run until ``Shutdown``. Raises the exception of a step if ``MAX_BROKEN_STEPS`` steps failed in a row, or if
+        no step can run any more."""
         while True:
             for message in self._channel.receive(0 if self._core.has_work else _IDLE_MS):
                 if isinstance(message, wire.Shutdown):
@@ -90,7 +90,7 @@ class EngineLoop:
                 self._report_prefixes()
 
     def _report_prefixes(self) -> None:
-        """What is cached, for a router: at most once a second, and for at most a hundredth of the time."""
+        """Report cached prefixes to a router, at most once a second and for at most a hundredth of the time."""
         began = time.monotonic()
         version, hashes = self._core.cached_prefixes(self._prefixes_version)
         if version != self._prefixes_version:
@@ -100,7 +100,7 @@ class EngineLoop:
         self._prefixes_due = now + max(PREFIXES_EVERY_S, 100 * (now - began))
 
     def _handle(self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache) -> None:
-        """What cannot be carried out is no reason to end the requests that run."""
+        """Handle a message. A message that fails must not end the running requests."""
         try:
             self._apply(message)
         except EngineDeadError:
@@ -111,7 +111,7 @@ class EngineLoop:
                 self._refuse(message.request_id)
 
     def _refuse(self, request_id: str) -> None:
-        """A request that cannot be taken in ends with an error."""
+        """End a request that cannot be accepted with an error."""
         self._sent.pop(request_id, None)
         self._channel.send(wire.Outputs([wire.Update(request_id, [], finish_reason="error")], self._core.stats()))
 
@@ -132,7 +132,8 @@ class EngineLoop:
         self._channel.send(wire.Outputs([], self._core.stats()))  # so that the gauges fall even if no step follows
 
     def _reset_prefix_cache(self) -> bool:
-        """A step that was launched beyond the end of the last request holds pages until it is taken in."""
+        """Reset the prefix cache. A step launched beyond the end of the last request holds pages, so its results are
+        processed first."""
         while not self._sent and self._core.has_work:
             self._step()
         return self._core.reset_prefix_cache()
@@ -155,9 +156,9 @@ class EngineLoop:
             self._channel.send(wire.Outputs(updates, self._core.stats()))
 
     def _update(self, request: Request) -> wire.Update:
-        """What the server has not been sent yet."""
+        """The changes of a request that the server does not have yet."""
         num_tokens, num_prompt_logprobs = self._sent[request.request_id]
-        # A preempted request has all its prompt log probabilities again, the same ones, before its next token.
+        # A preempted request computes its prompt log probabilities again before its next token; they are the same.
         if request.finish_reason is None:
             self._sent[request.request_id] = (len(request.output_token_ids), len(request.prompt_logprobs))
         else:
@@ -182,12 +183,12 @@ class EngineLoop:
 
 
 Start = Callable[[EngineStart, EngineChannel], tuple[Core, wire.Capacity]]
-"""Makes the core and says what it holds, reporting stages on the way."""
+"""Makes the core, reporting stages of the start. Returns it with its capacity."""
 
 
 @collector_off()
 def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.Capacity]:
-    """The real engine."""
+    """Make the real engine."""
     from weft.config import resolve
 
     ranks = begin_start(start.settings)
@@ -235,7 +236,7 @@ def main(make: Start = start_core) -> int:
     channel = EngineChannel(start.address)
     try:
         core, capacity = make(start, channel)
-        gc.freeze()  # what is loaded by now stays: it need not be looked at by every collection
+        gc.freeze()  # permanent objects need not be scanned by every collection
         channel.send(wire.Ready(capacity))
         reports_prefixes = (start.settings.get("data_parallel_size") or 1) > 1
         EngineLoop(core, channel, reports_prefixes=reports_prefixes).run()
@@ -253,4 +254,4 @@ def main(make: Start = start_core) -> int:
 
 if __name__ == "__main__":
     if (status := main()) != 0:
-        os._exit(status)  # a device that waits for a rank that is gone would keep the interpreter from ending
+        os._exit(status)  # a device that waits for a dead rank would keep the interpreter from ending

@@ -10,7 +10,8 @@ from weft.engine.output_processor import OutputStream
 
 
 class ProgressBar:
-    """A bar over ``total`` prompts with prefill and decode tokens per second since its start; silent if not enabled."""
+    """A bar over ``total`` prompts, with prefill and decode tokens per second since its start. Silent if not
+    enabled."""
 
     def __init__(self, total: int, enabled: bool) -> None:
         self._bar = tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True) if enabled else None
@@ -20,7 +21,7 @@ class ProgressBar:
         self._num_generated = 0
 
     def step(self, changed: list[OutputStream]) -> None:
-        """Take in the outputs that one step changed."""
+        """Update the bar with the outputs that one step changed."""
         if self._bar is None:
             return
         for stream in changed:

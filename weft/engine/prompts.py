@@ -1,4 +1,4 @@
-"""Prompts: the forms in which users give them, and the one that the engine takes."""
+"""Prompts: the forms in which users give them, and the form in which the engine accepts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "checkpoint_pos
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt as text (if it came as text) and as token ids, and what the prefix cache should know of it.
+    """A prompt as text (if given as text) and as token ids, with hints for the prefix cache.
 
     ``media``: its images and videos, whose placeholders are in ``token_ids``.
     """
@@ -30,12 +30,13 @@ class PreparedPrompt:
 
     @property
     def num_media_tokens(self) -> int:
-        """Placeholder tokens of images and videos."""
+        """Number of placeholder tokens of images and videos."""
         return sum(item.num_tokens for item in self.media)
 
 
 def check_mapping(prompt: Mapping[str, Any]) -> str | None:
-    """The cache salt of a prompt given as a dict. Raises RequestError for keys that are not known, or no such salt."""
+    """Check a prompt given as a dict. Returns its cache salt. Raises RequestError for an unknown key or an invalid
+    salt."""
     unknown = [key for key in prompt if key not in PROMPT_KEYS]
     if unknown:
         raise RequestError(f"prompt has unknown keys {unknown}; allowed are {list(PROMPT_KEYS)}", "prompt")
@@ -46,7 +47,7 @@ def check_mapping(prompt: Mapping[str, Any]) -> str | None:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raises RequestError unless ``value`` is a text that is not empty and can be sent to another process."""
+    """Raise RequestError unless ``value`` is a non-empty text that can be sent to another process."""
     if not isinstance(value, str) or not value:
         raise RequestError(f"{name}={value!r} is not a non-empty text", name)
     try:
@@ -56,7 +57,7 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_positions(positions: Any, num_tokens: int) -> list[int]:
-    """Checkpoint positions in ascending order, each once."""
+    """The checkpoint positions in ascending order, without duplicates."""
     name = "checkpoint_positions"
     if positions is None:
         return []
@@ -71,8 +72,8 @@ def check_positions(positions: Any, num_tokens: int) -> list[int]:
 
 
 def check_call(params: SamplingParams | None, request_id: str | None, priority: int) -> SamplingParams:
-    """The sampling parameters of a call, or the defaults. Raises RequestError for what has another type, or cannot be
-    sent to another process."""
+    """Return the sampling parameters of a call, or the defaults. Raises RequestError for another type, or for values
+    that cannot be sent to another process."""
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams", "sampling_params")

@@ -1,8 +1,8 @@
-"""The connection to a Ray cluster: placement groups and actors, and what an actor runs there.
+"""The connection to a Ray cluster: placement groups, actors, and the code that an actor runs.
 
-Job: every call of Ray's interface; ``EngineHost`` starts an engine process on another machine and watches it. Owns:
-nothing here; actors and placement groups belong to those who asked for them. Does not know: requests; messages go
-between server and engine directly.
+Job: every call of Ray's interface. ``EngineHost`` starts an engine process on another machine and watches it. Owns:
+nothing; actors and placement groups belong to the callers. Does not know: requests. Messages go between server and
+engine directly.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from weft.processes.heartbeat import Pulse
 
 
 class EngineHost:
-    """The actor. Its methods are called from the server's machine; ``beat`` while ``run`` runs."""
+    """The actor. The server's machine calls its methods; ``beat`` may be called while ``run`` runs."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
         self._pulse: Pulse | None = None
 
     def run(self, content: bytes, module: str) -> int:
-        """Run an engine from its start to its end, whose exit status is returned.
+        """Run an engine from its start to its end. Returns its exit status.
 
         Args:
             content: an ``EngineStart`` in msgpack; heartbeat and parent are filled in here.
             module: what ``python -m`` runs.
         """
         descriptor = os.memfd_create("weft-heartbeat")
-        heartbeat = f"/proc/{os.getpid()}/fd/{descriptor}"  # no file that could be left behind
+        heartbeat = f"/proc/{os.getpid()}/fd/{descriptor}"  # a memory file leaves nothing behind
         start = replace(msgspec.msgpack.decode(content, type=EngineStart), heartbeat=heartbeat, parent_pid=os.getpid())
         self._pulse = Pulse(Path(heartbeat))
         self._child = Child(module)
@@ -53,8 +53,8 @@ class EngineHost:
         return status
 
     def beat(self) -> tuple[int, float, float]:
-        """The engine's process id (0: there is none yet), its silence in seconds (0.0 before its first sign of life),
-        and this machine's monotonic clock."""
+        """Return the engine's process id (0 before its start), its silence in seconds (0.0 before its first sign of
+        life), and the machine's monotonic clock."""
         if self._child is None or self._pulse is None:
             return 0, 0.0, time.monotonic()
         self._pulse.poll(self._child.pid)
@@ -65,11 +65,11 @@ class EngineHost:
 _connecting = threading.Lock()
 
 _LOOK_S = 1.0
-"""How long one look at a placement group waits."""
+"""Seconds that one look at a placement group waits."""
 
 
 def check_installed() -> None:
-    """Raises ConfigError if there is no Ray."""
+    """Raise ConfigError if Ray is not installed."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
@@ -79,15 +79,15 @@ def check_installed() -> None:
 
 
 def connect() -> None:
-    """Join the cluster that ``RAY_ADDRESS`` names, or the one that runs on this machine.
+    """Join the cluster named by ``RAY_ADDRESS``, or the one on this machine.
 
     Raises:
-        ConfigError: there is none, or it does not let this process in.
+        ConfigError: there is no cluster, or it refuses this process.
     """
     import ray
 
     address = os.environ.get("RAY_ADDRESS", "auto")
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn that the signals stay as they are
+    logging.getLogger("ray").setLevel(logging.ERROR)  # Ray would warn that signals stay as they are
     try:
         with _connecting:
             if not ray.is_initialized():
@@ -100,7 +100,8 @@ def connect() -> None:
 
 
 def keep_signals() -> None:
-    """Give SIGTERM back to who had it: Ray has set a handler of its own, which ends the process. In the main thread."""
+    """Restore the handler of SIGTERM after Ray replaced it with one that ends the process. Call it in the main
+    thread."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     signal.siginterrupt(signal.SIGTERM, False)
 
@@ -113,7 +114,7 @@ def this_address() -> str:
 
 
 def bundle_of(settings: Mapping[str, Any]) -> dict[str, float]:
-    """What one replica needs, all of it on one machine: a GPU and a processor for each rank, or processors only."""
+    """The resources of one replica, all on one machine: a GPU and a processor for each rank, or processors only."""
     import ray
 
     size = settings.get("tensor_parallel_size") or 1
@@ -124,10 +125,10 @@ def bundle_of(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 async def reserve(bundle: Mapping[str, float], patience_s: float | None) -> Any:
-    """A placement group of one bundle.
+    """Reserve a placement group of one bundle.
 
     Args:
-        patience_s: how long to wait for room; None: as long as it takes.
+        patience_s: seconds to wait for room; None: without a limit.
 
     Raises:
         ConfigError: there was no room in time.
@@ -162,15 +163,15 @@ def _describe(resources: Mapping[str, float], names: Mapping[str, float]) -> str
 
 
 def release(group: Any) -> None:
-    """Give the room back."""
+    """Remove a placement group."""
     from ray.util.placement_group import remove_placement_group
 
-    with contextlib.suppress(Exception):  # the cluster has gone, and the room with it
+    with contextlib.suppress(Exception):  # the cluster is gone, and the group with it
         remove_placement_group(group)
 
 
 def start_actor(group: Any, bundle: Mapping[str, float]) -> Any:
-    """An ``EngineHost`` that has the whole bundle; Ray names its GPUs in ``CUDA_VISIBLE_DEVICES``."""
+    """Start an ``EngineHost`` with the whole bundle. Ray names its GPUs in ``CUDA_VISIBLE_DEVICES``."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -185,8 +186,8 @@ def start_actor(group: Any, bundle: Mapping[str, float]) -> Any:
 
 
 def kill_actor(actor: Any) -> None:
-    """End its process at once; what it has started ends with it."""
+    """Kill the actor's process at once. Its children end with it."""
     import ray
 
-    with contextlib.suppress(Exception):  # it has gone already
+    with contextlib.suppress(Exception):  # the actor is gone already
         ray.kill(actor)

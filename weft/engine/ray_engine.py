@@ -1,11 +1,11 @@
 """An engine on a machine of a Ray cluster, with the interface of ``EngineProcess``.
 
-Job: find room for it, start it in an actor there, notice its end. Owns: the placement group, the actor, the server's
+Job: find room for the engine, start it in an actor, notice its end. Owns: the placement group, the actor, the server's
 side of the sockets. Does not know: Ray's interface (``ray_cluster.py``), requests.
 
-Messages do not pass through Ray: the engine connects to the server's sockets over TCP (``channel.py``). What starts the
-engine goes through Ray, the question whether it is alive, and the report of its end. An engine whose connection breaks
-ends itself, since messages are lost.
+Messages do not pass through Ray: the engine connects to the server's sockets over TCP (``channel.py``). Ray carries the
+start message, the heartbeats, and the report of the end. An engine whose connection breaks exits, since messages are
+lost.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from weft.request import RequestSpec
 
 
 class ClockOffset:
-    """Seconds to add to the other machine's ``time.monotonic()`` to get this machine's."""
+    """The difference between the other machine's ``time.monotonic()`` and this one's, in seconds."""
 
     def __init__(self) -> None:
         self._low, self._high = -math.inf, math.inf
 
     def note(self, asked: float, theirs: float, answered: float) -> None:
-        """It showed ``theirs`` at some moment between ``asked`` and ``answered`` of this machine's clock."""
+        """Note that the other clock showed ``theirs`` at some moment between ``asked`` and ``answered`` of this
+        clock."""
         low, high = max(self._low, asked - theirs), min(self._high, answered - theirs)
-        if low > high:  # the clocks have drifted apart since
+        if low > high:  # the clocks have drifted apart since the last note
             low, high = asked - theirs, answered - theirs
         self._low, self._high = low, high
 
     @property
     def seconds(self) -> float:
-        """0.0 as long as the clocks may be one, and before the first answer."""
+        """Seconds to add to the other clock; 0.0 if both may be the same clock, and before the first note."""
         return 0.0 if self._low <= 0.0 <= self._high else (self._low + self._high) / 2
 
 
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
-"""Seconds between two questions whether the engine is alive."""
+"""Seconds between two heartbeat calls."""
 
 _SLACK_S = 20.0
-"""How long an answer to that question may take before the engine counts as silent."""
+"""Seconds without an answer to a heartbeat call before the engine counts as silent."""
 
 
 class RayEngine(EngineHandle):
@@ -61,7 +62,7 @@ class RayEngine(EngineHandle):
 
     Args:
         on_message, on_exit: see ``EngineHandle``.
-        patience_s: how long to wait for room in the cluster; None: as long as it takes.
+        patience_s: seconds to wait for room in the cluster; None: without a limit.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class RayEngine(EngineHandle):
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
-        """From the search for room to the end."""
+        """Run the engine, from the search for room to its end."""
         group, status = None, -signal.SIGKILL
         try:
             began = time.monotonic()
@@ -108,12 +109,12 @@ class RayEngine(EngineHandle):
             self._actor = ray_cluster.start_actor(group, bundle)
             status = await self._run()
         except asyncio.CancelledError:
-            pass  # killed before there was an actor
+            pass  # killed before the actor existed
         except WeftError as error:
             status = wire.FAILED_STATUS
             self._on_message(wire.failure(error))
             self._has_failed.set()
-        except Exception as error:  # the actor or its machine has gone
+        except Exception as error:  # the actor or its machine is gone
             logger.error("an engine on the Ray cluster has gone: %s", str(error).strip().replace("\n", " "))
         await self._settle(status)
         if self._actor is not None:
@@ -122,7 +123,7 @@ class RayEngine(EngineHandle):
             ray_cluster.release(group)
 
     async def _run(self) -> int:
-        """The engine's exit status. Raises Ray's error if the actor ends first."""
+        """Wait for the engine's exit status. Raises Ray's error if the actor ends first."""
         address = self._open(await asyncio.to_thread(ray_cluster.this_address))
         ended = self._actor.run.remote(msgspec.msgpack.encode(self._command.start(address)), self._command.module)
         beats = asyncio.create_task(self._ask())
@@ -132,7 +133,7 @@ class RayEngine(EngineHandle):
             beats.cancel()
 
     async def _ask(self) -> None:
-        """Is it alive? An error is the actor's end, which ends ``_run``."""
+        """Ask for heartbeats until an error, which means that the actor has ended and so ends ``_run``."""
         with contextlib.suppress(Exception):
             while True:
                 asked = time.monotonic()

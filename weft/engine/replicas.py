@@ -1,14 +1,13 @@
 """Data parallelism: several engines with the interface of one, on one machine or on a Ray cluster.
 
-Job: start the replicas, route requests, survive the death of one. Owns: the engines, and which request is where.
-Does not know: text, HTTP; to the server it looks like one ``EngineProcess``.
+Job: start the replicas, route requests, survive the death of a replica. Owns: the engines, and the map from requests to
+replicas. Does not know: text, HTTP. To the server it looks like one ``EngineProcess``.
 
-A replica can be drained: it gets nothing new, finishes what it has, and its process ends; started again, it is as new,
-with what was installed or written meanwhile.
+A replica can be drained: it gets no new requests, finishes those that it has, and its process ends. Started again, it
+runs the code and settings that are installed by then.
 
-When a replica dies, another process is started in its place. Its requests that nobody has seen a token of go to
-another replica and start anew there; the others end with an error. Only when no replica is left, and none can be
-started, is the whole set over.
+When a replica dies, another process is started in its place. Its requests without a token so far start again on another
+replica; the others end with an error. The whole set ends only when no replica is left and none can be started.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from weft.stats import EngineStats, counters, merged
 logger = logging.getLogger(__name__)
 
 FROZEN_AFTER_S = 10.0
-"""A replica without a sign of life for so long is killed, and another one is started."""
+"""Seconds without a sign of life after which a replica is killed and replaced."""
 
 PLACEMENT_PATIENCE_S = 60.0
-"""How long a server that starts waits for room in a Ray cluster."""
+"""Seconds that a starting server waits for room in a Ray cluster."""
 
 _LOOK_S = 1.0
 _DRAIN_LOOK_S = 0.05
@@ -48,7 +47,7 @@ _DRAIN_LOOK_S = 0.05
 
 @dataclass(slots=True)
 class Member:
-    """One replica: its process, and what it has said."""
+    """One replica: its process, and the latest messages of that process."""
 
     index: int
     process: EngineHandle | None = None
@@ -57,7 +56,7 @@ class Member:
     failed: wire.Failed | None = None
     restarts: Restarts = field(default_factory=Restarts)
     is_out: bool = False
-    """It has been drained, or is about to be."""
+    """Whether the replica has been drained, or is being drained."""
 
     @property
     def is_ready(self) -> bool:
@@ -73,7 +72,7 @@ class Member:
 
 
 def why_not_drain(replicas: list[ReplicaView], index: int) -> str | None:
-    """Why a replica cannot be drained; None if it can."""
+    """The reason why a replica cannot be drained; None if it can."""
     refusal = _why_not(replicas, index, ("up",), "drained")
     if refusal is None and not any(view.state == "up" for view in replicas if view.replica != index):
         return f"replica {index} is the only one that is up; start another one first"
@@ -81,7 +80,7 @@ def why_not_drain(replicas: list[ReplicaView], index: int) -> str | None:
 
 
 def why_not_start(replicas: list[ReplicaView], index: int) -> str | None:
-    """Why a replica cannot be started; None if it can."""
+    """The reason why a replica cannot be started; None if it can."""
     return _why_not(replicas, index, ("drained", "down"), "started")
 
 
@@ -95,7 +94,7 @@ def _why_not(replicas: list[ReplicaView], index: int, states: tuple[str, ...], w
 
 @dataclass(slots=True)
 class Open:
-    """A request that has not ended: where it is, and how to send it again."""
+    """An open request: its replica, and the message to send again."""
 
     index: int
     message: RequestSpec
@@ -123,7 +122,7 @@ class ReplicaSet:
         self._resets = PrefixResets(lambda done: self._on_message(wire.PrefixCacheReset(done)))
         self._draining: set[asyncio.Task[None]] = set()
         self._is_configured = self._is_ready = self._is_over = self._is_closing = False
-        self._past = EngineStats()  # what replicas did that were replaced: sums of counters never fall
+        self._past = EngineStats()  # counters of replaced replicas, so that sums never fall
         for member in self.members:
             self._start(member)
         self._looker = asyncio.create_task(self._look())
@@ -140,7 +139,7 @@ class ReplicaSet:
     ) -> EngineHandle:
         if not self._on_ray:
             return EngineProcess(self._command, on_message, ended, self._devices(member.index))
-        patience_s = None if self._is_ready else PLACEMENT_PATIENCE_S  # one that comes back waits for its turn
+        patience_s = None if self._is_ready else PLACEMENT_PATIENCE_S  # a restarted replica waits for its turn
         return RayEngine(self._command, on_message, ended, patience_s)
 
     # -- towards the replicas ------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ class ReplicaSet:
                 process.send(wire.FinishRequests(request_ids, message.reason))
 
     def _reset_prefix_cache(self, message: wire.ResetPrefixCache) -> None:
-        """All of them or none: while one has requests, nothing changes. One that starts has nothing cached."""
+        """Reset all replicas or none: nothing changes while one has requests. A starting replica has nothing cached."""
         asked = [] if self._open else [m for m in self.members if m.is_ready]
         for member in asked:
             assert member.process is not None
@@ -266,7 +265,7 @@ class ReplicaSet:
     # -- lives ---------------------------------------------------------------------------------------------------
 
     def views(self) -> list[ReplicaView]:
-        """What is known of each replica."""
+        """The state of each replica."""
         names = [name for name in ReplicaView.__struct_fields__ if name in EngineStats.__struct_fields__]
         return [
             ReplicaView(
@@ -302,7 +301,7 @@ class ReplicaSet:
         task.add_done_callback(self._draining.discard)
 
     async def _end_when_idle(self, index: int, process: EngineHandle) -> None:
-        """``process``: of the replica now; if it dies, another one may be started before this looks again."""
+        """Shut ``process`` down when it is idle. It may be replaced meanwhile, if it dies."""
         while any(entry.index == index for entry in self._open.values()):
             await asyncio.sleep(_DRAIN_LOOK_S)
         await process.stop()
@@ -313,12 +312,12 @@ class ReplicaSet:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last sign of life of the replica that gave one last: the set lives as long as one does."""
+        """Seconds since the last sign of life of any replica, since the set lives as long as one replica does."""
         return min((m.process.silence_s for m in self.members if m.process is not None), default=float("inf"))
 
     @property
     def pid(self) -> int:
-        """Of the first replica."""
+        """Process id of the first replica."""
         return next((m.process.pid for m in self.members if m.process is not None), 0)
 
     async def _look(self) -> None:
@@ -330,7 +329,7 @@ class ReplicaSet:
                     member.process.kill()
 
     def _ended(self, member: Member, status: int) -> None:
-        """A replica's process has ended."""
+        """Handle the end of a replica's process."""
         member.process = member.capacity = None
         member.stats = replace(member.stats, num_running=0, num_waiting=0)
         self._router.down(member.index)
@@ -339,9 +338,9 @@ class ReplicaSet:
             return
         if member.is_out:
             logger.info("replica %d has been drained", member.index)
-            self._move_requests(member.index)  # none, unless it died on the way
+            self._move_requests(member.index)  # a drained replica has no requests, unless it died before
             return
-        if not self._is_ready:  # what keeps one from starting keeps all
+        if not self._is_ready:  # an error of the settings would end every replica
             self._give_up(member, status)
             return
         words = member.failed.message if member.failed is not None else f"status {status}"
@@ -353,7 +352,7 @@ class ReplicaSet:
         self._move_requests(member.index)
 
     def _move_requests(self, index: int) -> None:
-        """What a dead replica had: start again elsewhere, or end."""
+        """Restart the requests of a dead replica elsewhere, or end them."""
         lost = [entry for entry in self._open.values() if entry.index == index]
         failed: list[wire.Update] = []
         for entry in lost:
@@ -375,7 +374,7 @@ class ReplicaSet:
         self._on_exit(status)
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """As ``EngineProcess.stop``, all at once."""
+        """Stop all replicas at once, as ``EngineProcess.stop``."""
         self._is_closing = True
         self._looker.cancel()
         running = [m.process for m in self.members if m.process is not None]

@@ -1,10 +1,10 @@
 """The stream of one call's results, for one reader.
 
-Job: turn new tokens into deltas when the reader asks, wake it, or push the deltas past it. Does not know: how tokens
-come.
+Job: turn new tokens into deltas when the reader asks, wake the reader, or push deltas to it. Does not know: the source
+of the tokens.
 
-A stream keeps no queue: what arrives while its reader is slow is added to what the reader will get next, so a reader
-that never reads costs the tokens of its own answer and nothing more.
+A stream has no queue. Tokens that arrive while the reader is slow are added to the next delta, so a reader that never
+reads costs only the tokens of its own answer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weft.outputs import RequestOutput
 from weft.request import Request
 
 PromptDelta = tuple[int, CompletionDelta]
-"""Number of the prompt within its call, and what one of its completions got."""
+"""The number of a prompt within its call, and the new part of one of its completions."""
 
 Push = Callable[[list[PromptDelta]], bool]
-"""Takes deltas at once, without the reader's task; False: not now."""
+"""Accepts deltas at once, without the reader's task. Returns False if it cannot accept them now."""
 
 
 class StreamOwner(Protocol):
@@ -36,7 +36,7 @@ class StreamOwner(Protocol):
 
 
 class ResponseStream:
-    """The completions of one call, which may hold several prompts. Read by one task.
+    """The completions of one call, which may have several prompts. One task reads them.
 
     Example:
         >>> async with engine.submit("id", prompts, params) as stream:
@@ -46,9 +46,9 @@ class ResponseStream:
     Attributes:
         request_id: the call's id.
         outputs: one per prompt.
-        is_delivered: the reader has got everything.
-        push: while the reader waits, it takes what is new and no end, as soon as a step has been received. The reader
-            gets what it raises.
+        is_delivered: the reader has received everything.
+        push: while the reader waits, it accepts new deltas without an end as soon as a step was received. The reader
+            gets its exceptions.
     """
 
     push: Push | None = None
@@ -60,7 +60,7 @@ class ResponseStream:
         self._waiter: asyncio.Future[None] | None = None
         self._has_updates = self.is_delivered = False
         self._changed: set[int] = set()
-        self._undelivered: list[PromptDelta] = []  # could not be pushed
+        self._undelivered: list[PromptDelta] = []  # deltas that could not be pushed
         self._error: WeftError | None = None
         self._push_error: Exception | None = None
 
@@ -76,7 +76,7 @@ class ResponseStream:
         return self
 
     async def __anext__(self) -> list[PromptDelta]:
-        """What is new, as often as there is something new, until every completion has ended.
+        """Wait for something new, until every completion has ended.
 
         Raises:
             EngineDeadError: the engine died before the end.
@@ -95,7 +95,7 @@ class ResponseStream:
         raise StopAsyncIteration
 
     def _new_deltas(self) -> list[PromptDelta]:
-        """What came since the last call, as text."""
+        """The text since the last call."""
         self._has_updates = False
         changed = sorted(self._changed) if len(self._changed) > 1 else list(self._changed)
         self._changed.clear()
@@ -115,7 +115,7 @@ class ResponseStream:
         return self.snapshot()
 
     async def _wait(self) -> None:
-        """Until there is something new. What had arrived before the engine died is still delivered."""
+        """Wait for something new. Tokens that arrived before the engine died are still delivered."""
         if self._error is None and self._push_error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -130,29 +130,29 @@ class ResponseStream:
             waiter.set_result(None)
 
     def snapshot(self) -> list[RequestOutput]:
-        """Everything known, per prompt."""
+        """Snapshots of all outputs, one per prompt."""
         self._catch_up(range(len(self.outputs)))
         return [output.output() for output in self.outputs]
 
     def _catch_up(self, changed: Iterable[int]) -> None:
-        """Text of new tokens; a completion whose tokens give none ends with an error, the others go on."""
+        """Detokenize new tokens. A completion for which that fails ends with an error; the others go on."""
         for index in changed:
             for request in self.outputs[index].catch_up():
                 self._engine.give_up(request)
 
     def take(self, index: int, request: Request) -> str | None:
-        """A completion of prompt ``index`` has new tokens. Returns the stop string that ends it."""
+        """Note new tokens of a completion of prompt ``index``. Returns the stop string that ends it."""
         stop = self.outputs[index].take(request)
         self.touch(index)
         return stop
 
     def touch(self, index: int) -> None:
-        """There is something new of prompt ``index``; ``notify`` has to follow."""
+        """Note that prompt ``index`` has something new. Call ``notify`` afterwards."""
         self._changed.add(index)
         self._has_updates = True
 
     def notify(self) -> None:
-        """Give the reader what is new, if it waits."""
+        """Deliver new deltas to the reader, if it waits."""
         if self._waiter is not None and self._has_updates and not (self.push is not None and self._pushed(self.push)):
             self._wake()
 
@@ -167,12 +167,12 @@ class ResponseStream:
         return False
 
     def fail(self, error: WeftError) -> None:
-        """End with this error once everything that has arrived is delivered."""
+        """End with this error after everything received was delivered."""
         self._error = error
         self._wake()
 
     def abort(self) -> None:
-        """End what has not ended; the reader gets what there is, with finish reason ``"abort"``."""
+        """End all unfinished completions with finish reason ``"abort"``. The reader gets their tokens so far."""
         self._engine.forget(self)
         for index, output in enumerate(self.outputs):
             for request in output.requests:
@@ -182,7 +182,7 @@ class ResponseStream:
         self.notify()
 
     def close(self) -> None:
-        """The reader is done: whatever still runs is aborted. Harmless if repeated."""
+        """Stop reading: abort all unfinished completions. May be called again."""
         self._engine.forget(self)
 
     async def __aenter__(self) -> ResponseStream:

@@ -1,6 +1,4 @@
-"""Snapshots of the engine as plain values.
-
-Gathered in ``inspection.py``.
+"""Snapshots of the engine as plain values, made in ``inspection.py``.
 
 Lengths are in tokens, moments in seconds of ``time.monotonic()``, ages in seconds.
 """
@@ -13,31 +11,31 @@ from weft.outputs import CacheReport
 from weft.stats import EngineStats
 
 MAX_NODES = 400
-"""Nodes of the tree in one snapshot, the most recently used ones."""
+"""Upper bound on tree nodes in one snapshot, the most recently used ones."""
 
 MAX_STEPS = 120
-"""Steps in one snapshot, the latest ones."""
+"""Upper bound on steps in one snapshot, the latest ones."""
 
 MAX_REQUESTS = 32
-"""Requests in one snapshot, the latest ones."""
+"""Upper bound on requests in one snapshot, the latest ones."""
 
 MAX_POSITIONS = 64
-"""States, and lost states, listed of one node: the last ones."""
+"""Upper bound on states, and on evicted states, listed per node, the last ones."""
 
 
 class NodeView(msgspec.Struct, frozen=True):
     """A node of the prefix tree.
 
     Attributes:
-        number: the same in all snapshots while the node lives and is among the latest.
-        parent: index of its parent in ``Snapshot.nodes``, which comes earlier; -1: a root, which has no tokens.
+        number: constant while the node lives and is among the latest.
+        parent: index of its parent in ``Snapshot.nodes``, which comes earlier; -1 for a root, which has no tokens.
         start, end: its span of positions.
         num_pages: KV pages that back it.
         num_leases: running requests that need it.
         states: positions of recurrent states, ascending.
-        lost_states: ``(position, age)`` of states that were evicted while the KV stayed.
+        lost_states: ``(position, age)`` of states that were evicted while the KV remained.
         idle_ticks: admissions of requests since it was last used.
-        token_ids: its first tokens, as many as were asked for, those of images left out.
+        token_ids: its first tokens without those of images, as many as were asked for.
         media: ``(start, tokens, name)`` of images and video frames in its span; the name is the first digits of the
             content's hash.
     """
@@ -61,9 +59,9 @@ class StepView(msgspec.Struct, frozen=True):
     Attributes:
         step: its number.
         ended: when its results were on the host.
-        seconds: since the step before ended, or since this one was launched, whichever is less.
-        num_requests: requests in it, of which ``num_decodes`` ran one token, or one and its drafts.
-        num_prefill_tokens: tokens of the others.
+        seconds: seconds since the previous step ended, or since this one was launched, whichever is less.
+        num_requests: number of requests, ``num_decodes`` of which ran one token, or one and its drafts.
+        num_prefill_tokens: tokens of the other requests.
         num_padding_tokens: padding rows, computed to fit a graph.
         mode: how it ran: NONE, PIECEWISE or FULL.
     """
@@ -79,17 +77,17 @@ class StepView(msgspec.Struct, frozen=True):
 
 
 class RequestView(msgspec.Struct, frozen=True):
-    """A request, running or lately ended.
+    """A request that runs or has ended recently.
 
     Attributes:
-        request_id: as the server names it.
-        status: waiting, running, or why it ended.
+        request_id: its name in the server.
+        status: waiting, running, or the reason of its end.
         num_prompt_tokens, num_output_tokens, num_cached_tokens, num_preemptions: as in ``weft.request.Request``.
-        report: what it found in the cache; None until it was first scheduled.
+        report: the prefix that it found in the cache; None until it was first scheduled.
         words: the report in words.
-        path: indices in ``Snapshot.nodes`` of the nodes that hold its prompt now, as far as it is stored.
-        arrived: when it came.
-        queue_s, first_token_s, e2e_s: since its arrival; None: not reached.
+        path: indices in ``Snapshot.nodes`` of the nodes that hold its prompt now, as far as stored.
+        arrived: the moment of its arrival.
+        queue_s, first_token_s, e2e_s: seconds since its arrival; None if not reached.
     """
 
     request_id: str
@@ -108,7 +106,7 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class PoolView(msgspec.Struct, frozen=True):
-    """A pool of pages or of state slots: ``num_total = num_free + num_evictable + what running requests need``."""
+    """A pool of pages or of state slots: ``num_total = num_free + num_evictable + those of running requests``."""
 
     num_total: int
     num_free: int
@@ -120,7 +118,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The engine at one moment.
 
     Attributes:
-        now: the moment.
+        now: the moment of the snapshot.
         num_nodes: nodes of the whole tree; ``nodes`` holds at most ``MAX_NODES``, parents before children.
         steps, requests: oldest first.
     """

@@ -1,6 +1,6 @@
-"""Structured outputs: parameters of a request to one grammar in llguidance's format.
+"""Structured outputs: from a request's parameters to one grammar in llguidance's format.
 
-For the offline interface and the server alike. Grammars are compiled in ``grammars.py``.
+The offline interface and the server use it. ``grammars.py`` compiles grammars.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """``rules``: a lark grammar that begins at ``answer``; ``param``: the field it came from."""
+    """A constraint. ``rules``: a lark grammar that begins at ``answer``. ``param``: the field of the constraint."""
 
     rules: str
     param: str
 
     def grammar(self, end_of_reasoning: str | None = None) -> str:
-        """The whole grammar. ``end_of_reasoning``: the symbol that ends the reasoning that the prompt has opened, which
-        comes first, unconstrained."""
+        """Make the whole grammar. ``end_of_reasoning``: the symbol that ends reasoning which the prompt has opened. The
+        reasoning comes first and is unconstrained."""
         if end_of_reasoning is None:
             return f"start: answer\n{self.rules}"
         return f"start: reasoning {end_of_reasoning} /\\s*/ answer\nreasoning: /(.|\\n)*/\n{self.rules}"
@@ -36,13 +36,13 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class WholeGrammar:
-    """A lark grammar of the caller's own."""
+    """A complete lark grammar from the caller."""
 
     rules: str
     param: str
 
     def grammar(self, end_of_reasoning: str | None = None) -> str:
-        """Raises RequestError after opened reasoning: two grammars cannot be put in a row."""
+        """Return the grammar. Raises RequestError after opened reasoning, since two grammars cannot be concatenated."""
         if end_of_reasoning is not None:
             raise RequestError(
                 "a grammar cannot follow reasoning; set chat_template_kwargs={'enable_thinking': false}", self.param
@@ -51,7 +51,7 @@ class WholeGrammar:
 
 
 def constraint_of_params(given: StructuredOutputsParams) -> Constraint | WholeGrammar:
-    """Raises RequestError for content that no grammar can be made of."""
+    """Make the constraint of the parameters. Raises RequestError if their content makes no grammar."""
     param = "structured_outputs"
     if given.json is not None:
         return json_schema(given.json, param)
@@ -65,7 +65,7 @@ def constraint_of_params(given: StructuredOutputsParams) -> Constraint | WholeGr
 
 
 def json_schema(schema: Any, param: str) -> Constraint:
-    """``schema``: a JSON schema or its text. Raises RequestError for anything else."""
+    """Parse ``schema``, a JSON schema or its text. Raises RequestError for anything else."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -82,14 +82,15 @@ def json_schema(schema: Any, param: str) -> Constraint:
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
-    """Space between JSON's parts is limited to what pretty printing needs: small models would go on for ever."""
+    """Make a rule for JSON. White space is limited to that of pretty printing, since small models might never stop
+    otherwise."""
     if isinstance(schema, dict):
         schema = {"x-guidance": {"whitespace_pattern": "\\n? {0,16}"}} | schema
     return f"%json {json.dumps(schema)}"
 
 
 def regex(pattern: str, param: str) -> Constraint:
-    """A regular expression in the syntax of Rust's regex crate, without look-around."""
+    """Make a rule from a regular expression in the syntax of Rust's regex crate, without look-around."""
     if not pattern or "\n" in pattern:
         raise RequestError(f"{param} must be a non-empty expression on one line (write \\n for a line break)", param)
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern)
@@ -97,14 +98,14 @@ def regex(pattern: str, param: str) -> Constraint:
 
 
 def choice(options: Sequence[str], param: str) -> Constraint:
-    """One of these texts."""
+    """Make a rule that allows one of these texts."""
     if not options or not all(options):
         raise RequestError(f"{param} needs at least one option, and none of them empty", param)
     return Constraint("answer: " + " | ".join(json.dumps(option) for option in options), param)
 
 
 def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """A ``tokenizer.json`` as llguidance reads it. Raises RequestError if it cannot, or if nothing ends a text."""
+    """Read ``tokenizer.json`` with llguidance. Raises RequestError if that fails, or if no token ends a text."""
     from llguidance import LLTokenizer
 
     if not eos_token_ids:
@@ -119,7 +120,7 @@ def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Sequence[int])
 
 
 def check_grammar(grammar: str, param: str) -> None:
-    """Raises RequestError if llguidance is missing, or if it refuses the grammar as it is written."""
+    """Raise RequestError if llguidance is missing, or refuses the grammar."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:

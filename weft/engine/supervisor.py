@@ -1,4 +1,4 @@
-"""Supervision of a server's engine: one process or a set of replicas, restarted when it dies.
+"""Supervision of a server's engine: one process or a set of replicas, restarted after a death.
 
 Does not know: requests, tokenizers, HTTP.
 """
@@ -20,38 +20,38 @@ logger = logging.getLogger(__name__)
 
 OnMessage = Callable[[wire.FromEngine], None]
 OnLost = Callable[[wire.Failed, bool], None]
-"""Takes why the engine has ended, and whether another one is started."""
+"""Called with the reason of the engine's end, and with whether another one is started."""
 
 
 class EngineClient(Protocol):
-    """What a server needs of its engine, which another process may keep for it."""
+    """The interface of an engine for a server. The engine may belong to another process."""
 
     @property
     def num_restarts(self) -> int:
-        """Engines started after one had died."""
+        """Number of engines started after a death."""
 
     @property
     def pid(self) -> int | None:
-        """Of the process, or the first replica's."""
+        """Process id of the engine, or of the first replica."""
 
     @property
     def silence_s(self) -> float:
-        """Seconds since its last sign of life."""
+        """Seconds since the engine's last sign of life."""
 
     @property
     def replicas(self) -> list[ReplicaView] | None:
         """Figures of each replica; None if there is one engine."""
 
     def listen(self, on_message: OnMessage, on_lost: OnLost) -> None:
-        """Set the callbacks for its messages, and for its end unless it is stopped; before ``start``."""
+        """Set the callbacks for messages, and for an unasked end. Call it before ``start``."""
 
     def start(self) -> None: ...
     def send(self, message: wire.ToEngine) -> None: ...
     def fail(self, failure: wire.Failed) -> None:
-        """It is of no use to this server; it ends, for this reason, and no other one is started."""
+        """End the engine for this reason, which makes it useless to the server, and start no other one."""
 
     def no_restart(self) -> None:
-        """From now on no other engine is started."""
+        """Start no other engine from now on."""
 
     async def stop(self, grace_s: float) -> None: ...
 
@@ -60,8 +60,8 @@ class EngineSupervisor:
     """The engine processes of this process.
 
     Args:
-        command: what they run.
-        restarts: start another one when it dies.
+        command: the program of the engines.
+        restarts: start another engine after a death.
     """
 
     def __init__(self, command: EngineCommand, *, restarts: bool = False) -> None:
@@ -111,7 +111,7 @@ class EngineSupervisor:
         self._may_restart = False
 
     async def stop(self, grace_s: float) -> None:
-        """End it without a message to anybody."""
+        """Stop the engine. Nobody is told of its end."""
         self._is_stopping = True
         if self._process is not None:
             await self._process.stop(grace_s)

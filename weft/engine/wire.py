@@ -1,13 +1,15 @@
 """The messages between server process and engine process.
 
-Job: the messages between the two, as msgspec structs, and their bytes (msgpack with a type tag, never pickle).
-Owns: their fields. Does not know: sockets (``channel.py``), who reads them.
+Job: the messages as msgspec structs, and their bytes (msgpack with a type tag, never pickle). Owns: their fields. Does
+not know: sockets (``channel.py``), or who reads them.
 
-Towards the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``ResetPrefixCache``, ``Shutdown``; to
-several replicas also ``DrainReplica``, ``StartReplica``. From the engine, in this order: ``Configured``, ``Stage``
-(several), ``Ready``, then ``Outputs``, one per step that changed something, an ``Inspected`` for each ``Inspect``, a
-``PrefixCacheReset`` for each ``ResetPrefixCache``, and from a replica ``CachedPrefixes``; ``Failed`` if it cannot start
-or go on. Moments are seconds of ``time.monotonic()``, which all processes of a machine share on Linux.
+Messages to the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``ResetPrefixCache``, ``Shutdown``;
+to several replicas also ``DrainReplica`` and ``StartReplica``.
+
+Messages from the engine, in this order: ``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs`` for each step
+that changed something. An ``Inspected`` answers each ``Inspect``, a ``PrefixCacheReset`` each ``ResetPrefixCache``. A
+replica also sends ``CachedPrefixes``. ``Failed`` says that the engine cannot start or go on. Moments are seconds of
+``time.monotonic()``, which all processes of a machine share on Linux.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from weft.stats import EngineStats
 
 
 class FinishRequests(msgspec.Struct, frozen=True, tag="finish"):
-    """End these requests now; nothing more is said about them. ``reason``: ``"abort"``, or ``"stop"`` (stop string)."""
+    """End these requests now, without a further message about them. ``reason``: ``"abort"``, or ``"stop"`` (stop
+    string)."""
 
     request_ids: list[str]
     reason: FinishReason = "abort"
@@ -39,9 +42,9 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     """Send ``Inspected`` now.
 
     Attributes:
-        number: comes back with the answer.
-        tokens_per_node: token ids of each node of the tree to send along.
-        replica: of several, the one to look into; None: the first one that is up. One that is not up does not answer.
+        number: the number of the answer.
+        tokens_per_node: upper bound on token ids per tree node in the answer.
+        replica: the replica to inspect; None: the first that is up. A replica that is not up does not answer.
     """
 
     number: int
@@ -50,36 +53,37 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
 
 
 class DrainReplica(msgspec.Struct, frozen=True, tag="drain_replica"):
-    """Send this replica nothing more, let it finish what it has, and end its process. Not for a single engine."""
+    """Drain a replica: send it nothing more, let it finish its requests, and end its process. Not for a single
+    engine."""
 
     replica: int
 
 
 class StartReplica(msgspec.Struct, frozen=True, tag="start_replica"):
-    """Start a replica that has been drained, or is down. Not for a single engine."""
+    """Start a replica that was drained, or is down. Not for a single engine."""
 
     replica: int
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
-    """Forget every cached prefix, and say with ``PrefixCacheReset`` whether that was possible."""
+    """Drop every cached prefix, and answer with ``PrefixCacheReset`` whether that was possible."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Leave, with status 0."""
+    """Exit with status 0."""
 
 
 ToEngine = RequestSpec | FinishRequests | Inspect | ResetPrefixCache | DrainReplica | StartReplica | Shutdown
 
 
 class Configured(msgspec.Struct, frozen=True, tag="configured"):
-    """The settings are resolved; weights and caches follow."""
+    """The settings are resolved. Weights and caches follow."""
 
     config: EngineConfig
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """A part of the start is done, after ``seconds``; ``note`` says what came of it."""
+    """A stage of the start has ended, after ``seconds``. ``note`` says what it did."""
 
     name: str
     seconds: float
@@ -87,8 +91,8 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What the engine can hold, after clamping to memory. Pages and state slots are those that requests can get: of a
-    set of replicas the sums, without the ones that each has for padding."""
+    """The capacity of the engine, after clamping to memory. Only pages and state slots that requests can get are
+    counted, not those for padding; a set of replicas reports sums."""
 
     max_model_len: int
     max_num_seqs: int
@@ -98,7 +102,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine takes requests."""
+    """The engine accepts requests."""
 
     capacity: Capacity
 
@@ -108,15 +112,15 @@ FAILED_STATUS = 70
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine is about to exit. ``user_error``: the settings or the checkpoint are to blame, and
-    ``message`` says what to do."""
+    """The engine is about to exit. With ``user_error`` the settings or the checkpoint are to blame, and ``message``
+    names the remedy."""
 
     message: str
     user_error: bool = False
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
-    """What one request got since its last update; moments and counters as in ``Request``."""
+    """Changes of one request since its last update. Moments and counters as in ``Request``."""
 
     request_id: str
     token_ids: list[int]
@@ -152,26 +156,26 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
 
 def moved(update: Update, seconds: float) -> Update:
-    """The update with moments of a clock that shows ``seconds`` more."""
+    """The update with its moments moved by ``seconds``, to another machine's clock."""
     moments = {name: getattr(update, name) for name in ("first_scheduled", "first_token", "finished")}
     return replace(update, **{name: at + seconds for name, at in moments.items() if at is not None})
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """What one step changed."""
+    """The changes of one step."""
 
     updates: list[Update]
     stats: EngineStats
 
 
 class PrefixCacheReset(msgspec.Struct, frozen=True, tag="was_reset"):
-    """``done``: nothing is cached any more; False: requests run, and nothing has changed."""
+    """The answer to a reset. ``done`` is False if requests run, so that nothing was dropped."""
 
     done: bool
 
 
 class Inspected(msgspec.Struct, frozen=True, tag="inspected"):
-    """The engine as it is, for the ``Inspect`` of this number. ``replica``: which one of several this is."""
+    """A snapshot of the engine, for the ``Inspect`` of this number. ``replica``: the inspected one of several."""
 
     number: int
     snapshot: Snapshot
@@ -179,7 +183,7 @@ class Inspected(msgspec.Struct, frozen=True, tag="inspected"):
 
 
 class CachedPrefixes(msgspec.Struct, frozen=True, tag="prefixes"):
-    """What a replica has cached; see ``weft/engine/prefix_hashes.py``."""
+    """The prefixes that a replica has cached; see ``weft/engine/prefix_hashes.py``."""
 
     hashes: list[int]
 
@@ -193,7 +197,7 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=decode_other).
 
 
 def encode_to_engine(messages: Sequence[ToEngine]) -> bytes:
-    """Messages that are sent together. Pixels that several of their requests have, as the completions of one prompt do,
+    """Encode messages that are sent together. Pixels shared by several requests, as by the completions of one prompt,
     are sent once."""
     sent: set[bytes] = set()
 
@@ -207,7 +211,7 @@ def encode_to_engine(messages: Sequence[ToEngine]) -> bytes:
 
 
 def decode_to_engine(content: bytes | memoryview) -> list[ToEngine]:
-    """The messages of ``encode_to_engine``."""
+    """Decode the messages of ``encode_to_engine``."""
     pixels: dict[bytes, bytes] = {}
 
     def whole(item: MediaItem) -> MediaItem:
@@ -223,7 +227,7 @@ def _with_media(message: ToEngine, change: Callable[[MediaItem], MediaItem]) -> 
 
 
 def failure(error: BaseException) -> Failed:
-    """The message of the engine's end."""
+    """Make the message about the engine's end."""
     if isinstance(error, WeftError):
         return Failed(str(error), user_error=isinstance(error, ConfigError))
     return Failed(f"{type(error).__name__}: {error}")
