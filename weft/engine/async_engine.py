@@ -130,7 +130,7 @@ class AsyncEngine:
         """Apply the changes of one step."""
         self.stats = outputs.stats
         now = time.monotonic()
-        previous: dict[float, int] = {}  # time of a message -> number of requests whose previous token came in that message
+        previous: dict[float, int] = {}  # time of a message -> requests whose previous token came in it
         num_tokens = 0
         updated: dict[ResponseStream, None] = {}
         for update in outputs.updates:
@@ -155,7 +155,7 @@ class AsyncEngine:
                     self._stop(request, stop)
             if request.finish_reason is not None:
                 self._owners.pop(request.request_id, None)
-        if updated and not self._updated:  # outputs of one turn are delivered together, since each write is a system call
+        if updated and not self._updated:  # together, since each write is a system call
             asyncio.get_running_loop().call_soon(self._notify)
         self._updated |= updated
         for listener in self._token_times if num_tokens else ():
