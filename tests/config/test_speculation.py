@@ -37,6 +37,20 @@ def test_the_models_own_head(tmp_path: Path) -> None:
         resolve(model=str(make_checkpoint("Qwen3ForCausalLM", tmp_path / "none")), speculative_config={"method": "mtp"})
 
 
+def test_the_head_drafts_for_batches_on_a_cpu_only_if_a_number_is_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than one sequence decodes faster without drafts there."""
+    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    own = resolve(model=str(folder), device="cpu", speculative_config={"method": "mtp"})
+    assert [own.num_drafts_at(count) for count in (1, 2, 24)] == [2, 0, 0]
+    assert "slow batches down" in own.reasons["speculative_config"] and not caplog.records
+    given = resolve(model=str(folder), device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    assert [given.num_drafts_at(count) for count in (1, 24)] == [1, 1]
+    assert "slow batches down" in given.reasons["speculative_config"] and "slow batches down" in caplog.text
+    assert resolve(device="cpu", speculative_config={"method": "ngram"}).num_drafts_at(24) == 4, "no pass of a head"
+
+
 @pytest.mark.parametrize(
     "given",
     [

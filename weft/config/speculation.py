@@ -7,7 +7,7 @@ Owns: the keys, their limits and defaults. Does not know: how a draft is made or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weft.config.json_object import json_setting
@@ -43,6 +43,7 @@ class SpeculativeConfig:
             ``mtp`` drafts with the checkpoint's multi-token-prediction head.
         num_speculative_tokens: upper bound on tokens drafted per step.
         prompt_lookup_min, prompt_lookup_max: bounds on the length of a suffix that ``ngram`` looks up.
+        is_default: the user left the number of drafts out.
         is_auto: numbers of drafts come from a profile of ``weft tune``.
         drafts_by_batch: pairs of an upper bound on sequences and a number of drafts, ascending; larger batches get
             none. If empty, every batch gets ``num_speculative_tokens``.
@@ -56,6 +57,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int
     synthetic_acceptance_rate: float | None = None
     is_auto: bool = False
+    is_default: bool = field(default=False, compare=False)
     drafts_by_batch: tuple[tuple[int, int], ...] = ()
 
     def drafts_at(self, num_seqs: int) -> int:
@@ -100,7 +102,9 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
     assert low is not None and high is not None
     if low > high:
         raise ConfigError(f"{NAME}: prompt_lookup_min={low} is more than prompt_lookup_max={high}")
-    return SpeculativeConfig(method, tokens or _DEFAULT_TOKENS[method], low, high, _rate(keys), is_auto)
+    is_default = tokens is None and not is_auto
+    most = tokens or _DEFAULT_TOKENS[method]
+    return SpeculativeConfig(method, most, low, high, _rate(keys), is_auto, is_default)
 
 
 _KEYS = (
