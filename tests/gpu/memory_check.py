@@ -4,12 +4,12 @@ Job: for every seed, one engine with random sizes, settings and traffic, and dum
 know: what a right token is (``tests/fuzz_engine.py`` does); a kernel that leaves its tensors ends the process here, or
 is reported by the sanitizer.
 
-    compute-sanitizer --tool memcheck python -m tests.gpu.memory_check --mode NONE --seconds 300
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python -m tests.gpu.memory_check --rerun --seconds 300
     python -m tests.gpu.memory_check --poison --seconds 100
 
-``--mode NONE`` with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` gives each tensor an allocation of its own, so that the
-sanitizer sees every access beyond a tensor. Captured graphs need the caching allocator: without ``--mode`` the mode is
-random, and the sanitizer sees only accesses beyond a segment. ``--poison`` fills new memory with values that are bad
+With ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` each tensor has an allocation of its own, so that the sanitizer sees every
+access beyond a tensor. Captures need the caching allocator. ``--rerun`` therefore runs the function of a graph again,
+with its padded sizes, in place of a capture and of each replay. ``--poison`` fills new memory with values that are bad
 indices and bad numbers.
 """
 
@@ -31,6 +31,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES, make_config
 from weft import LLM, SamplingParams
 from weft.errors import WeftError
+from weft.graph.graph_set import FunctionRecorder, GraphSet
 
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "FULL")
 ALL = tuple(dict.fromkeys((*ARCHITECTURES, *MAMBA_ARCHITECTURES)))
@@ -149,6 +150,21 @@ def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return filled
 
 
+def rerun_graphs() -> None:
+    """Call the functions of graphs eagerly, with padded sizes, where they would be captured and replayed."""
+    make = GraphSet.__init__
+
+    def init(self: Any, what: str, recorder: Any, *args: Any, **kwargs: Any) -> None:
+        self.recorder = recorder
+        make(self, what, recorder, *args, **kwargs)
+
+    patched: Any = GraphSet
+    patched.__init__ = init
+    patched.replay = lambda self, size, num_rows: self.recorder.warm_up(size)
+    recorders: Any = FunctionRecorder
+    recorders.record = lambda self, size: (None, self.warm_up(size))
+
+
 def run(seed: int, folder: Path, device: str, mode: str | None, families: tuple[str, ...]) -> str:
     """One engine. Returns what it was."""
     rng = random.Random(seed)
@@ -180,7 +196,11 @@ def main() -> int:
     parser.add_argument("--mode")
     parser.add_argument("--families", nargs="*", default=list(ALL))
     parser.add_argument("--poison", action="store_true")
+    parser.add_argument("--rerun", action="store_true")
     args = parser.parse_args()
+    if args.rerun:
+        args.mode = args.mode or "FULL"
+        rerun_graphs()
     faulthandler.enable()
     if args.poison:
         torch.empty = poisoned(torch.empty)  # type: ignore[assignment]
