@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,25 @@ def test_one_image_needs_no_list(image: Any) -> None:
     found = prompt_media({"image": image})["image"]
     assert len(found) == 1 and found[0] is image
     assert prompt_media({"image": []}) == prompt_media({"image": ()}) == prompt_media({"image": None}) == {}
+
+
+def test_sizes_are_those_of_the_reference() -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(0)
+    for _ in range(3000):
+        height, width = (int(side) for side in rng.integers(1, 3000, 2))
+        limits = int(rng.integers(1, 200)) * 1024, int(rng.integers(200, 20_000)) * 1024
+        try:
+            expected = smart_resize(height, width, 32, *limits)
+        except ValueError:
+            with pytest.raises(ValueError, match="aspect ratio"):
+                processor_module.resized_size(height, width, 32, *limits)
+        else:
+            assert processor_module.resized_size(height, width, 32, *limits) == expected
+
+
+def test_a_copy_for_another_process_gives_the_same(processor: MediaProcessor) -> None:
+    data = encoded(picture(70, 50))
+    again = pickle.loads(pickle.dumps(processor))
+    assert again.new_image(data, False, PARAM) == processor.new_image(data, False, PARAM)

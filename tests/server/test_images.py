@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
+from PIL import Image
 
 from tests.media import VL, overrides
 from tests.multimodal.test_media import HOSTILE
+from tests.patience import GUARD_S, stretched
 from tests.pictures import TOP, data_uri, encoded, image_part, picture, save_processor
 from tests.server.browser import Browser, needs_chromium
 from tests.server.running import RunningServer
@@ -337,3 +342,31 @@ def test_the_page(seeing: RunningServer, browser: Browser) -> None:
         "document.getElementById('unfold').click();"
         "return [...document.querySelectorAll('[role=treeitem]')].map((e) => e.ariaLabel).join()")))  # fmt: skip
     assert browser.all("#tree rect.image") and not browser.complaints()
+
+
+def test_a_tiny_picture_does_not_wait_for_a_huge_one(seeing: RunningServer) -> None:
+    """Nor do streams: pictures are decoded outside of the event loop's process."""
+    huge = base64.b64encode(encoded(Image.new("RGB", (8000, 8000), (10, 20, 30)))).decode()
+    tiny = {"messages": question(image_part(encoded(picture(52, 44)), "png"))}
+    body = {"messages": question(image_part(base64.b64decode(huge), "png")), "max_tokens": 1}
+    ended: dict[str, float] = {}
+
+    def send(name: str, content: Any, limit: int) -> int:
+        with httpx.Client(base_url=seeing.url, timeout=GUARD_S) as caller:
+            status = caller.post("/v1/chat/completions", json=content | {"max_tokens": limit}).status_code
+        ended[name] = time.monotonic()
+        return status
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        large = [threads.submit(send, f"huge {number}", body, 1) for number in range(3)]
+        time.sleep(0.3)
+        late = 0.0
+        small = threads.submit(send, "tiny", tiny, 1)
+        while not all(each.done() for each in large):
+            began = time.monotonic()
+            assert seeing.client.get("/health").status_code == 200
+            late = max(late, time.monotonic() - began)
+            time.sleep(0.005)
+        assert [each.result() for each in (small, *large)] == [200] * 4
+    assert ended["tiny"] < min(ended[f"huge {number}"] for number in range(3))
+    assert late < stretched(0.25), late

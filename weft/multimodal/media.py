@@ -188,18 +188,7 @@ def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
     Raises:
         RequestError: not an image of the formats read, damaged, animated, 16-bit, or too large.
     """
-    image_module = pillow()
-    if len(data) > limits.max_bytes:
-        raise _too_large(limits.max_bytes, param)
-    try:
-        image = image_module.open(io.BytesIO(data), formats=FORMATS)
-    except image_module.UnidentifiedImageError as error:
-        if data.startswith(_MAGIC):
-            raise _damaged(ValueError("its header is not valid"), param) from error
-        raise RequestError(f"{_described(data)} is not an image that is read here; {_ALLOWED}", param) from error
-    except Exception as error:  # each format has its own way to fail; also Pillow's own bound on pixels
-        raise _damaged(error, param) from error
-    _check_header(image, data, limits, param)
+    image = _opened(data, limits, param)
     try:
         image.load()
         return to_rgb(_turned(image), param)
@@ -207,6 +196,29 @@ def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
         raise
     except Exception as error:
         raise _damaged(error, param) from error
+
+
+def pixels_of(data: bytes, limits: ReadLimits, param: str) -> int:
+    """Return how many pixels an encoded picture has, without decoding them. Raises RequestError as ``decode_image``."""
+    image = _opened(data, limits, param)
+    return image.width * image.height
+
+
+def _opened(data: bytes, limits: ReadLimits, param: str) -> Image:
+    """The picture before any pixel is decoded. Raises RequestError."""
+    image_module = pillow()
+    if len(data) > limits.max_bytes:
+        raise _too_large(limits.max_bytes, param)
+    try:
+        image: Image = image_module.open(io.BytesIO(data), formats=FORMATS)
+    except image_module.UnidentifiedImageError as error:
+        if data.startswith(_MAGIC):
+            raise _damaged(ValueError("its header is not valid"), param) from error
+        raise RequestError(f"{_described(data)} is not an image that is read here; {_ALLOWED}", param) from error
+    except Exception as error:  # each format has its own way to fail; also Pillow's own bound on pixels
+        raise _damaged(error, param) from error
+    _check_header(image, data, limits, param)
+    return image
 
 
 @cache

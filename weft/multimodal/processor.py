@@ -12,6 +12,7 @@ else is installed. Its video processor needs torchvision; what it does to frames
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -123,11 +124,21 @@ class MediaProcessor:
         self.limits = limits
         self._limit_per_prompt = limit_per_prompt
         self.max_tokens = max_tokens
-        self._images = _load_image_processor(folder, vision)
+        images = _load_image_processor(folder, vision)
+        self._size = int(images.size["shortest_edge"]), int(images.size["longest_edge"])
+        self._resample = int(images.resample)
+        self._values = _pixel_table(images, dtype)
         self._videos = VideoSettings.read(folder, vision, _VIDEO_SIZE)
-        self._settings = f"{sorted(self._images.to_dict().items(), key=lambda pair: pair[0])} {self._videos}"
+        self._settings = f"{sorted(images.to_dict().items(), key=lambda pair: pair[0])} {self._videos}"
         self._cache = _Cache(cache_bytes)
         self._turns = threading.BoundedSemaphore(MAX_CONCURRENT)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy for another process, without a cache."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_turns")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _cache=_Cache(0), _turns=threading.BoundedSemaphore(MAX_CONCURRENT))
 
     def check_counts(self, media: Mapping[Modality, Sequence[Any]], param: str) -> None:
         """Raises RequestError for more images or videos than a prompt may have."""
@@ -157,67 +168,93 @@ class MediaProcessor:
         steps = [(self.image, source) for source in media.get("image", ())]
         steps += [(self.video, source) for source in media.get("video", ())]
         done: list[Processed] = []
-        left = MAX_PROMPT_BYTES
         for read, source in steps:
             done.append(read(source, reader))
-            room -= self.vision.num_tokens(done[-1].grid)
-            left -= len(done[-1].pixel_values)
-            if left < 0:
-                raise RequestError(
-                    f"the first {len(done)} of the prompt's {len(steps)} images and videos already have more than "
-                    f"{MAX_PROMPT_BYTES:,} bytes of patches; send fewer or smaller ones",
-                    param,
-                )
-            if room < 0:  # before any more of them cost time and memory
-                raise ContextLengthError(
-                    f"the first {len(done)} of the prompt's {len(steps)} images and videos already are too long for "
-                    "this model's maximum context length; send fewer or smaller ones",
-                    param,
-                )
+            self.check_sum(done, len(steps), room, param)
         return done
+
+    def check_sum(self, done: Sequence[Processed], num_items: int, room: int, param: str) -> None:
+        """Raise RequestError if the first items of ``num_items`` are too much, before more of them cost anything."""
+        if sum(len(item.pixel_values) for item in done) > MAX_PROMPT_BYTES:
+            raise RequestError(
+                f"the first {len(done)} of the prompt's {num_items} images and videos already have more than "
+                f"{MAX_PROMPT_BYTES:,} bytes of patches; send fewer or smaller ones",
+                param,
+            )
+        if sum(self.vision.num_tokens(item.grid) for item in done) > room:
+            raise ContextLengthError(
+                f"the first {len(done)} of the prompt's {num_items} images and videos already are too long for "
+                "this model's maximum context length; send fewer or smaller ones",
+                param,
+            )
 
     # -- images --------------------------------------------------------------------------------------------------
 
     def image(self, source: Any, reader: SourceReader) -> Processed:
         """One image; see ``process``."""
-        is_low = isinstance(source, MediaUrl) and source.detail == "low"
         data = reader.encoded(source)
         with self._turns:
-            key = hashlib.sha256(data).digest() + bytes([is_low]) if data is not None else None
+            key = image_key(source, data) if data is not None else None
             found = self._cache.get(key)
             if found is not None:
                 return found
-            return self._new_image(source if data is None else data, is_low, key, reader.param)
+            processed = self.new_image(source if data is None else data, is_low_detail(source), reader.param)
+            self.keep(processed, key)
+            return processed
 
-    def _new_image(self, source: Any, is_low: bool, key: bytes | None, param: str) -> Processed:
-        image = self._decoded(source, param)
-        if is_low:
-            image.thumbnail((DETAIL_LOW, DETAIL_LOW))
+    def cached(self, key: bytes) -> Processed | None:
+        """Return the image of this ``image_key`` if it was processed lately."""
+        return self._cache.get(key)
+
+    def keep(self, processed: Processed, key: bytes | None) -> None:
+        """Remember a processed image, also under its ``image_key``."""
+        self._cache.put(processed, processed.content_hash, key)
+
+    def new_image(self, source: Any, is_low: bool, param: str) -> Processed:
+        """Process an image that was given as encoded bytes, PIL image or array. Raises RequestError."""
+        image = self._resized(self._decoded(source, param), is_low, param)
         digest = hashlib.sha256(f"image {image.size} {self._settings}\n".encode())
         digest.update(image.tobytes())
         content_hash = digest.digest()
-        processed = self._cache.get(content_hash) or self._patches(image, content_hash, param)
-        self._cache.put(processed, content_hash, key)
-        return processed
+        return self._cache.get(content_hash) or self._patches(image, content_hash)
 
     def _decoded(self, source: Any, param: str) -> Image:
         if isinstance(source, bytes):
             return decode_image(source, self.limits, param)
-        image = _of_object(source, param)
+        image = image_of_object(source, param)
         check_size(image.size, self.limits, param)
         return to_rgb(image, param)
 
-    def _patches(self, image: Image, content_hash: bytes, param: str) -> Processed:
+    def _resized(self, image: Image, is_low: bool, param: str) -> Image:
+        """The image in the size that the model takes, as 8-bit RGB."""
+        if is_low:
+            image.thumbnail((DETAIL_LOW, DETAIL_LOW))
+        factor = self.vision.patch_size * self.vision.spatial_merge_size
         try:
-            num_patches = self._images.get_number_of_image_patches(image.height, image.width, {})
-        except ValueError as error:  # such as an aspect ratio beyond 200
+            height, width = resized_size(image.height, image.width, factor, *self._size)
+        except ValueError as error:
             raise RequestError(
                 f"an image of {image.width} x {image.height} pixels cannot be processed ({error}); crop it", param
             ) from error
-        self._check_tokens("an image", num_patches // self.vision.merge_unit, image.size, param)
-        found = self._images(images=[image], return_tensors="np")
-        t, h, w = (int(size) for size in found["image_grid_thw"][0])
-        return Processed("image", content_hash, (t, h, w), pixel_bytes(found["pixel_values"], self._dtype), self._dtype)
+        self._check_tokens("an image", height * width // factor**2, image.size, param)
+        return image.resize((width, height), self._resample)
+
+    def _patches(self, image: Image, content_hash: bytes) -> Processed:
+        """Cut a resized image into patches, in the order of the checkpoint's processor.
+
+        The processor scales and normalises each 8-bit number by itself, so its 3 x 256 results are looked up.
+        """
+        import numpy as np
+
+        patch, merge, frames = self.vision.patch_size, self.vision.spatial_merge_size, self.vision.temporal_patch_size
+        h, w = image.height // patch, image.width // patch
+        tiles = np.asarray(image).reshape(h // merge, merge, patch, w // merge, merge, patch, 3)
+        patches = np.empty((h // merge, w // merge, merge, merge, 3, frames, patch, patch), self._values.dtype)
+        for row in range(h // merge):  # [merge, patch, w // merge, merge, patch, 3] to [w // merge, merge, merge, ...]
+            ordered = tiles[row].transpose(2, 0, 3, 5, 1, 4)
+            for channel in range(3):
+                patches[row, :, :, :, channel] = self._values[channel][ordered[:, :, :, channel]][:, :, :, None]
+        return Processed("image", content_hash, (1, h, w), patches.tobytes(), self._dtype)
 
     def _check_tokens(self, name: str, num_tokens: int, size: tuple[int, int], param: str) -> None:
         if num_tokens > self.max_tokens:
@@ -231,21 +268,27 @@ class MediaProcessor:
 
     def video(self, source: Any, reader: SourceReader) -> Processed:
         """One video; see ``process``."""
-        param = reader.param
-        video = source if isinstance(source, Video) else Video.of(source, param)
-        indices = sample_frames(video, self._videos, param)
-        frames = self._encoded_frames([video.frames[index] for index in indices], reader)
+        frames, times = self.read_video(source, reader)
         with self._turns:
-            first = self._decoded(frames[0], param)  # the others must have its size
-            check_video_size(len(frames), first.size, self.limits, param)
-            grid = self._videos.grid(len(frames), first.height, first.width, param)
-            self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
-            digest = hashlib.sha256(f"video {grid} {self._settings}\n".encode())
-            patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self._videos, param)
-            digest.update(patches.data)
-            pixels = pixel_bytes(patches, self._dtype)
-        times = timestamps(indices, video, self._videos)
-        return Processed("video", digest.digest(), grid, pixels, self._dtype, times)
+            return self.new_video(frames, times, reader.param)
+
+    def read_video(self, source: Any, reader: SourceReader) -> tuple[list[Any], tuple[float, ...]]:
+        """Read the frames that are used of a video, and the times of its temporal patches. Raises RequestError."""
+        video = source if isinstance(source, Video) else Video.of(source, reader.param)
+        indices = sample_frames(video, self._videos, reader.param)
+        frames = self._encoded_frames([video.frames[index] for index in indices], reader)
+        return frames, timestamps(indices, video, self._videos)
+
+    def new_video(self, frames: Sequence[Any], times: tuple[float, ...], param: str) -> Processed:
+        """Process what ``read_video`` returned. Raises RequestError."""
+        first = self._decoded(frames[0], param)  # the others must have its size
+        check_video_size(len(frames), first.size, self.limits, param)
+        grid = self._videos.grid(len(frames), first.height, first.width, param)
+        self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
+        digest = hashlib.sha256(f"video {grid} {self._settings}\n".encode())
+        patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self._videos, param)
+        digest.update(patches.data)
+        return Processed("video", digest.digest(), grid, pixel_bytes(patches, self._dtype), self._dtype, times)
 
     def _encoded_frames(self, frames: Sequence[Any], reader: SourceReader) -> list[Any]:
         """Frames as encoded bytes, or as they are if they are decoded. Raises RequestError."""
@@ -263,7 +306,49 @@ class MediaProcessor:
         return result
 
 
-def _of_object(source: Any, param: str) -> Image:
+def image_key(source: Any, data: bytes) -> bytes:
+    """The key of an image in the cache: its encoded bytes and its detail."""
+    return hashlib.sha256(data).digest() + bytes([is_low_detail(source)])
+
+
+def is_low_detail(source: Any) -> bool:
+    """True if a small copy is wanted."""
+    return isinstance(source, MediaUrl) and source.detail == "low"
+
+
+def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Return the size to which transformers' ``smart_resize`` of Qwen2-VL resizes, without importing transformers.
+
+    Both sides are multiples of ``factor``, and there are ``min_pixels`` to ``max_pixels``. Raises ValueError for an
+    aspect ratio beyond 200.
+    """
+    ratio = max(height, width) / min(height, width)
+    if ratio > 200:
+        raise ValueError(f"absolute aspect ratio must be smaller than 200, got {ratio}")
+    new_height, new_width = (round(side / factor) * factor for side in (height, width))
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        new_height, new_width = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height, new_width = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return new_height, new_width
+
+
+def _pixel_table(processor: Any, dtype: str) -> Any:
+    """Return ``[3, 256]``: each 8-bit number of each channel as the processor scales it, as bits of ``dtype``."""
+    import numpy as np
+
+    image = np.broadcast_to(np.arange(256, dtype=np.uint8)[None, :, None], (3, 256, 1))
+    if processor.do_rescale:
+        image = processor.rescale(image, processor.rescale_factor)
+    if processor.do_normalize:
+        image = processor.normalize(image, processor.image_mean, processor.image_std)
+    kind = "uint16" if dtype == "bfloat16" else dtype
+    return np.frombuffer(pixel_bytes(np.asarray(image, np.float32), dtype), kind).reshape(3, 256)
+
+
+def image_of_object(source: Any, param: str) -> Image:
     """A PIL image, or one made of an array. Raises RequestError."""
     image_module = pillow()
     if isinstance(source, image_module.Image):

@@ -67,7 +67,7 @@ async def count_tokens(context: Context, body: bytes, client: Client) -> dict[st
     request = to_chat(context.bodies.read(body, CountTokensRequest))
     check_model(context, request.model)
     tools = tool_use(request, context.settings.tool_call_parser)
-    chat = await render_chat(context, context.service.engine, request, tools)
+    chat = await render_chat(context, context.service.engine, request, tools, client)
     return {"input_tokens": len(chat.token_ids)}
 
 

@@ -44,12 +44,14 @@ async def chat_prompt(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     limit: int | None = None,
+    caller: str = "",
 ) -> ChatPrompt:
     """Render and tokenize a conversation and read its images, off the event loop.
 
     Args:
         add_generation_prompt: None: unless the last message is to be continued.
         limit: more tokens than that are of no use; see ``ChatPrompts.encode``.
+        caller: see ``Client.queue``.
 
     Raises:
         RequestError: the template refuses it or takes too long, or an image cannot be read.
@@ -76,7 +78,7 @@ async def chat_prompt(
         return chat
     if limit is not None:
         engine.inputs.check_length(chat.text, chat.token_ids)
-    processed = await service.media.process(engine.inputs.media, media, service.capacity.max_model_len)
+    processed = await service.media.process(engine.inputs.media, media, service.capacity.max_model_len, caller)
     expanded = engine.inputs.with_media(chat.token_ids, chat.turn_boundaries, processed, "messages")
     return ChatPrompt(chat.text, expanded.token_ids, expanded.positions, expanded.media)
 

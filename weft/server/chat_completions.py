@@ -142,7 +142,7 @@ async def start_chat(
 
     async def prepare(engine: AsyncEngine) -> Sequence[PreparedPrompt]:
         limit = context.service.capacity.max_model_len if params.truncate_prompt_tokens is None else None
-        chat = await render_chat(context, engine, request, tools, limit)
+        chat = await render_chat(context, engine, request, tools, client, limit)
         salt = client.cache_salt(request.cache_salt)
         return [engine.inputs.encoded_chat(chat, request.checkpoint_positions or (), salt, params)]
 
@@ -171,7 +171,12 @@ async def chat_completions(context: Context, body: bytes, client: Client) -> Jso
 
 
 async def render_chat(
-    context: Context, engine: AsyncEngine, request: ChatCompletionRequest, tools: ToolUse, limit: int | None = None
+    context: Context,
+    engine: AsyncEngine,
+    request: ChatCompletionRequest,
+    tools: ToolUse,
+    client: Client,
+    limit: int | None = None,
 ) -> ChatPrompt:
     """The text and the tokens of a chat; ``limit`` as for ``chat_prompt``. Raises RequestError."""
     return await chat_prompt(
@@ -183,6 +188,7 @@ async def render_chat(
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         limit=limit,
+        caller=client.queue,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from starlette.responses import Response
 
@@ -42,6 +44,9 @@ class ApiError(WeftError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.status, str(self)), self.__dict__
 
 
 def as_api_error(error: Exception) -> ApiError:

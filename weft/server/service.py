@@ -242,6 +242,7 @@ class Service:
         began = time.monotonic()
         media = await asyncio.to_thread(load_processor, config)
         if media is not None:
+            self.media.start(media)
             self._report_stage("images", time.monotonic() - began, f"at most {media.max_tokens:,} tokens each")
         return tokenizer, media
 

@@ -42,7 +42,7 @@ async def tokenize(context: Context, body: bytes, client: Client) -> dict[str, A
     """``/tokenize``."""
     request = context.bodies.read(body, TokenizeRequest)
     check_model(context, request.model)
-    ids = await _token_ids(context, request)
+    ids = await _token_ids(context, request, client)
     result: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": context.service.capacity.max_model_len,
@@ -55,7 +55,7 @@ async def tokenize(context: Context, body: bytes, client: Client) -> dict[str, A
     return result
 
 
-async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
+async def _token_ids(context: Context, request: TokenizeRequest, client: Client) -> list[int]:
     service, engine = context.service, context.service.engine
     tokenizer = need_tokenizer(engine)
     if (request.prompt is None) == (request.messages is None):
@@ -74,6 +74,7 @@ async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
         template_kwargs=request.chat_template_kwargs,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
+        caller=client.queue,
     )
     return chat.token_ids
 

@@ -1,0 +1,300 @@
+"""Worker processes for requests that would keep the event loop waiting: large bodies, and pictures.
+
+Job: run functions in child processes that may be killed, within limits on processor time and memory, in fair order.
+Owns: the processes. Does not know: what the functions do.
+
+A thread cannot do this work: most of it holds the interpreter lock. Each process belongs to a thread of this process,
+which waits for it without the lock. What large results there are come back as bytes beside a small pickled value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import logging
+import os
+import pickle
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import RequestError
+from weft.processes.liveness import processor_s
+
+logger = logging.getLogger(__name__)
+
+FRAME = struct.Struct("<QQ")
+"""Sizes of a frame's two parts: the pickled value, and the bytes beside it."""
+
+Result = tuple[Any, bytes]
+"""What a function returns: a small value, and bytes of any size."""
+
+_POLL_MS = 50
+_PATIENCE = 20
+"""A task is given up after this many times its processor time by the clock: the machine is too busy."""
+
+
+_GIVES_WAY_S = 5.0
+"""Seconds for which small tasks pass a large one of the same caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """What the processes of a pool are.
+
+    Attributes:
+        name: in thread names and messages.
+        setup: called first in each process, with ``arguments``; its result is the first argument of every task.
+        memory_bytes: address space that a task may take beyond that of the idle process.
+        limit_s: processor time that a task may take.
+        small: tasks of at most this size are small.
+    """
+
+    name: str
+    setup: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    memory_bytes: int
+    limit_s: float
+    small: int
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    content: bytes
+    caller: str
+    is_large: bool
+    param: str
+    number: int
+    began: float = field(default_factory=time.monotonic)
+    future: Future[Result] = field(default_factory=Future)
+    is_cancelled: bool = False
+
+
+class WorkerPool:
+    """Processes of one kind, started when they are needed.
+
+    All but one may run large tasks at a time, so that a small task never waits for large ones alone. Among the tasks
+    that may run, those of the caller with the fewest running tasks go first, and of these the small ones.
+
+    Args:
+        num_workers: most processes; at least two.
+    """
+
+    def __init__(self, kind: WorkerKind, num_workers: int = 2) -> None:
+        assert num_workers >= 2
+        self._kind = kind
+        self._num_workers = num_workers
+        self._changed = threading.Condition()
+        self._waiting: list[_Task] = []
+        self._running: Counter[str] = Counter()
+        self._num_large = self._num_idle = 0
+        self._numbers = itertools.count()
+        self._threads: list[threading.Thread] = []
+        self._workers: set[Worker] = set()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start all processes, so that no task need wait for them."""
+        with self._changed:
+            while len(self._threads) < self._num_workers:
+                self._add_thread()
+
+    async def run(
+        self, function: Callable[..., Result], *args: Any, caller: str = "", size: int = 0, param: str = "messages"
+    ) -> Result:
+        """Run ``function(setup's result, *args)`` in a worker.
+
+        Args:
+            function: of a module, by whose name the worker finds it.
+            caller: who is to get a fair share of the workers.
+            size: how large the task is, in the unit of ``WorkerKind.small``.
+            param: the request's field that errors blame.
+
+        Raises:
+            WeftError: what the function raised, or a RequestError if it took too long or too much memory.
+        """
+        content = pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
+        task = _Task(content, caller, size > self._kind.small, param, next(self._numbers))
+        with self._changed:
+            self._waiting.append(task)
+            if self._num_idle < len(self._waiting) and len(self._threads) < self._num_workers:
+                self._add_thread()
+            self._changed.notify_all()
+        try:
+            return await asyncio.wrap_future(task.future)
+        except asyncio.CancelledError:
+            with self._changed:
+                task.is_cancelled = True
+                if task in self._waiting:
+                    self._waiting.remove(task)
+            raise
+
+    def _add_thread(self) -> None:
+        name = f"{self._kind.name} {len(self._threads)}"
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self) -> None:
+        """The life of one worker's thread."""
+        worker = Worker(self._kind)
+        with self._changed:
+            self._workers.add(worker)
+        with contextlib.suppress(Exception):  # the first task tries again, and tells its caller
+            worker.ensure()
+        while (task := self._next()) is not None:
+            result: Result | Exception
+            try:
+                result = worker.call(task)
+            except Exception as error:
+                result = error
+            with self._changed:
+                self._running[task.caller] -= 1
+                self._running += Counter()  # without those that have none
+                self._num_large -= task.is_large
+                self._changed.notify_all()
+            with contextlib.suppress(Exception):  # the caller may have gone meanwhile
+                if isinstance(result, Exception):
+                    task.future.set_exception(result)
+                else:
+                    task.future.set_result(result)
+        worker.kill()
+
+    def _next(self) -> _Task | None:
+        """Wait for a task that may run; None: the pool is closed."""
+        with self._changed:
+            self._num_idle += 1
+            while not self._is_closed:
+                allowed = [t for t in self._waiting if not t.is_large or self._num_large < self._num_workers - 1]
+                if allowed:
+                    task = min(allowed, key=self._turn)
+                    self._waiting.remove(task)
+                    self._running[task.caller] += 1
+                    self._num_large += task.is_large
+                    self._num_idle -= 1
+                    return task
+                self._changed.wait()
+            return None
+
+    def _turn(self, task: _Task) -> tuple[int, bool, int]:
+        gives_way = task.is_large and time.monotonic() - task.began < _GIVES_WAY_S
+        return self._running[task.caller], gives_way, task.number
+
+    def close(self) -> None:
+        """End the processes at once."""
+        with self._changed:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.kill()
+            self._changed.notify_all()
+
+
+class Worker:
+    """One process and the socket to it; used by one thread, but ``kill`` may be called by any."""
+
+    def __init__(self, kind: WorkerKind) -> None:
+        self._kind = kind
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def ensure(self) -> socket.socket:
+        """Start the process if there is none. Raises what its setup raised."""
+        if self._socket is not None:
+            return self._socket
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "weft.server.worker", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        theirs.close()
+        self._socket = ours
+        kind = self._kind
+        send(ours, pickle.dumps((kind.setup, kind.arguments, kind.memory_bytes), pickle.HIGHEST_PROTOCOL))
+        answer = self._answer(ours)
+        if isinstance(answer, Exception):
+            self.kill()
+            raise answer
+        return ours
+
+    def call(self, task: _Task) -> Result | Exception:
+        """Run one task. Returns what it returned or raised, or a RequestError if it exceeded a limit."""
+        kind, name = self._kind, self._kind.name
+        try:
+            link = self.ensure()
+            assert self._process is not None
+            pid = self._process.pid
+            used = processor_s(pid)
+            send(link, task.content)
+            waiter = select.poll()
+            waiter.register(link, select.POLLIN)
+            for _ in range(int(_PATIENCE * kind.limit_s * 1e3 / _POLL_MS)):
+                if waiter.poll(_POLL_MS):
+                    return self._answer(link)
+                if task.is_cancelled or processor_s(pid) - used > kind.limit_s:
+                    break
+            self.kill()
+            return RequestError(f"{name} take longer than {kind.limit_s:g} s of processor time; send less", task.param)
+        except (OSError, EOFError) as error:
+            self.kill()
+            logger.warning("a worker for %s has died (%s)", name, error)
+            return RequestError(f"{name} take more memory than there is for them; send less", task.param)
+
+    def _answer(self, link: socket.socket) -> Result | Exception:
+        is_done, value, blob = receive(link)
+        if is_done:
+            return value, blob
+        return value if isinstance(value, Exception) else RuntimeError(f"a worker failed: {value}")
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        link, self._socket = self._socket, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if link is not None:
+            link.close()
+
+
+def send(link: socket.socket, content: bytes, blob: bytes = b"") -> None:
+    """Write one frame."""
+    link.sendall(FRAME.pack(len(content), len(blob)))
+    link.sendall(content)
+    if blob:
+        link.sendall(blob)
+
+
+def receive(link: socket.socket) -> tuple[Any, Any, bytes]:
+    """Read one answer: whether it succeeded, its value and the bytes beside it. Raises EOFError, OSError."""
+    sizes = FRAME.unpack(_exactly(link, FRAME.size))
+    is_done, value = pickle.load(io.BytesIO(_exactly(link, sizes[0])))
+    return is_done, value, _exactly(link, sizes[1])
+
+
+def _exactly(link: socket.socket, size: int) -> bytes:
+    """Read ``size`` bytes without the interpreter lock and without a copy."""
+    content = link.recv(size, socket.MSG_WAITALL) if size else b""
+    if len(content) == size:
+        return content
+    parts = [content]
+    left = size - len(content)
+    while left:
+        parts.append(link.recv(left))
+        if not parts[-1]:
+            raise EOFError("the worker has died")
+        left -= len(parts[-1])
+    return b"".join(parts)
