@@ -171,7 +171,7 @@ def run(seed: int, folder: Path, device: str, mode: str | None, families: tuple[
     arch = rng.choice(families)
     given = sizes(arch, rng)
     chosen = settings(rng, device, mode)
-    what = f"{seed} {arch} {given} {({k: v for k, v in chosen.items() if k not in ('device', 'load_format')})}"
+    what = f"{seed} {arch} {given} { ({k: v for k, v in chosen.items() if k not in ('device', 'load_format')}) }"
     print(what, flush=True)
     path = folder / str(seed)
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,13 +14,14 @@ from PIL import Image
 
 from tests.pictures import PATCH, VISION, data_uri, encoded, picture, save_processor
 from weft.config.media_limits import MediaLimits
+from weft.config.transport import decode_other, encode_other
 from weft.errors import ConfigError, ContextLengthError, RequestError
 from weft.multimodal import processor as processor_module
 from weft.multimodal.items import pixel_bytes
 from weft.multimodal.media import MediaUrl, ReadLimits, decode_image
 from weft.multimodal.parts import prompt_media
 from weft.multimodal.placeholders import expand
-from weft.multimodal.processor import MediaProcessor, Processed
+from weft.multimodal.processor import MediaProcessor, PatchMaker, Processed
 from weft.multimodal.video import Video
 from weft.text.tokenizer import Tokenizer
 
@@ -338,5 +339,7 @@ def test_sizes_are_those_of_the_reference() -> None:
 
 def test_a_copy_for_another_process_gives_the_same(processor: MediaProcessor) -> None:
     data = encoded(picture(70, 50))
-    again = pickle.loads(pickle.dumps(processor))
-    assert again.new_image(data, False, PARAM) == processor.new_image(data, False, PARAM)
+    maker = processor.patch_maker
+    sent = msgspec.msgpack.encode(maker, enc_hook=encode_other)
+    again = msgspec.msgpack.decode(sent, type=PatchMaker, dec_hook=decode_other)
+    assert again == maker and again.image(data, False, PARAM) == maker.image(data, False, PARAM)

@@ -251,6 +251,7 @@ def test_nothing_leaves_the_machine(seeing: RunningServer, trap: Trap, tmp_path:
         ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}], "videos are read as frames"),
         ([{"type": "video", "video": [data_uri(FILES["png"])]}], "1 frames; it needs at least 2"),
         ([{"type": "video", "video": 5}], "a video is given as int"),
+        ([{"type": "video", "video": [5, 6]}], "an image is given as int"),
         ([{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,,,"}}], "nothing .0 bytes."),
         ([image_part(FILES["png"])] * 4, "4 images; at most 3 are allowed here"),
         (["<|image_pad|>"], "1 image placeholders .token 5. and 0 images"),

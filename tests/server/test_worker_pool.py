@@ -10,56 +10,25 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.patience import stretched
 from tests.server.running import is_alive
+from tests.server.task_worker import Do
 from weft.errors import ContextLengthError, RequestError
-from weft.server.errors import ApiError
-from weft.server.worker_pool import Result, WorkerKind, WorkerPool
+from weft.server.worker_pool import WorkerKind, WorkerPool
 
 LIMIT_S = 1.0
 
 
-def setup(word: str) -> str:
-    return word
-
-
-def broken_setup() -> None:
-    raise RequestError("no tokenizer", "model")
-
-
-def echo(state: str, *given: Any) -> Result:
-    return (state, given, os.getpid()), b"x" * 3_000_000
-
-
-def spin(state: str) -> Result:
-    while True:
-        pass
-
-
-def fill(state: str) -> Result:
-    return len([bytes(1 << 20) for _ in range(1 << 12)]), b""
-
-
-def leave(state: str) -> Result:
-    os._exit(3)
-
-
-def note(state: str, name: str, path: str, seconds: float) -> Result:
-    with Path(path).open("a") as file:
-        file.write(f"{name}\n")
-    time.sleep(seconds)
-    return name, b""
-
-
-def refuse(state: str, error: Exception) -> Result:
-    raise error
+def kind_of(setup: bytes) -> WorkerKind:
+    return WorkerKind("texts", "tests.server.task_worker", setup, 1 << 30, LIMIT_S, 10)
 
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    made = WorkerPool(WorkerKind("texts", setup, ("state",), 1 << 30, LIMIT_S, 10))
+    made = WorkerPool(kind_of(b"state"))
     yield made
     made.close()
 
@@ -71,51 +40,51 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(main())
 
 
+async def echo(pool: WorkerPool, content: bytes = b"") -> list[Any]:
+    value, blob = await pool.run(Do("echo", content))
+    assert blob == b"x" * 3_000_000
+    return msgspec.msgpack.decode(value)
+
+
 def test_a_task_gets_what_was_set_up_and_returns_a_value_and_bytes(pool: WorkerPool) -> None:
     async def body() -> None:
-        (state, given, pid), blob = await pool.run(echo, 5, "x" * 5_000_000)
-        assert (state, given[0], len(given[1]), len(blob)) == ("state", 5, 5_000_000, 3_000_000)
-        assert pid != os.getpid()
+        state, size, pid = await echo(pool, b"x" * 5_000_000)
+        assert (state, size) == ("state", 5_000_000) and pid != os.getpid()
 
     run(body)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [RequestError("m", "p"), ContextLengthError("m", "p"), ApiError(404, "m", param="p", code="c", retry_after_s=2)],
-)
-def test_errors_arrive_as_they_were_raised(pool: WorkerPool, error: Exception) -> None:
+def test_errors_arrive_as_they_were_raised(pool: WorkerPool) -> None:
     async def body() -> None:
-        with pytest.raises(type(error)) as raised:
-            await pool.run(refuse, error)
-        assert type(raised.value) is type(error) and str(raised.value) == "m" and vars(raised.value) == vars(error)
+        for what, kind in (("refuse", RequestError), ("too long", ContextLengthError)):
+            with pytest.raises(RequestError) as raised:
+                await pool.run(Do(what))
+            assert (type(raised.value), str(raised.value), raised.value.param) == (kind, "m", "p")
         with pytest.raises(RuntimeError, match="KeyError: 'x'"):
-            await pool.run(refuse, KeyError("x"))
-        assert (await pool.run(echo))[0][0] == "state"
+            await pool.run(Do("break"))
+        assert (await echo(pool))[0] == "state"
 
     run(body)
 
 
-@pytest.mark.parametrize(("task", "reason"), [(spin, "longer than 1 s"), (fill, "memory"), (leave, "memory")])
-def test_a_task_beyond_a_limit_ends_and_the_next_one_runs(
-    pool: WorkerPool, task: Callable[..., Result], reason: str
-) -> None:
+@pytest.mark.parametrize(("what", "reason"), [("spin", "longer than 1 s"), ("fill", "memory"), ("leave", "memory")])
+def test_a_task_beyond_a_limit_ends_and_the_next_one_runs(pool: WorkerPool, what: str, reason: str) -> None:
     async def body() -> None:
         with pytest.raises(RequestError, match=reason) as raised:
-            await pool.run(task, param="prompt")
+            await pool.run(Do(what), param="prompt")
         assert raised.value.param == "prompt"
-        assert (await pool.run(echo))[0][0] == "state"
+        assert (await echo(pool))[0] == "state"
 
     run(body)
 
 
 def test_a_process_that_cannot_be_set_up_is_an_error() -> None:
-    pool = WorkerPool(WorkerKind("texts", broken_setup, (), 1 << 30, LIMIT_S, 10))
+    pool = WorkerPool(kind_of(b"broken"))
 
     async def body() -> None:
         for _ in range(2):
             with pytest.raises(RequestError, match="no tokenizer"):
-                await pool.run(echo)
+                await echo(pool)
 
     run(body)
     pool.close()
@@ -123,12 +92,12 @@ def test_a_process_that_cannot_be_set_up_is_an_error() -> None:
 
 def test_a_task_whose_caller_has_gone_is_ended(pool: WorkerPool) -> None:
     async def body() -> None:
-        gone = [asyncio.create_task(pool.run(spin)) for _ in range(3)]
+        gone = [asyncio.create_task(pool.run(Do("spin"))) for _ in range(3)]
         await asyncio.sleep(0.5)
         for each in gone:
             each.cancel()
         began = time.monotonic()
-        assert (await pool.run(echo))[0][0] == "state"
+        assert (await echo(pool))[0] == "state"
         assert time.monotonic() - began < stretched(5)
         assert not pool._waiting
 
@@ -140,12 +109,11 @@ def test_small_tasks_pass_large_ones_and_callers_take_turns(pool: WorkerPool, tm
 
     async def body() -> None:
         pool.start()
-        await pool.run(echo)
-        tasks = [pool.run(note, f"large {i}", str(path), 0.3, caller="a", size=11) for i in range(3)]
-        tasks += [pool.run(note, f"small {i}", str(path), 0.3, caller="a", size=1) for i in range(3)]
-        tasks += [pool.run(note, "other", str(path), 0.3, caller="b", size=10)]
-        running = [asyncio.ensure_future(task) for task in tasks]
-        await asyncio.gather(*running)
+        await echo(pool)
+        tasks = [pool.run(Do(f"large {i}", b"", str(path), 0.3), caller="a", size=11) for i in range(3)]
+        tasks += [pool.run(Do(f"small {i}", b"", str(path), 0.3), caller="a", size=1) for i in range(3)]
+        tasks += [pool.run(Do("other", b"", str(path), 0.3), caller="b", size=10)]
+        await asyncio.gather(*tasks)
 
     run(body)
     order = path.read_text().split("\n")
@@ -154,12 +122,8 @@ def test_small_tasks_pass_large_ones_and_callers_take_turns(pool: WorkerPool, tm
 
 
 def test_processes_end_with_the_pool() -> None:
-    pool = WorkerPool(WorkerKind("texts", setup, ("state",), 1 << 30, LIMIT_S, 10))
-
-    async def body() -> int:
-        return int((await pool.run(echo))[0][2])
-
-    pid = run(body)
+    pool = WorkerPool(kind_of(b"state"))
+    pid = run(lambda: echo(pool))[2]
     pool.close()
     for _ in range(200):
         if not is_alive(pid) and not any(thread.name.startswith("texts") for thread in threading.enumerate()):

@@ -91,6 +91,99 @@ def load_processor(config: EngineConfig) -> MediaProcessor | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PatchMaker:
+    """Makes patches of one picture at a time, as a checkpoint's processor does. It may be sent to other processes.
+
+    Attributes:
+        vision, limits, max_tokens, dtype: see ``MediaProcessor``.
+        size: fewest and most pixels of a resized image.
+        resample: Pillow's number of the filter.
+        values: ``[3, 256]``: each 8-bit number of each channel as the encoder gets it, as bits of ``dtype``.
+        settings: all settings of the processor as a text, for content hashes.
+        videos: settings of the video processor.
+    """
+
+    vision: VisionConfig
+    limits: ReadLimits
+    max_tokens: int
+    dtype: str
+    size: tuple[int, int]
+    resample: int
+    values: bytes
+    settings: str
+    videos: VideoSettings
+
+    def image(self, source: Any, is_low: bool, param: str) -> Processed:
+        """Process an image that was given as encoded bytes, PIL image or array. Raises RequestError."""
+        return self.patches(*self.resized(source, is_low, param))
+
+    def resized(self, source: Any, is_low: bool, param: str) -> tuple[Image, bytes]:
+        """Return the image in the size that the model takes, and its content hash. Raises RequestError."""
+        image = self._resized(self._decoded(source, param), is_low, param)
+        digest = hashlib.sha256(f"image {image.size} {self.settings}\n".encode())
+        digest.update(image.tobytes())
+        return image, digest.digest()
+
+    def _decoded(self, source: Any, param: str) -> Image:
+        if isinstance(source, bytes):
+            return decode_image(source, self.limits, param)
+        image = image_of_object(source, param)
+        check_size(image.size, self.limits, param)
+        return to_rgb(image, param)
+
+    def _resized(self, image: Image, is_low: bool, param: str) -> Image:
+        """The image in the size that the model takes, as 8-bit RGB."""
+        if is_low:
+            image.thumbnail((DETAIL_LOW, DETAIL_LOW))
+        factor = self.vision.patch_size * self.vision.spatial_merge_size
+        try:
+            height, width = resized_size(image.height, image.width, factor, *self.size)
+        except ValueError as error:
+            raise RequestError(
+                f"an image of {image.width} x {image.height} pixels cannot be processed ({error}); crop it", param
+            ) from error
+        self._check_tokens("an image", height * width // factor**2, image.size, param)
+        return image.resize((width, height), self.resample)
+
+    def patches(self, image: Image, content_hash: bytes) -> Processed:
+        """Cut a resized image into patches, in the order of the checkpoint's processor.
+
+        The processor scales and normalises each 8-bit number by itself, so its 3 x 256 results are looked up.
+        """
+        import numpy as np
+
+        patch, merge, frames = self.vision.patch_size, self.vision.spatial_merge_size, self.vision.temporal_patch_size
+        h, w = image.height // patch, image.width // patch
+        values = np.frombuffer(self.values, "uint16" if self.dtype == "bfloat16" else self.dtype).reshape(3, 256)
+        tiles = np.asarray(image).reshape(h // merge, merge, patch, w // merge, merge, patch, 3)
+        patches = np.empty((h // merge, w // merge, merge, merge, 3, frames, patch, patch), values.dtype)
+        for row in range(h // merge):  # [merge, patch, w // merge, merge, patch, 3] to [w // merge, merge, merge, ...]
+            ordered = tiles[row].transpose(2, 0, 3, 5, 1, 4)
+            for channel in range(3):
+                patches[row, :, :, :, channel] = values[channel][ordered[:, :, :, channel]][:, :, :, None]
+        return Processed("image", content_hash, (1, h, w), patches.tobytes(), self.dtype)
+
+    def video(self, frames: Sequence[Any], times: tuple[float, ...], param: str) -> Processed:
+        """Process what ``MediaProcessor.read_video`` returned. Raises RequestError."""
+        first = self._decoded(frames[0], param)  # the others must have its size
+        check_video_size(len(frames), first.size, self.limits, param)
+        grid = self.videos.grid(len(frames), first.height, first.width, param)
+        self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
+        digest = hashlib.sha256(f"video {grid} {self.settings}\n".encode())
+        patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self.videos, param)
+        digest.update(patches.data)
+        return Processed("video", digest.digest(), grid, pixel_bytes(patches, self.dtype), self.dtype, times)
+
+    def _check_tokens(self, name: str, num_tokens: int, size: tuple[int, int], param: str) -> None:
+        if num_tokens > self.max_tokens:
+            raise RequestError(
+                f"{name} of {size[0]} x {size[1]} pixels becomes {num_tokens:,} tokens, more than the "
+                f"{self.max_tokens:,} that are encoded in a step (max_num_encoder_input_tokens); send a smaller one",
+                param,
+            )
+
+
 class MediaProcessor:
     """Processes the images and videos of one model's requests. May be used by several threads.
 
@@ -120,25 +213,25 @@ class MediaProcessor:
         cache_bytes: int,
         dtype: str = "float32",
     ) -> None:
-        self.vision, self._dtype = vision, dtype
+        self.vision = vision
         self.limits = limits
         self._limit_per_prompt = limit_per_prompt
         self.max_tokens = max_tokens
         images = _load_image_processor(folder, vision)
-        self._size = int(images.size["shortest_edge"]), int(images.size["longest_edge"])
-        self._resample = int(images.resample)
-        self._values = _pixel_table(images, dtype)
-        self._videos = VideoSettings.read(folder, vision, _VIDEO_SIZE)
-        self._settings = f"{sorted(images.to_dict().items(), key=lambda pair: pair[0])} {self._videos}"
+        videos = VideoSettings.read(folder, vision, _VIDEO_SIZE)
+        self.patch_maker = PatchMaker(
+            vision,
+            limits,
+            max_tokens,
+            dtype,
+            (int(images.size["shortest_edge"]), int(images.size["longest_edge"])),
+            int(images.resample),
+            _pixel_table(images, dtype),
+            f"{sorted(images.to_dict().items(), key=lambda pair: pair[0])} {videos}",
+            videos,
+        )
         self._cache = _Cache(cache_bytes)
         self._turns = threading.BoundedSemaphore(MAX_CONCURRENT)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy for another process, without a cache."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_turns")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _cache=_Cache(0), _turns=threading.BoundedSemaphore(MAX_CONCURRENT))
 
     def check_counts(self, media: Mapping[Modality, Sequence[Any]], param: str) -> None:
         """Raises RequestError for more images or videos than a prompt may have."""
@@ -198,71 +291,19 @@ class MediaProcessor:
             found = self._cache.get(key)
             if found is not None:
                 return found
-            processed = self.new_image(source if data is None else data, is_low_detail(source), reader.param)
+            given = source if data is None else data
+            image, content_hash = self.patch_maker.resized(given, is_low_detail(source), reader.param)
+            processed = self.cached(content_hash) or self.patch_maker.patches(image, content_hash)
             self.keep(processed, key)
             return processed
 
     def cached(self, key: bytes) -> Processed | None:
-        """Return the image of this ``image_key`` if it was processed lately."""
+        """Return the image of this content hash or ``image_key`` if it was processed lately."""
         return self._cache.get(key)
 
     def keep(self, processed: Processed, key: bytes | None) -> None:
         """Remember a processed image, also under its ``image_key``."""
         self._cache.put(processed, processed.content_hash, key)
-
-    def new_image(self, source: Any, is_low: bool, param: str) -> Processed:
-        """Process an image that was given as encoded bytes, PIL image or array. Raises RequestError."""
-        image = self._resized(self._decoded(source, param), is_low, param)
-        digest = hashlib.sha256(f"image {image.size} {self._settings}\n".encode())
-        digest.update(image.tobytes())
-        content_hash = digest.digest()
-        return self._cache.get(content_hash) or self._patches(image, content_hash)
-
-    def _decoded(self, source: Any, param: str) -> Image:
-        if isinstance(source, bytes):
-            return decode_image(source, self.limits, param)
-        image = image_of_object(source, param)
-        check_size(image.size, self.limits, param)
-        return to_rgb(image, param)
-
-    def _resized(self, image: Image, is_low: bool, param: str) -> Image:
-        """The image in the size that the model takes, as 8-bit RGB."""
-        if is_low:
-            image.thumbnail((DETAIL_LOW, DETAIL_LOW))
-        factor = self.vision.patch_size * self.vision.spatial_merge_size
-        try:
-            height, width = resized_size(image.height, image.width, factor, *self._size)
-        except ValueError as error:
-            raise RequestError(
-                f"an image of {image.width} x {image.height} pixels cannot be processed ({error}); crop it", param
-            ) from error
-        self._check_tokens("an image", height * width // factor**2, image.size, param)
-        return image.resize((width, height), self._resample)
-
-    def _patches(self, image: Image, content_hash: bytes) -> Processed:
-        """Cut a resized image into patches, in the order of the checkpoint's processor.
-
-        The processor scales and normalises each 8-bit number by itself, so its 3 x 256 results are looked up.
-        """
-        import numpy as np
-
-        patch, merge, frames = self.vision.patch_size, self.vision.spatial_merge_size, self.vision.temporal_patch_size
-        h, w = image.height // patch, image.width // patch
-        tiles = np.asarray(image).reshape(h // merge, merge, patch, w // merge, merge, patch, 3)
-        patches = np.empty((h // merge, w // merge, merge, merge, 3, frames, patch, patch), self._values.dtype)
-        for row in range(h // merge):  # [merge, patch, w // merge, merge, patch, 3] to [w // merge, merge, merge, ...]
-            ordered = tiles[row].transpose(2, 0, 3, 5, 1, 4)
-            for channel in range(3):
-                patches[row, :, :, :, channel] = self._values[channel][ordered[:, :, :, channel]][:, :, :, None]
-        return Processed("image", content_hash, (1, h, w), patches.tobytes(), self._dtype)
-
-    def _check_tokens(self, name: str, num_tokens: int, size: tuple[int, int], param: str) -> None:
-        if num_tokens > self.max_tokens:
-            raise RequestError(
-                f"{name} of {size[0]} x {size[1]} pixels becomes {num_tokens:,} tokens, more than the "
-                f"{self.max_tokens:,} that are encoded in a step (max_num_encoder_input_tokens); send a smaller one",
-                param,
-            )
 
     # -- videos --------------------------------------------------------------------------------------------------
 
@@ -270,25 +311,14 @@ class MediaProcessor:
         """One video; see ``process``."""
         frames, times = self.read_video(source, reader)
         with self._turns:
-            return self.new_video(frames, times, reader.param)
+            return self.patch_maker.video(frames, times, reader.param)
 
     def read_video(self, source: Any, reader: SourceReader) -> tuple[list[Any], tuple[float, ...]]:
         """Read the frames that are used of a video, and the times of its temporal patches. Raises RequestError."""
         video = source if isinstance(source, Video) else Video.of(source, reader.param)
-        indices = sample_frames(video, self._videos, reader.param)
+        indices = sample_frames(video, self.patch_maker.videos, reader.param)
         frames = self._encoded_frames([video.frames[index] for index in indices], reader)
-        return frames, timestamps(indices, video, self._videos)
-
-    def new_video(self, frames: Sequence[Any], times: tuple[float, ...], param: str) -> Processed:
-        """Process what ``read_video`` returned. Raises RequestError."""
-        first = self._decoded(frames[0], param)  # the others must have its size
-        check_video_size(len(frames), first.size, self.limits, param)
-        grid = self._videos.grid(len(frames), first.height, first.width, param)
-        self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
-        digest = hashlib.sha256(f"video {grid} {self._settings}\n".encode())
-        patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self._videos, param)
-        digest.update(patches.data)
-        return Processed("video", digest.digest(), grid, pixel_bytes(patches, self._dtype), self._dtype, times)
+        return frames, timestamps(indices, video, self.patch_maker.videos)
 
     def _encoded_frames(self, frames: Sequence[Any], reader: SourceReader) -> list[Any]:
         """Frames as encoded bytes, or as they are if they are decoded. Raises RequestError."""
@@ -335,8 +365,8 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return new_height, new_width
 
 
-def _pixel_table(processor: Any, dtype: str) -> Any:
-    """Return ``[3, 256]``: each 8-bit number of each channel as the processor scales it, as bits of ``dtype``."""
+def _pixel_table(processor: Any, dtype: str) -> bytes:
+    """Return ``PatchMaker.values``: what the processor makes of each 8-bit number."""
     import numpy as np
 
     image = np.broadcast_to(np.arange(256, dtype=np.uint8)[None, :, None], (3, 256, 1))
@@ -344,8 +374,7 @@ def _pixel_table(processor: Any, dtype: str) -> Any:
         image = processor.rescale(image, processor.rescale_factor)
     if processor.do_normalize:
         image = processor.normalize(image, processor.image_mean, processor.image_std)
-    kind = "uint16" if dtype == "bfloat16" else dtype
-    return np.frombuffer(pixel_bytes(np.asarray(image, np.float32), dtype), kind).reshape(3, 256)
+    return pixel_bytes(np.asarray(image, np.float32), dtype)
 
 
 def image_of_object(source: Any, param: str) -> Image:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from starlette.responses import Response
 
@@ -44,9 +42,6 @@ class ApiError(WeftError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.status, str(self)), self.__dict__
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -25,7 +25,9 @@ from weft.multimodal.processor import (
     is_low_detail,
 )
 from weft.multimodal.video import Video
-from weft.server.worker_pool import Result, WorkerKind, WorkerPool
+from weft.server.media_worker import NewImage, NewVideo
+from weft.server.worker import decode, encode
+from weft.server.worker_pool import WorkerKind, WorkerPool
 
 MAX_DOWNLOADS = 8
 """Prompts whose images are downloaded at a time."""
@@ -50,8 +52,10 @@ class MediaPool:
 
     def start(self, processor: MediaProcessor) -> None:
         """Start the workers for a model that reads images."""
-        kind = WorkerKind("images and videos", _keep, (processor,), MEMORY_BYTES, LIMIT_S, SMALL_PIXELS)
-        self._workers = WorkerPool(kind)
+        setup = encode(processor.patch_maker)
+        self._workers = WorkerPool(
+            WorkerKind("images and videos", "weft.server.media_worker", setup, MEMORY_BYTES, LIMIT_S, SMALL_PIXELS)
+        )
         self._workers.start()
 
     async def process(self, processor: MediaProcessor, media: Media, room: int, caller: str = "") -> list[Processed]:
@@ -78,25 +82,28 @@ class MediaPool:
         data, key, size = await self._in_thread(source, partial(_read_image, source, reader))
         if (found := processor.cached(key)) is not None:
             return found
-        processed = await self._run(
-            _new_image, data, is_low_detail(source), reader.param, caller=caller, size=size, param=reader.param
-        )
+        task = NewImage(data, is_low_detail(source), reader.param)
+        processed = await self._run(task, caller=caller, size=size, param=reader.param)
         processor.keep(processed, key)
         return processed
 
     async def _video(self, processor: MediaProcessor, source: Any, reader: SourceReader, caller: str) -> Processed:
         frames, times = await self._in_thread(source, partial(processor.read_video, source, reader))
         size = SMALL_PIXELS + 1
-        return await self._run(_new_video, frames, times, reader.param, caller=caller, size=size, param=reader.param)
+        for frame in frames:
+            if not isinstance(frame, bytes):
+                image_of_object(frame, reader.param)
+        task = NewVideo(frames, times, reader.param)
+        return await self._run(task, caller=caller, size=size, param=reader.param)
 
     async def _in_thread(self, source: Any, work: Any) -> Any:
         threads = self._remote if _is_remote(source) else self._local
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    async def _run(self, *task: Any, **options: Any) -> Processed:
+    async def _run(self, task: NewImage | NewVideo, **options: Any) -> Processed:
         assert self._workers is not None, "a model that reads images has workers"
-        processed, pixels = await self._workers.run(*task, **options)
-        return replace(processed, pixel_values=pixels)
+        content, pixels = await self._workers.run(task, **options)
+        return replace(decode(content, Processed), pixel_values=pixels)
 
     def close(self) -> None:
         for threads in (self._local, self._remote):
@@ -117,20 +124,3 @@ def _read_image(source: Any, reader: SourceReader) -> tuple[bytes, bytes, int]:
 def _is_remote(source: Any) -> bool:
     sources = source.frames if isinstance(source, Video) else [source]
     return any(isinstance(each, MediaUrl) and each.url[:4].lower() == "http" for each in sources)
-
-
-# -- in the workers --------------------------------------------------------------------------------------------------
-
-
-def _keep(processor: MediaProcessor) -> MediaProcessor:
-    return processor
-
-
-def _new_image(processor: MediaProcessor, data: bytes, is_low: bool, param: str) -> Result:
-    processed = processor.new_image(data, is_low, param)
-    return replace(processed, pixel_values=b""), processed.pixel_values
-
-
-def _new_video(processor: MediaProcessor, frames: list[Any], times: tuple[float, ...], param: str) -> Result:
-    processed = processor.new_video(frames, times, param)
-    return replace(processed, pixel_values=b""), processed.pixel_values

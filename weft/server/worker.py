@@ -1,80 +1,140 @@
-"""A worker process of a ``WorkerPool``: ``python -m weft.server.worker DESCRIPTOR PARENT``.
+"""What every worker process of a ``WorkerPool`` does: frames in, a task each, frames out.
 
-It may be killed at any time. Its memory is limited to what it needs when idle plus a fixed amount.
-
-One frame in, one out. First what to set up, then one task per frame.
+A worker may be killed at any time. Its memory is limited to what it needs when idle plus a fixed amount.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import resource
 import socket
+import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.errors import WeftError
+import msgspec
+
+from weft.config.transport import decode_other, encode_other
+from weft.errors import ContextLengthError, RequestError
 from weft.processes.lifeline import die_with_parent
-from weft.server.worker_pool import FRAME, send
+
+FRAME = struct.Struct("<QQ")
+"""Sizes of a frame's two parts: a msgpack value, and the bytes beside it."""
+
+Result = tuple[Any, bytes]
+"""The result of a task: a small value, and bytes of any size."""
+
+DONE = b"+"
+"""The first byte of an answer that is a result. Any other answer is a ``Failure``."""
 
 _NICENESS = 5
 
+encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
 
-def main() -> None:
+
+class Setup(msgspec.Struct, frozen=True):
+    """The first frame. ``content``: what the worker's own ``setup`` reads."""
+
+    content: bytes
+    memory_bytes: int
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a task failed.
+
+    Attributes:
+        is_refused: the caller is at fault; otherwise the code.
+        is_too_long: the prompt does not fit into the context.
+    """
+
+    message: str
+    is_refused: bool = False
+    is_too_long: bool = False
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        if isinstance(error, RequestError):
+            return cls(str(error), True, isinstance(error, ContextLengthError), error.param)
+        return cls(f"{type(error).__name__}: {error}"[:2000])
+
+    def error(self) -> Exception:
+        if not self.is_refused:
+            return RuntimeError(f"a worker failed: {self.message}")
+        return (ContextLengthError if self.is_too_long else RequestError)(self.message, self.param)
+
+
+def decode(content: bytes, kind: Any) -> Any:
+    """A message of type ``kind``."""
+    return msgspec.msgpack.decode(content, type=kind, dec_hook=decode_other)
+
+
+def send(link: socket.socket, content: bytes, blob: bytes = b"") -> None:
+    """Write one frame."""
+    link.sendall(FRAME.pack(len(content), len(blob)))
+    link.sendall(content)
+    if blob:
+        link.sendall(blob)
+
+
+def receive(link: socket.socket) -> tuple[bytes, bytes]:
+    """Read one frame. Raises EOFError if the other end has gone, or OSError."""
+    sizes = FRAME.unpack(_exactly(link, FRAME.size))
+    return _exactly(link, sizes[0]), _exactly(link, sizes[1])
+
+
+def _exactly(link: socket.socket, size: int) -> bytes:
+    """Read ``size`` bytes at once, which needs neither the interpreter lock nor a copy."""
+    content = link.recv(size, socket.MSG_WAITALL) if size else b""
+    if len(content) == size:
+        return content
+    parts, left = [content], size - len(content)
+    while left:
+        parts.append(link.recv(left))
+        if not parts[-1]:
+            raise EOFError("the other end has gone")
+        left -= len(parts[-1])
+    return b"".join(parts)
+
+
+def serve(setup: Callable[[bytes], Callable[[bytes], Result]]) -> None:
+    """Serve tasks until the parent ends: ``python -m MODULE DESCRIPTOR PARENT``.
+
+    Args:
+        setup: takes ``Setup.content`` and returns what runs a task.
+    """
     link = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]))
     os.nice(_NICENESS)  # the event loop and the engine go first
-    state: Any = None
-    setup, arguments, memory_bytes = _read(link)
     try:
-        state = setup(*arguments)
-    except Exception as error:
-        _refuse(link, error)
-        return
-    limit = _virtual_bytes() + memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    send(link, pickle.dumps((True, None)))
-    while True:
-        function, args = _read(link)
+        first = decode(receive(link)[0], Setup)
         try:
-            value, blob = function(state, *args)
-            content = pickle.dumps((True, value), pickle.HIGHEST_PROTOCOL)
-        except MemoryError:
-            os._exit(1)
+            run = setup(first.content)
         except Exception as error:
-            _refuse(link, error)
-        else:
-            send(link, content, blob)
-        value = blob = content = args = None
+            send(link, encode(Failure.of(error)))
+            return
+        limit = _virtual_bytes() + first.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        send(link, DONE)
+        while True:
+            _answer(link, run, receive(link)[0])
+    except (EOFError, OSError):
+        return
 
 
-def _refuse(link: socket.socket, error: Exception) -> None:
-    """Send an error that the caller caused as it is, and any other one as a text."""
-    value = error if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"[:2000]
-    send(link, pickle.dumps((False, value)))
-
-
-def _read(link: socket.socket) -> Any:
-    """The next frame's value. Ends the process when the parent has gone."""
-    head = link.recv(FRAME.size, socket.MSG_WAITALL)
-    if len(head) < FRAME.size:
-        sys.exit(0)
-    size, _ = FRAME.unpack(head)
-    content = bytearray(size)
-    view, filled = memoryview(content), 0
-    while filled < size:
-        count = link.recv_into(view[filled:])
-        if not count:
-            sys.exit(0)
-        filled += count
-    return pickle.loads(content)
+def _answer(link: socket.socket, run: Callable[[bytes], Result], task: bytes) -> None:
+    try:
+        value, blob = run(task)
+        content = encode(value)
+    except MemoryError:
+        os._exit(1)
+    except Exception as error:
+        send(link, encode(Failure.of(error)))
+    else:
+        send(link, DONE + content, blob)
 
 
 def _virtual_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,44 +1,39 @@
 """Worker processes for requests that would keep the event loop waiting: large bodies, and pictures.
 
-Job: run functions in child processes that may be killed, within limits on processor time and memory, in fair order.
-Owns: the processes. Does not know: what the functions do.
+Job: run tasks in child processes that may be killed, within limits on processor time and memory, in fair order.
+Owns: the processes. Does not know: what a task does.
 
 A thread cannot do this work: most of it holds the interpreter lock. Each process belongs to a thread of this process,
-which waits for it without the lock. What large results there are come back as bytes beside a small pickled value.
+which waits for it without the lock. Large results come back as bytes beside a small value.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import itertools
 import logging
 import os
-import pickle
 import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from weft.errors import RequestError
 from weft.processes.liveness import processor_s
+from weft.server.worker import DONE, Failure, Setup, decode, encode, receive, send
 
 logger = logging.getLogger(__name__)
 
-FRAME = struct.Struct("<QQ")
-"""Sizes of a frame's two parts: the pickled value, and the bytes beside it."""
-
-Result = tuple[Any, bytes]
-"""What a function returns: a small value, and bytes of any size."""
+Answer = tuple[bytes, bytes]
+"""The encoded value of a result, and the bytes beside it."""
 
 _POLL_MS = 50
 _PATIENCE = 20
@@ -55,15 +50,16 @@ class WorkerKind:
 
     Attributes:
         name: in thread names and messages.
-        setup: called first in each process, with ``arguments``; its result is the first argument of every task.
+        module: what ``python -m`` runs; it calls ``worker.serve``.
+        setup: what the module's ``setup`` reads.
         memory_bytes: address space that a task may take beyond that of the idle process.
         limit_s: processor time that a task may take.
         small: tasks of at most this size are small.
     """
 
     name: str
-    setup: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    module: str
+    setup: bytes
     memory_bytes: int
     limit_s: float
     small: int
@@ -77,7 +73,7 @@ class _Task:
     param: str
     number: int
     began: float = field(default_factory=time.monotonic)
-    future: Future[Result] = field(default_factory=Future)
+    future: Future[Answer] = field(default_factory=Future)
     is_cancelled: bool = False
 
 
@@ -110,34 +106,34 @@ class WorkerPool:
             while len(self._threads) < self._num_workers:
                 self._add_thread()
 
-    async def run(
-        self, function: Callable[..., Result], *args: Any, caller: str = "", size: int = 0, param: str = "messages"
-    ) -> Result:
-        """Run ``function(setup's result, *args)`` in a worker.
+    async def run(self, task: msgspec.Struct, *, caller: str = "", size: int = 0, param: str = "messages") -> Answer:
+        """Run a task in a worker.
 
         Args:
-            function: of a module, by whose name the worker finds it.
+            task: a message that the worker's module knows.
             caller: who is to get a fair share of the workers.
             size: how large the task is, in the unit of ``WorkerKind.small``.
             param: the request's field that errors blame.
 
+        Returns:
+            The encoded value of the result, and the bytes beside it.
+
         Raises:
-            WeftError: what the function raised, or a RequestError if it took too long or too much memory.
+            RequestError: what the task raised, or that it took too long or too much memory.
         """
-        content = pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
-        task = _Task(content, caller, size > self._kind.small, param, next(self._numbers))
+        queued = _Task(encode(task), caller, size > self._kind.small, param, next(self._numbers))
         with self._changed:
-            self._waiting.append(task)
+            self._waiting.append(queued)
             if self._num_idle < len(self._waiting) and len(self._threads) < self._num_workers:
                 self._add_thread()
             self._changed.notify_all()
         try:
-            return await asyncio.wrap_future(task.future)
+            return await asyncio.wrap_future(queued.future)
         except asyncio.CancelledError:
             with self._changed:
-                task.is_cancelled = True
-                if task in self._waiting:
-                    self._waiting.remove(task)
+                queued.is_cancelled = True
+                if queued in self._waiting:
+                    self._waiting.remove(queued)
             raise
 
     def _add_thread(self) -> None:
@@ -154,7 +150,7 @@ class WorkerPool:
         with contextlib.suppress(Exception):  # the first task tries again, and tells its caller
             worker.ensure()
         while (task := self._next()) is not None:
-            result: Result | Exception
+            result: Answer | Exception
             try:
                 result = worker.call(task)
             except Exception as error:
@@ -214,7 +210,7 @@ class Worker:
             return self._socket
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "weft.server.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-m", self._kind.module, str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -224,14 +220,14 @@ class Worker:
         theirs.close()
         self._socket = ours
         kind = self._kind
-        send(ours, pickle.dumps((kind.setup, kind.arguments, kind.memory_bytes), pickle.HIGHEST_PROTOCOL))
-        answer = self._answer(ours)
+        send(ours, encode(Setup(kind.setup, kind.memory_bytes)))
+        answer = _answer(ours)
         if isinstance(answer, Exception):
             self.kill()
             raise answer
         return ours
 
-    def call(self, task: _Task) -> Result | Exception:
+    def call(self, task: _Task) -> Answer | Exception:
         """Run one task. Returns what it returned or raised, or a RequestError if it exceeded a limit."""
         kind, name = self._kind, self._kind.name
         try:
@@ -244,7 +240,7 @@ class Worker:
             waiter.register(link, select.POLLIN)
             for _ in range(int(_PATIENCE * kind.limit_s * 1e3 / _POLL_MS)):
                 if waiter.poll(_POLL_MS):
-                    return self._answer(link)
+                    return _answer(link)
                 if task.is_cancelled or processor_s(pid) - used > kind.limit_s:
                     break
             self.kill()
@@ -253,12 +249,6 @@ class Worker:
             self.kill()
             logger.warning("a worker for %s has died (%s)", name, error)
             return RequestError(f"{name} take more memory than there is for them; send less", task.param)
-
-    def _answer(self, link: socket.socket) -> Result | Exception:
-        is_done, value, blob = receive(link)
-        if is_done:
-            return value, blob
-        return value if isinstance(value, Exception) else RuntimeError(f"a worker failed: {value}")
 
     def kill(self) -> None:
         process, self._process = self._process, None
@@ -270,31 +260,9 @@ class Worker:
             link.close()
 
 
-def send(link: socket.socket, content: bytes, blob: bytes = b"") -> None:
-    """Write one frame."""
-    link.sendall(FRAME.pack(len(content), len(blob)))
-    link.sendall(content)
-    if blob:
-        link.sendall(blob)
-
-
-def receive(link: socket.socket) -> tuple[Any, Any, bytes]:
-    """Read one answer: whether it succeeded, its value and the bytes beside it. Raises EOFError, OSError."""
-    sizes = FRAME.unpack(_exactly(link, FRAME.size))
-    is_done, value = pickle.load(io.BytesIO(_exactly(link, sizes[0])))
-    return is_done, value, _exactly(link, sizes[1])
-
-
-def _exactly(link: socket.socket, size: int) -> bytes:
-    """Read ``size`` bytes without the interpreter lock and without a copy."""
-    content = link.recv(size, socket.MSG_WAITALL) if size else b""
-    if len(content) == size:
-        return content
-    parts = [content]
-    left = size - len(content)
-    while left:
-        parts.append(link.recv(left))
-        if not parts[-1]:
-            raise EOFError("the worker has died")
-        left -= len(parts[-1])
-    return b"".join(parts)
+def _answer(link: socket.socket) -> Answer | Exception:
+    """Read the result of a task, or why it failed."""
+    content, blob = receive(link)
+    if content[:1] == DONE:
+        return content[1:], blob
+    return decode(content, Failure).error()

@@ -1,0 +1,45 @@
+"""The worker process for images and videos: ``python -m weft.server.media_worker``, see ``worker.serve``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from weft.multimodal.processor import PatchMaker
+from weft.server.worker import Result, decode, serve
+
+
+class NewImage(msgspec.Struct, frozen=True, tag="image"):
+    """Process an encoded image; see ``PatchMaker.image``."""
+
+    data: bytes
+    is_low: bool
+    param: str
+
+
+class NewVideo(msgspec.Struct, frozen=True, tag="video"):
+    """Process the encoded frames of a video; see ``PatchMaker.video``."""
+
+    frames: list[bytes]
+    times: tuple[float, ...]
+    param: str
+
+
+class Task:
+    """Runs tasks."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._maker = decode(setup, PatchMaker)
+
+    def __call__(self, content: bytes) -> Result:
+        task = decode(content, NewImage | NewVideo)
+        if isinstance(task, NewImage):
+            processed = self._maker.image(task.data, task.is_low, task.param)
+        else:
+            processed = self._maker.video(task.frames, task.times, task.param)
+        return replace(processed, pixel_values=b""), processed.pixel_values
+
+
+if __name__ == "__main__":
+    serve(Task)
