@@ -444,7 +444,7 @@ MUTANTS = (
     ),
     _mutant(
         "shapes-share-a-hash", "images of the same pixels in another shape are others",
-        "weft/multimodal/processor.py", 'f"image {image.size} {self._settings}', 'f"image {self._settings}',
+        "weft/multimodal/processor.py", 'f"image {image.size} {self.settings}', 'f"image {self.settings}',
         "tests/multimodal/test_processor.py",
     ),
     _mutant(
