@@ -18,7 +18,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-speculation fuzz-drafts mutate lint types docs install clean
+.PHONY: demo test test-all test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-speculation fuzz-drafts mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -26,6 +26,10 @@ demo: $(RUNS)
 # Compiled modules are kept, whatever the environment says: the tests start many processes.
 test: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# The suite with every case of the x-matrix; `make test` runs the part that each file names (an hour on two processors).
+test-all: $(INSTALLED)
+	WEFT_WHOLE_MATRIX=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # The suite three times beside a process per core that computes all the time; not part of CI.
 test-busy: $(INSTALLED)

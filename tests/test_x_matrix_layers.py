@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.x_matrix import BUDGET, PATHS, PHASES, Poisoned, Reference, check, make_reference, open_engine
+from tests.x_matrix import BUDGET, PATHS, PHASES, Poisoned, Reference, check, make_reference, open_engine, part
 
 COLUMNS = [("Lfm2ForCausalLM", mode) for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE"), ("GptOssForCausalLM", "FULL_AND_PIECEWISE")]
@@ -26,7 +26,7 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> 
         yield engine
 
 
-@pytest.mark.parametrize("length", [1, 65, BUDGET + 18])
+@pytest.mark.parametrize("length", part(1, 65, BUDGET + 18))
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:

@@ -25,6 +25,7 @@ from tests.x_matrix import (
     install_drafter,
     make_reference,
     open_engine,
+    part,
 )
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +70,7 @@ def test_tokens_with_drafts(references: dict[str, Reference], arch: str, mode: s
         assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases
 
 
-@pytest.mark.parametrize("length", [1, 65, 210, 1000])
+@pytest.mark.parametrize("length", part(1, 65, 210, 1000))
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:
