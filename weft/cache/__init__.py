@@ -1,1 +1,1 @@
-"""Who holds which pages and state slots. Ids only: tensors live in ``weft/runner``."""
+"""Ownership of pages and state slots. Ids only: tensors live in ``weft/runner``."""

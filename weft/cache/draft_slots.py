@@ -1,7 +1,7 @@
 """Pages and slots of steps that verify drafts.
 
-Finds room for drafts, says which slots receive the states after them, and makes the slot of the last accepted position
-the working slot. The slots belong to the leases (``cache/lease.py``).
+The module finds room for drafts and chooses the slots for the states after them. The slot of the last accepted position
+becomes the working slot. The slots belong to the leases (``cache/lease.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.cache.state_plan import StatePlan
 
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """Fields: the manager's. ``allocate_pages``: ``Manager.allocate``."""
+    """Slots of drafts. The fields are those of the manager; ``allocate_pages`` is ``Manager.allocate``."""
 
     spec: CacheSpec
     slots: StatePool
@@ -27,8 +27,9 @@ class DraftSlots:
     allocate_pages: Callable[[Lease, int], list[int] | None]
 
     def allocate(self, lease: Lease, start: int, num_drafts: int) -> int:
-        """How many of ``num_drafts`` drafts a step may verify that begins at ``start`` with the last token; pages and
-        slots for these are then there. Under ``aligned`` it ends where a state has to be kept."""
+        """Allocate pages and slots for drafts. The step begins at ``start`` with the last token. Returns how many of
+        ``num_drafts`` drafts it may verify. Under ``aligned`` a step ends at a position whose state has to be
+        stored."""
         if self.states.at_multiples:
             num_drafts = min(num_drafts, self.states.alignment - 1 - start % self.states.alignment)
         if lease.state_slot:
@@ -41,14 +42,14 @@ class DraftSlots:
         return num_drafts
 
     def trim(self, lease: Lease, num_drafts: int) -> None:
-        """A step begins: the states of the last one's drafts do not count any more, and the slots for more than
-        ``num_drafts`` drafts go back."""
+        """Begin a step: drop the states of the previous step's drafts, and free the slots for more than ``num_drafts``
+        drafts."""
         for slot in lease.drafts.trim(num_drafts):
             self.slots.release(slot)
 
     def store(self, lease: Lease, start: int, num_drafts: int) -> list[tuple[int, int]]:
-        """``(position, slot)`` of the states that a step from ``start`` stores, if there are states. Call it when the
-        step is launched."""
+        """The ``(position, slot)`` pairs of the states that a step from ``start`` stores, if there are states. Call it
+        when the step is launched."""
         checkpoints, end = lease.drafts.begin(start, num_drafts, lease.state_slot), start + 1 + num_drafts
         slot = self.evictor.take_slot() if self.states.takes_snapshot(end) else None
         if slot is not None:
@@ -63,8 +64,8 @@ class DraftSlots:
         return list(zip(range(start + 1, start + 1 + len(before)), before, strict=True)), last
 
     def settle(self, lease: Lease, num_drafts: int, num_accepted: int) -> None:
-        """The first unsettled step that verified drafts is done; of its ``num_drafts`` the first ``num_accepted``
-        count."""
+        """Apply the acceptance of the first unsettled step that verified drafts: the first ``num_accepted`` of
+        ``num_drafts``."""
         assert num_accepted <= num_drafts, "more tokens than were fed"
         lease.num_committed_tokens -= num_drafts - num_accepted
         if lease.drafts.stored:
@@ -76,13 +77,13 @@ class DraftSlots:
             self.slots.release(snapshot[1])
 
     def rewind(self, lease: Lease, num_tokens: int) -> None:
-        """Of an accepted run only what lies within ``num_tokens`` tokens counts, if a state is still there."""
+        """Cut an accepted run to ``num_tokens`` tokens, if a state up to there is stored."""
         position = lease.drafts.latest(num_tokens)
         if position is not None:
             lease.num_committed_tokens, lease.state_slot = position, lease.drafts.choose(position)
 
     def keep_snapshot(self, lease: Lease, snapshot: tuple[int, int]) -> None:
-        """``(position, slot)`` takes the place of the snapshot that a decoding request kept before."""
+        """Replace the snapshot of a decoding request by ``(position, slot)``, and free the slot of the previous one."""
         if lease.checkpoints.snapshot is not None:
             self.slots.release(lease.checkpoints.snapshot[1])
         lease.checkpoints.snapshot = snapshot

@@ -1,7 +1,4 @@
-"""The prefix tree as text, for people.
-
-One line per node, indented by depth.
-"""
+"""The prefix tree as text for people: one line per node, indented by depth."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ MAX_NODES = 1000
 
 
 def dump_tree(tree: RadixTree) -> str:
-    """The tree: spans, pages, leases, states (with lost ones as tombstones) and admissions since the last use.
+    """Format the tree: spans, pages, leases, states (evicted ones as tombstones) and admissions since the last use.
 
     ::
 

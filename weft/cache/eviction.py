@@ -1,10 +1,10 @@
-"""Eviction: KV pages from the leaves upwards, states anywhere in the tree.
+"""Eviction of KV pages from the leaves upwards, and of states anywhere in the tree.
 
-Job: find the least useful evictable KV tail or state quickly, and evict it. Owns: two lazy heaps and the counters.
-Does not know: who needs the room; how utilities are computed (``policy``); the shape of the tree beyond its leaves.
+Job: find the least useful evictable KV tail or state quickly, and evict it. Owns: two lazy heaps and the counters. Does
+not know: who needs the room, how utilities are computed (``policy``), or the shape of the tree above its leaves.
 
-KV of a leaf goes from its tail: back to the last state inside it, or fewer pages if fewer are needed. A state that is
-evicted alone leaves its KV (a tombstone); KV that goes takes the states above it along.
+KV of a leaf is evicted from its tail, back to the last state inside it, or by fewer pages if fewer are needed. A state
+that is evicted alone leaves its KV (a tombstone). Evicted KV takes its states along.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from weft.cache.spec import CacheSpec
 Item = TypeVar("Item", Node, Checkpoint)
 
 REBUILD_INTERVAL = 256
-"""Minimum evictions between two rebuilds of the heaps (reuse odds fall without a push); in a large tree as many as it
-has states, so that the cost of rebuilding per eviction does not depend on the size of the tree."""
+"""Minimum number of evictions between two rebuilds of the heaps, since reuse odds fall without a push. A large tree
+waits for as many evictions as it has states, so the cost per eviction does not depend on its size."""
 
 
 class LazyHeap(Generic[Item]):
-    """Items by utility, smallest first. Entries may be outdated: an item is pushed again whenever it may have become
-    evictable or less useful, and its utility is looked up again when it comes out.
+    """Items by utility, smallest first. Entries may be outdated. An item is pushed again whenever it may have become
+    evictable or less useful, and its utility is computed again when it is popped.
 
     Args:
-        utility: the item's utility now, or None if it cannot be evicted.
+        utility: computes the item's utility; None if it cannot be evicted.
     """
 
     def __init__(self, utility: Callable[[Item], float | None]) -> None:
@@ -71,7 +71,7 @@ class LazyHeap(Generic[Item]):
 
 
 class Evictor:
-    """Evicts from one tree into its pools. Is the tree's watcher."""
+    """Evicts from one tree into its pools. It is the watcher of the tree."""
 
     def __init__(
         self, spec: CacheSpec, tree: RadixTree, pages: PagePool, slots: StatePool, policy: EvictionPolicy
@@ -106,7 +106,7 @@ class Evictor:
     # -- making room -----------------------------------------------------------------------------------------------
 
     def make_room(self, count: int) -> bool:
-        """Evict KV until ``count`` pages are free. False, and nothing evicted, if that cannot be."""
+        """Evict KV until ``count`` pages are free. Returns False, and evicts nothing, if that is impossible."""
         if count > self._pages.num_free + self._pages.num_evictable:
             return False
         while self._pages.num_free < count:
@@ -117,7 +117,7 @@ class Evictor:
         return True
 
     def take_slot(self) -> int | None:
-        """A free slot, or that of the least useful state, or None if there is neither."""
+        """Return a free slot, or the slot of the least useful state after evicting it; None if there is neither."""
         slot = self._slots.allocate()
         if slot is not None or not self.num_evictable_slots:
             return slot
@@ -126,7 +126,7 @@ class Evictor:
         assert checkpoint is not None, "evictable states are miscounted"
         self.policy.observe_eviction(self._tree.clock - checkpoint.last_used)
         self.num_evicted_states += 1
-        # The slot changes owner without passing through the pool.
+        # The slot changes its owner without passing through the pool.
         return self._tree.take_checkpoint(checkpoint, lost=True)
 
     def _evict_tail(self, leaf: Node, pages_needed: int) -> None:
@@ -155,7 +155,7 @@ class Evictor:
         return self.policy.state_utility(checkpoint.last_used, self._state_flops(checkpoint))
 
     def _state_flops(self, checkpoint: Checkpoint) -> float:
-        """FLOPs from the nearest surviving ancestor state to this one, times the odds that they will be asked for."""
+        """FLOPs from the nearest surviving ancestor state to this one, times the odds of a reuse."""
         flops = self._spec.prefill_flops(_state_before(checkpoint.node, checkpoint.position), checkpoint.position)
         return flops * self.odds(checkpoint.kind, checkpoint.lineage, checkpoint.num_uses)
 
@@ -165,7 +165,7 @@ class Evictor:
         if not self._needs_state:
             return self.policy.kv_utility(leaf.last_used, self._spec.prefill_flops(leaf.end - 1, leaf.end))
         checkpoint = leaf.checkpoints.get(leaf.end)
-        if checkpoint is None:  # no state needs this KV: a reuse would have to compute it again
+        if checkpoint is None:  # without a state, a reuse would have to compute this KV again
             return self.policy.kv_utility(leaf.last_used, 0.0)
         inner = max((p for p in leaf.checkpoints if p < leaf.end), default=leaf.start)
         last_used = max(leaf.last_used, checkpoint.last_used)
@@ -173,7 +173,7 @@ class Evictor:
 
 
 def _state_before(node: Node, position: int) -> int:
-    """Position of the latest state above ``position`` on the path of ``node``; 0 if there is none."""
+    """Position of the last state before ``position`` on the path of ``node``; 0 if there is none."""
     for each in node.path():
         best = max((p for p in each.checkpoints if p < position), default=0)
         if best:

@@ -1,6 +1,6 @@
-"""Inserting what a request computed into the prefix tree.
+"""Insertion of a request's KV and states into the prefix tree.
 
-The lease keeps its lock on what it still reads.
+The lease keeps its lock on all that it still reads.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from weft.cache.radix_tree import RadixTree
 
 
 def insert(lease: Lease, tokens: Tokens, tree: RadixTree, slots: StatePool, odds: ReuseOdds) -> None:
-    """Insert the KV of ``tokens``, the lease's first ones, and the states stored up to there.
+    """Insert the KV of ``tokens``, the first ones of the lease, and the states stored up to their end.
 
-    A state that the tree has already is kept there, and the lease's slot freed.
+    If the tree has a state already, the slot of the lease is freed.
     """
     assert lease.node is not None
     if len(tokens) > lease.node.end:
@@ -32,7 +32,7 @@ def insert(lease: Lease, tokens: Tokens, tree: RadixTree, slots: StatePool, odds
 
 
 def move_lock(lease: Lease, node: Node, tree: RadixTree) -> None:
-    """Lock the path of ``node`` in the place of the one that is locked."""
+    """Lock the path of ``node``, and unlock the path that was locked before."""
     assert lease.node is not None
     tree.lock(node)
     tree.unlock(lease.node)
@@ -40,9 +40,9 @@ def move_lock(lease: Lease, node: Node, tree: RadixTree) -> None:
 
 
 def _lock_own(lease: Lease, deepest: Node, tree: RadixTree) -> None:
-    """Move the lock down the path to ``deepest`` as long as the nodes list pages of the lease.
+    """Move the lock down the path to ``deepest`` while the nodes list pages of the lease.
 
-    Where the tree has pages that another request computed, the lease does not read them: they stay evictable.
+    The lease does not read pages of the tree that another request computed, so they stay evictable.
     """
     node = lease.node
     below = list(itertools.takewhile(lambda each: each is not node, deepest.path()))

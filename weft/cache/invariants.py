@@ -1,4 +1,4 @@
-"""The invariants of the cache: every page and every slot has exactly one owner, counted again from scratch."""
+"""The invariants of the cache: every page and every slot has exactly one owner, recounted from scratch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def check_accounts(pages: PagePool, slots: StatePool, tree: RadixTree, leases: I
 
 
 def check_tree(tree: RadixTree) -> None:
-    """Assert the shape: spans, pages per span, children's keys, checkpoints inside their spans, lock order."""
+    """Assert the shape of the tree: spans, pages per span, children's keys, checkpoints inside their spans, lock
+    order."""
     checkpoints = []
     for node in tree.nodes():
         assert node.attached and (node.parent is not None) == (len(node.tokens) > 0), "an empty or detached node"

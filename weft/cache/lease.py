@@ -1,4 +1,4 @@
-"""The lease: the pages and slots that one running request holds, and the states that it stores.
+"""The lease: the pages and slots of one running request, and the states that it stores.
 
 Does not know: pools, the tree, or when they change.
 """
@@ -11,13 +11,13 @@ from weft.cache.nodes import Checkpoint, CheckpointKind, Node, Tokens
 from weft.outputs import CacheReport
 
 MAX_CHECKPOINTS = 4
-"""States that the prefill of one request stores at most."""
+"""Upper bound on the states that the prefill of one request stores."""
 
 
 @dataclass(slots=True)
 class DraftStates:
-    """The states of a step that verifies drafts: which slot gets the state after each position, and which of them is
-    the working slot once it is known how many drafts were accepted. Nothing is copied or computed again.
+    """The states of a step that verifies drafts. Each position has a slot for its state. Once the number of accepted
+    drafts is known, one of these slots becomes the working slot. Nothing is copied or computed again.
 
     A step over the last token and k drafts stores k + 1 states. The one after the last position goes into the working
     slot, whose content the step has read, the others into spare slots::
@@ -26,14 +26,14 @@ class DraftStates:
         slot         spare[0]    spare[1]    …   spare[k-1]  working slot
 
     If a drafts are accepted, the slot of position start + 1 + a becomes the working slot, and all others are spare. The
-    next step may be launched before a is known: it stores into the same slots in the same order, whichever it reads.
+    next step may be launched before a is known. It stores into the same slots in the same order, whichever it reads.
 
     Attributes:
-        spare: slots beside the working slot.
-        stored: ``(position, slot)`` of the states that the last step stored, ascending, until the next step; of
-            several unsettled steps the first.
-        snapshot: ``(position, slot)`` of a state to be kept if that position turns out to be reached (``aligned``).
-        num_unsettled: launched steps of which it is not known yet how many drafts were accepted.
+        spare: slots besides the working slot.
+        stored: ``(position, slot)`` of the states that the last step stored, ascending, until the next step. With
+            several unsettled steps, those of the first.
+        snapshot: ``(position, slot)`` of a state to keep if that position is reached (``aligned``).
+        num_unsettled: launched steps whose number of accepted drafts is unknown so far.
     """
 
     spare: list[int] = field(default_factory=list)
@@ -42,14 +42,14 @@ class DraftStates:
     num_unsettled: int = 0
 
     def trim(self, num_drafts: int) -> list[int]:
-        """Forget what is stored, and keep spare slots for ``num_drafts`` drafts. Returns the others."""
+        """Drop the stored states, and keep spare slots for ``num_drafts`` drafts. Returns the other slots."""
         self.stored.clear()
         released = self.spare[num_drafts:]
         del self.spare[num_drafts:]
         return released
 
     def begin(self, start: int, num_drafts: int, state_slot: int) -> list[tuple[int, int]]:
-        """The ``(position, slot)`` pairs of a step from ``start``, but for the last position."""
+        """The ``(position, slot)`` pairs of a step from ``start``, without the last position."""
         before = list(zip(range(start + 1, start + 1 + num_drafts), self.spare, strict=False))
         assert len(before) == num_drafts, "a draft has no slot"
         self.stored = [*before, (start + 1 + num_drafts, state_slot)]
@@ -57,13 +57,13 @@ class DraftStates:
         return before
 
     def follow(self) -> list[int]:
-        """A step is launched before the last one is settled. Returns its slots, in order of positions."""
+        """Launch a step before the previous one is settled. Returns its slots in the order of positions."""
         assert self.num_unsettled, "there is no step to follow"
         self.num_unsettled += 1
         return [slot for _, slot in self.stored]
 
     def settle(self, num_accepted: int) -> int:
-        """The first unsettled step had ``num_accepted`` drafts accepted. Returns the slot of the state after them."""
+        """Accept ``num_accepted`` drafts of the first unsettled step. Returns the slot of the state after them."""
         self.num_unsettled -= 1
         slots = [slot for _, slot in self.stored]
         position = self.stored[num_accepted][0]
@@ -73,7 +73,7 @@ class DraftStates:
         return slot
 
     def choose(self, position: int) -> int:
-        """The slot of the state after ``position`` tokens, which is the working slot from now on."""
+        """Make the slot of the state after ``position`` tokens the working slot, and return it."""
         ((chosen, slot),) = [entry for entry in self.stored if entry[0] == position]
         held = {*self.spare, *(slot for _, slot in self.stored)}
         self.spare = sorted(held - {slot})
@@ -81,24 +81,24 @@ class DraftStates:
         return slot
 
     def latest(self, num_tokens: int) -> int | None:
-        """The last position within ``num_tokens`` tokens whose state is there."""
+        """The last position within ``num_tokens`` tokens that has a stored state."""
         return max((position for position, _ in self.stored if position <= num_tokens), default=None)
 
     def slots(self) -> list[int]:
-        """Every slot that is held beside the working slot."""
+        """All slots besides the working slot."""
         return self.spare + ([self.snapshot[1]] if self.snapshot is not None else [])
 
 
 @dataclass(slots=True)
 class LeaseCheckpoints:
-    """The states that a request stores on its way; positions are numbers of tokens.
+    """The states that a request stores while it runs. Positions are numbers of tokens.
 
     Attributes:
-        positions: where states are still to be stored, ascending.
-        kinds: why a state is kept, by position; ``"inside"`` where nothing else is said.
-        lineage: reuses on the way to the state that was reused, that one included.
-        stored: ``(position, slot)`` of states that launched steps store, not yet in the tree.
-        snapshot: ``(position, slot)`` of the last state kept while decoding (``aligned``).
+        positions: positions of states to store, ascending.
+        kinds: the reason for each state, by position; ``"inside"`` if there is no other.
+        lineage: number of reuses on the way to the reused state, including that one.
+        stored: ``(position, slot)`` of states that launched steps store and the tree does not have yet.
+        snapshot: ``(position, slot)`` of the last state stored while decoding (``aligned``).
     """
 
     positions: list[int] = field(default_factory=list)
@@ -108,16 +108,16 @@ class LeaseCheckpoints:
     snapshot: tuple[int, int] | None = None
 
     def pending(self) -> list[int]:
-        """Positions of all states that are not in the tree yet, to be stored or stored."""
+        """Positions of all states, stored or to be stored, that the tree does not have yet."""
         return [position for position, _ in self.stored] + self.positions
 
     @property
     def has_room(self) -> bool:
-        """Whether the prefill may store one more."""
+        """Whether the prefill may store another state."""
         return len(self.pending()) < MAX_CHECKPOINTS
 
     def add(self, position: int, kind: CheckpointKind) -> None:
-        """Have one more state stored."""
+        """Store one more state."""
         self.positions = sorted([*self.positions, position])
         self.kinds[position] = kind
 
@@ -134,7 +134,7 @@ class LeaseCheckpoints:
         return reached
 
     def slots(self) -> list[int]:
-        """Slots that the lease has beside its working slot."""
+        """Slots of the lease besides its working slot."""
         return [slot for _, slot in self.stored] + ([self.snapshot[1]] if self.snapshot is not None else [])
 
 
@@ -149,28 +149,29 @@ class Lease:
         |   KV and state      |   KV is read only |                          |                             |
         |== shared pages, of the locked path ==|======== own pages, the first may begin as a copy =========|
 
-    Recomputed are tokens whose KV the tree holds but no later state; models without recurrent layers have none.
-    ``write_start`` is the end of the shared pages, or ``num_cached_tokens`` where that lies in an own page: then the
-    tree's page was copied, and what is reused of it stays.
+    Recomputed tokens have KV in the tree, but no later state; models without recurrent layers have none.
+    ``write_start`` is the end of the shared pages. If ``num_cached_tokens`` lies in an own page, it is that number: the
+    tree's page was copied, and the reused part of the copy is not written.
 
     Attributes:
-        tokens, salt, num_prompt_tokens: the tokens known when the lease was taken, whose entries they may use, and how
-            many are prompt.
-        report: what the request found in the cache.
+        tokens, salt, num_prompt_tokens: the tokens known when the lease was taken, the salt of the entries that they
+            may use, and the number of prompt tokens.
+        report: the prefix that the request found in the cache.
         num_cached_tokens: tokens whose KV and state are reused.
         write_start: first position whose KV may be written.
         page_copy: ``(src, dst)``: copy this page before the first step; None: nothing to copy.
         state_fork: ``(src, dst)``: copy this slot before the first step; None: nothing to copy.
         fork_source: the state that ``state_fork`` reads, pinned until the step is launched.
         pages: page ids in order; position ``p`` lives in ``pages[p // page_size]``.
-        num_shared_pages: leading ``pages`` of locked nodes; the lease has a reference to each of the others.
-        node: the tree node up to which the path is locked; None without a prefix cache, and when the lease has ended.
+        num_shared_pages: number of leading ``pages`` that belong to locked nodes; the lease has a reference to each of
+            the others.
+        node: the tree node up to which the path is locked; None without a prefix cache, and after the end of the lease.
         state_slot: working slot, 0 if the model has no recurrent layers.
-        checkpoints: the states that it stores.
+        checkpoints: the states that the request stores.
         drafts: slots for the states after drafts.
-        num_committed_tokens: tokens fed by the launched steps: the position of the working state. Of a launched step
-            that verifies drafts, all of them, until ``DraftSlots.settle``.
-        is_inserted: what ``tokens`` have to give is in the tree.
+        num_committed_tokens: tokens fed by the launched steps, which is the position of the working state. A launched
+            step that verifies drafts counts with all of them until ``DraftSlots.settle``.
+        is_inserted: the tree has everything that ``tokens`` can insert.
     """
 
     tokens: Tokens
@@ -193,7 +194,7 @@ class Lease:
 
     @property
     def is_prefilled(self) -> bool:
-        """Is everything in the tree that its first tokens have to give? True too if it has ended."""
+        """Whether the tree has everything that the lease's first tokens can insert, or the lease has ended."""
         return self.is_inserted or self.node is None
 
     @property

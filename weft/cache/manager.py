@@ -1,20 +1,20 @@
-"""The cache manager: which request or tree node owns each page and state slot.
+"""The cache manager: the owner of each page and state slot is one request, or one tree node.
 
-Job: match a sequence against what is cached, lease pages and a state slot to a request, grow the lease, insert what it
-computed into the tree, take it back. Owns: the pools, the prefix tree and every live lease.
-Does not know: tensors, batches, or why a request starts or stops. ::
+Job: match a sequence against the cache, lease pages and a state slot to a request, grow the lease, insert its results
+into the tree, end the lease. Owns: the pools, the prefix tree and every live lease. Does not know: tensors, batches, or
+why a request starts or stops. The calls in order::
 
-    match(tokens)            pure: how much could be reused
-    lease(match, …)          pin what was matched; a working slot; the copies to make: state fork, partial last page
-    allocate(…)              grow the lease's pages, evicting what is least useful
-    allocate_checkpoints(…)  slots for the states that the next step has to store
-    commit(…)                a step is launched: how many tokens will be in pages and state
+    match(tokens)            look up how much can be reused; changes nothing
+    lease(match, …)          pin the match; take a working slot; order copies: state fork, partial last page
+    allocate(…)              grow the lease's pages, evicting the least useful entries
+    allocate_checkpoints(…)  allocate slots for the states that the next step stores
+    commit(…)                a step is launched: note its tokens in pages and state
     drafts                   slots of the states after drafts (cache/draft_slots.py)
-    states                   which states are to be stored, by whom (cache/state_plan.py)
-    confirm(…)               a step is done and went well: what it computed is inserted into the tree
-    release(…)               the request has ended     } pages and the working slot move to the tree or go back;
+    states                   the states to store, and the request that stores each (cache/state_plan.py)
+    confirm(…)               a step succeeded: insert its results into the tree
+    release(…)               the request has ended     } move pages and working slot to the tree, or free them;
     preempt(…)               the request will return   } only after its last launched step
-    check()                  every page and slot is accounted for
+    check()                  assert that every page and slot is accounted for
 
 Who owns a page or slot::
 
@@ -22,10 +22,10 @@ Who owns a page or slot::
                          ▲                                     │
                          └──── pages: shared, never written ───┘   slots: forked (copied), or moved if no other is free
 
-A lease reads the pages of its prefix where the tree holds them, and writes only pages of its own: the partial last page
-is copied. Positions below ``Lease.write_start`` that have to be computed again, because their KV is there but no state,
-read the stored KV and must not be written. The lease locks the prefix that it matched, and below it what the tree lists
-of its own pages: where another request brought the same tokens, the tree's pages stay evictable.
+A lease reads the tree's pages of its prefix, and writes only pages of its own; the partial last page is copied.
+Positions below ``Lease.write_start`` whose KV is stored without a state are computed again. They read the stored KV and
+must not write it. The lease locks the matched prefix, and below it the nodes that list its own pages. If another
+request inserted the same tokens, the tree's pages stay evictable.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from weft.stats import CacheStats
 
 EMPTY_PREFIX = Prefix(None, 0)
 
-NO_STATES: list[tuple[int, int]] = []  # of most requests of most steps; never changed
+NO_STATES: list[tuple[int, int]] = []  # shared by most requests of most steps, so never changed
 
 
 class EndedRequest(NamedTuple):
-    """What a request that has ended was: the tokens fed, how many of them were its prompt, and its turn boundaries."""
+    """A request that has ended: the tokens fed, the number of prompt tokens among them, and its turn boundaries."""
 
     tokens: Tokens
     num_prompt_tokens: int
@@ -69,9 +69,9 @@ class Manager:
     Args:
         spec: geometry and costs.
         num_pages, num_slots: pool sizes, the reserved page and slot included.
-        enable_prefix_caching: False: nothing is kept and every match is empty.
-        checkpoint_policy: where states are stored.
-        eviction: what goes first; a policy object or the name of one.
+        enable_prefix_caching: False: nothing is kept, and every match is empty.
+        checkpoint_policy: the rule that decides where states are stored.
+        eviction: the rule that decides what is evicted first; a policy object or the name of one.
 
     Attributes:
         observer: called with every request that has ended, if its whole prompt was computed.
@@ -104,7 +104,7 @@ class Manager:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a single request can hold at most."""
+        """Upper bound on the tokens of a single request."""
         return self.pages.capacity * self.spec.page_size
 
     def stats(self) -> CacheStats:
@@ -120,7 +120,7 @@ class Manager:
         )
 
     def reset(self) -> bool:
-        """Forget every cached prefix and state. False, and nothing changed, while a request holds a lease."""
+        """Drop every cached prefix and state. Returns False, and changes nothing, while a request holds a lease."""
         if self._leases:
             return False
         return self.evictor.make_room(self.pages.capacity)
@@ -128,11 +128,11 @@ class Manager:
     # -- a request comes -------------------------------------------------------------------------------------------
 
     def match(self, token_ids: Sequence[int] | Tokens, salt: str | None = None, *, reuse: bool = True) -> Match:
-        """How much of ``token_ids`` could be reused. Changes nothing.
+        """Look up how much of ``token_ids`` can be reused. Changes nothing.
 
         Args:
-            token_ids: the prompt, and after a preemption what was generated.
-            salt: only entries stored under the same salt are seen.
+            token_ids: the prompt, and after a preemption also the generated tokens.
+            salt: only entries stored under the same salt match.
             reuse: False for requests that need every position computed (prompt log probabilities).
         """
         tokens = as_tokens(token_ids)
@@ -154,25 +154,26 @@ class Manager:
         num_prompt_tokens: int | None = None,
         boundaries: Sequence[int] = (),
     ) -> Lease | None:
-        """Pin what was matched and take a working slot and, if one is copied, the page for it.
+        """Pin the match, and take a working slot and the page for a copy, if needed.
 
         Args:
-            match: of this moment: nothing may have changed since.
-            num_tokens: tokens that the request holds soon; None: those matched against.
-            reserve_pages: pages that must be left over for others when it does.
-            num_prompt_tokens: leading tokens that are prompt; None: all.
-            boundaries: positions at which the next prompts may leave this one.
+            match: a match from which nothing has changed since.
+            num_tokens: number of tokens that the request holds soon; None: those of the match.
+            reserve_pages: number of pages that must be left for others afterwards.
+            num_prompt_tokens: number of leading tokens that are prompt; None: all.
+            boundaries: positions at which the next prompts may diverge.
 
         Returns:
-            The lease, whose ``state_fork`` and ``page_copy`` must run before its first step; or None, and nothing
-            changed, if pages or slots do not suffice now. With no other lease it is never None for a request that fits.
+            The lease, whose ``state_fork`` and ``page_copy`` must run before its first step. None, with nothing
+            changed, if pages or slots do not suffice now. Without other leases it is never None for a request that
+            fits.
         """
         assert match.version == self.tree.version, "the cache has changed since the match"
         num_tokens = len(match.tokens) if num_tokens is None else num_tokens
         num_prompt_tokens = num_prompt_tokens or len(match.tokens)
         lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
         if lease is None and not self._leases and match.num_kv_tokens:
-            # Alone and still no room: the shared pages are in the way (their copy needs one page more).
+            # Without other leases only the shared pages can be in the way (their copy needs one page more).
             match = replace(match, num_tokens=0, prefix=EMPTY_PREFIX, checkpoint=None, version=self.tree.version)
             lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
         if lease is None:
@@ -226,7 +227,7 @@ class Manager:
         )
 
     def _lock_prefix(self, match: Match) -> Node | None:
-        """Lock exactly what is matched. None if nothing is ever inserted."""
+        """Lock exactly the matched path. Returns None if nothing is ever inserted."""
         if not self.enable_prefix_caching:
             return None
         node = match.prefix.node
@@ -238,14 +239,15 @@ class Manager:
         return node
 
     def _touch(self, match: Match, node: Node) -> None:
-        """Refresh what is consumed: the state, and the KV that it makes usable."""
+        """Refresh the ages of the reused state and of the KV that it makes usable."""
         self.tree.clock += 1
         while node.parent is not None and node.start >= match.num_tokens:
             node = node.parent
         self.tree.touch(node, match.checkpoint)
 
     def _take_working_slot(self, source: Checkpoint | None) -> int | None:
-        """A slot to work in; that of the matched state itself if there is no other. 0 if the model needs none."""
+        """Take a working slot: a free one, or that of the matched state if there is no other. 0 if the model needs
+        none."""
         if not self._needs_state:
             return 0
         if source is None:
@@ -260,11 +262,11 @@ class Manager:
     # -- a request grows -------------------------------------------------------------------------------------------
 
     def allocate(self, lease: Lease, num_tokens: int) -> list[int] | None:
-        """Grow the lease until it holds ``num_tokens`` tokens, evicting what nobody needs.
+        """Grow the lease until it holds ``num_tokens`` tokens, evicting entries that no lease needs.
 
         Returns:
-            The pages added (often none), or None, and no page taken, if too few can be had. With no other lease, and
-            once its first step is launched, it is never None for a request that fits.
+            The pages added (often none). None, with no page taken, if there are too few. For a request that fits, it is
+            never None without other leases, once the request's first step is launched.
         """
         assert lease in self._leases, "the lease has ended"
         missing = self.spec.pages_for(num_tokens) - len(lease.pages)
@@ -278,7 +280,7 @@ class Manager:
         return pages
 
     def _unshare(self, lease: Lease) -> None:
-        """Hold the shared pages by the lease itself, so that nothing else on their path is kept from eviction."""
+        """Take references to the shared pages, so that the rest of their path becomes evictable."""
         if lease.node is None:
             return
         shared, lease.num_shared_pages = lease.pages[: lease.num_shared_pages], 0
@@ -292,16 +294,16 @@ class Manager:
     def allocate_checkpoints(
         self, lease: Lease, start: int, num_tokens: int, num_drafts: int = 0
     ) -> list[tuple[int, int]]:
-        """``(position, slot)`` of the states that a step of ``num_tokens`` tokens from ``start`` stores, the last
-        ``num_drafts`` of them drafts.
+        """The ``(position, slot)`` pairs of the states that a step of ``num_tokens`` tokens from ``start`` stores. The
+        last ``num_drafts`` tokens are drafts.
 
-        Call it once, when the step is launched. Positions for which no slot can be had are skipped, but for drafts.
+        Call it once, when the step is launched. A position without an available slot is skipped, unless it is a draft.
         """
         if not self._needs_state:
             return NO_STATES
         if num_drafts:
             return self.drafts.store(lease, start, num_drafts)
-        lease.drafts.stored.clear()  # of a step before, whose slots this one does not fill
+        lease.drafts.stored.clear()  # slots of an earlier step, which this one does not write
         end, states, checkpoints = start + num_tokens, lease.checkpoints, NO_STATES
         if states.positions and (due := states.take_due(start, end)):
             slots = [(position, self.evictor.take_slot()) for position in due]
@@ -315,18 +317,21 @@ class Manager:
         return checkpoints
 
     def commit(self, lease: Lease, num_tokens: int) -> None:
-        """The steps launched so far leave the request with exactly ``num_tokens`` tokens in pages and state.
+        """Note that the launched steps leave the request with exactly ``num_tokens`` tokens in pages and state.
 
-        Call it once every admission of the step is decided: the states that the step forks may be evicted after it.
+        Call it after every admission of the step is decided, since the states that the step forks may be evicted
+        afterwards.
         """
         assert lease.num_committed_tokens <= num_tokens <= len(lease.pages) * self.spec.page_size
         lease.num_committed_tokens = num_tokens
         self._unpin_source(lease)
 
     def confirm(self, lease: Lease, num_tokens: int) -> None:
-        """The step that brought the request to ``num_tokens`` tokens is done: its KV and states can be reused.
+        """Note that the step that brought the request to ``num_tokens`` tokens is done, so that its KV and states can
+        be reused.
 
-        It is inserted at checkpoints and at the end of the prefill; what is generated follows when the request goes.
+        They are inserted at checkpoints and at the end of the prefill. Generated tokens are inserted when the request
+        ends.
         """
         if lease.is_inserted or lease.node is None:
             return
@@ -342,13 +347,13 @@ class Manager:
     # -- a request goes --------------------------------------------------------------------------------------------
 
     def release(self, lease: Lease, token_ids: Sequence[int] | Tokens = (), *, keep: bool = True) -> None:
-        """The request has ended and its last launched step is done: its KV and state move to the tree.
+        """End a request whose last launched step is done, and move its KV and state to the tree.
 
         Args:
-            token_ids: the request's tokens as far as they are known. If more were fed (a step launched past the end),
-                the working state belongs to no known sequence and is dropped.
-            keep: False: what it computed is worthless (NaN, a step that broke). Nothing is inserted, and what it
-                inserted or reused is forgotten: NaN shows when a token is sampled, wherever it came from.
+            token_ids: the request's known tokens. If more were fed (a step launched past the end), the working state
+                belongs to no known sequence and is dropped.
+            keep: False: its results are worthless (NaN, a step that raised). Nothing is inserted, and everything that
+                it inserted or reused is dropped, since NaN becomes visible only when a token is sampled.
         """
         tokens, cached = as_tokens(token_ids), lease.node is not None
         if len(tokens) < lease.num_committed_tokens:
@@ -356,13 +361,14 @@ class Manager:
         fed = lease.num_committed_tokens
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
         if not keep and cached and (node := self.tree.match(tokens[:fed], lease.salt).node) is not None:
-            self.tree.forget(node)  # the states of every prefix, and the KV that no other sequence needs
+            self.tree.forget(node)  # drop the states of every prefix, and the KV that no other sequence needs
         if keep and self.observer is not None and fed >= len(lease.tokens):
             boundaries = [position for position, kind in lease.checkpoints.kinds.items() if kind == "boundary"]
             self.observer(EndedRequest(tokens[:fed], lease.num_prompt_tokens, lease.salt, boundaries))
 
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
-        """The request will come back; its last launched step is done. What it has moves to the tree."""
+        """Preempt a request whose last launched step is done, and move its KV and state to the tree. The request will
+        return."""
         self._return(lease, as_tokens(token_ids), keep=True, moves_state=True)
 
     def _return(self, lease: Lease, tokens: Tokens, keep: bool, moves_state: bool) -> None:
@@ -385,9 +391,9 @@ class Manager:
         lease.drafts = DraftStates()
 
     def _hand_over(self, lease: Lease, tokens: Tokens, moves_state: bool) -> None:
-        """Insert everything that was fed, the working state under exactly these tokens."""
+        """Insert all tokens that were fed, with the working state at exactly these tokens."""
         states, was_fed = lease.checkpoints, lease.num_committed_tokens > lease.num_cached_tokens
-        was_moved = lease.num_cached_tokens > 0 and lease.state_fork is None  # the slot still is the tree's own state
+        was_moved = lease.num_cached_tokens > 0 and lease.state_fork is None  # the slot is still the tree's own state
         if lease.state_slot and len(tokens) and moves_state and (was_fed or was_moved):
             states.stored.append((len(tokens), lease.state_slot))
             states.kinds.setdefault(len(tokens), "end")
@@ -398,5 +404,5 @@ class Manager:
         insert(lease, tokens, self.tree, self.slots, self.evictor.odds)
 
     def check(self) -> None:
-        """Assert the invariants: every page and slot is accounted for, nothing leased can be evicted."""
+        """Assert the invariants: every page and slot has one owner, and nothing leased can be evicted."""
         check_accounts(self.pages, self.slots, self.tree, self._leases)

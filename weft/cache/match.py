@@ -12,13 +12,14 @@ from weft.outputs import CacheReport
 
 
 class Match(msgspec.Struct, frozen=True):
-    """What of a sequence is cached. Valid until the cache changes (``version``).
+    """The cached part of a sequence. Valid until the cache changes (``version``).
 
     Attributes:
         tokens: the sequence looked up.
-        salt: whose entries were looked at.
-        num_tokens: tokens that can be reused: KV and state are there and at least one token is left to compute.
-        prefix: the stored prefix; its KV may reach further than ``num_tokens``.
+        salt: the salt of the entries that were looked at.
+        num_tokens: number of reusable tokens: their KV and a state are stored, and at least one token is left to
+            compute.
+        prefix: the stored prefix. Its KV may be longer than ``num_tokens``.
         checkpoint: the state after ``num_tokens`` tokens; None if none is needed or there is none.
         reuse: False if the request asked for none; then ``num_tokens`` is 0.
     """
@@ -37,7 +38,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 def explain(match: Match, *, needs_state: bool) -> CacheReport:
-    """The report of a match, with what the tree remembers of evictions."""
+    """Explain a match, with what the tree remembers of evictions."""
     kv = match.num_kv_tokens
     reasons = [] if match.reuse else ["reuse was not wanted, every prompt position has to be computed"]
     if match.reuse and needs_state and match.num_tokens < min(kv, len(match.tokens) - 1):
@@ -55,7 +56,7 @@ def explain(match: Match, *, needs_state: bool) -> CacheReport:
 
 
 def _why_no_state(match: Match) -> str:
-    """The latest lost state between the reuse and the end of the KV, or that there never was one."""
+    """The latest evicted state between the reuse and the end of the KV, or the fact that there never was one."""
     limit = min(match.num_kv_tokens, len(match.tokens) - 1)
     for node in match.prefix.node.path() if match.prefix.node is not None else ():
         lost = [p for p in node.lost_states if match.num_tokens < p <= limit]
@@ -79,7 +80,7 @@ def _why_no_kv(match: Match) -> str:
 
 
 def _at_image(match: Match) -> str:
-    """The image that is not stored, where one stands at the end of the stored KV."""
+    """The image that is not stored, if one is at the end of the stored KV."""
     token = int(match.tokens[match.num_kv_tokens])
     return f", at the image or video {media_name(token)}" if token < 0 else ""
 

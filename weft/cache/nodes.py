@@ -1,6 +1,6 @@
 """Nodes of the prefix tree: spans of tokens with pages and states, and the longest stored prefix of a sequence.
 
-Does not know: how nodes come and go (``radix_tree``).
+Does not know: how nodes are inserted and removed (``radix_tree``).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 CheckpointKind = Literal["divergence", "boundary", "inside", "end"]
-"""Why a state stands where it stands; ``inside``: the prompt's end less one, and every 4,096 tokens."""
+"""The reason for a state. ``inside``: the prompt's end less one, and every 4,096 tokens."""
 
 Tokens = NDArray[np.uint32] | NDArray[np.int64]
-"""Token ids: a prompt's own memory, uint32; of one with images int64, in the place of an image's a negative id of the
-image (``weft/multimodal/items.py``)."""
+"""Token ids: uint32, the memory of the prompt itself. A prompt with images has int64, with a negative id of the image
+at each of its placeholders (``weft/multimodal/items.py``)."""
 
 
 def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
-    """Token ids as a numpy array: arrays themselves, without a copy, and other sequences as int64."""
+    """Token ids as a numpy array: an array is returned without a copy, other sequences become int64."""
     if isinstance(token_ids, (np.ndarray, array)):
         return np.asarray(token_ids)
     return np.frombuffer(array("q", token_ids), dtype=np.int64)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens ``a`` and ``b`` share. One vectorised comparison, no loop over tokens."""
+    """Number of leading tokens that ``a`` and ``b`` share. One vectorised comparison, no loop over tokens."""
     length = min(len(a), len(b))
     if length == 0:
         return 0
@@ -40,10 +40,10 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """A recurrent state in ``slot``: that of the path's first ``position`` tokens.
+    """A recurrent state in ``slot``, after the first ``position`` tokens of the path.
 
-    ``pins`` counts state forks that read the slot and are not launched yet; ``last_used`` is in ticks of the cache.
-    ``kind``, ``lineage`` (reuses on the way to this state) and ``num_uses`` are what its eviction weight follows from.
+    ``pins`` counts state forks that read the slot and are not launched yet. ``last_used`` is in ticks of the cache. The
+    eviction weight follows from ``kind``, ``lineage`` (reuses on the way to this state) and ``num_uses``.
     """
 
     position: int

@@ -1,6 +1,6 @@
-"""Pool sizes: how many pages and slots a memory budget holds, and which limits shrink so that the rest fits.
+"""Pool sizes: the pages and slots that a memory budget holds, and the limits that shrink to fit.
 
-Where the budget comes from: ``runner/memory.py``. The result has a reason for every value.
+``runner/memory.py`` measures the budget. The result has a reason for every value.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from weft.config import EngineConfig
 from weft.errors import CapacityError
 
 KEPT_STATES = (4, 256)
-"""State slots that the prefix cache gets at most: per request that may run, or in all, whichever is more."""
+"""Upper bounds on state slots for the prefix cache: per running request, and in all. The larger bound holds."""
 
 KEPT_CONTEXTS = (3, 16)
-"""Contexts of KV that the prefix cache gets at most: per request that may run, or in all, whichever is more."""
+"""Upper bounds on contexts of KV for the prefix cache: per running request, and in all. The larger bound holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,10 @@ class CachePlan:
         max_num_seqs: running requests, clamped to the slots that fit.
         max_model_len: context length, clamped to what one request can hold.
         cache_bytes: bytes of all cache tensors; equals what they hold once allocated.
-        reasons: for each value, why it is what it is.
-        encoder_bytes: bytes of kept embeddings of images, beside ``cache_bytes``.
-        max_num_batched_tokens: of one step, if the device has no memory for a step as large as configured; else None.
+        reasons: the reason for each value.
+        encoder_bytes: bytes of cached image embeddings, not part of ``cache_bytes``.
+        max_num_batched_tokens: tokens per step, if the device lacks memory for a step as large as configured; else
+            None.
     """
 
     num_pages: int
@@ -43,13 +44,13 @@ class CachePlan:
     encoder_bytes: int = 0
 
     def num_full_contexts(self, page_size: int) -> int:
-        """Requests of the full context length that can run at a time."""
+        """Number of requests of the full context length that can run at a time."""
         pages = (self.num_pages - 1) // -(-self.max_model_len // page_size)
         return min(pages, self.max_num_seqs)
 
 
 def plan_for(config: EngineConfig, spec: CacheSpec, budget_bytes: int) -> CachePlan:
-    """``plan_caches`` by the settings of an engine."""
+    """Run ``plan_caches`` with the settings of an engine."""
     return plan_caches(
         spec,
         budget_bytes=budget_bytes,
@@ -73,14 +74,14 @@ def plan_caches(
     keeps_prefixes: bool = False,
     num_drafts_at: Callable[[int], int] = lambda num_seqs: 0,
 ) -> CachePlan:
-    """Share ``budget_bytes`` between state slots (one per running request, and one for each of its drafts, as
-    many as ``num_drafts_at`` says for a batch) and KV pages (the rest).
+    """Share ``budget_bytes`` between state slots and KV pages. There is a slot per running request and one for each of
+    its drafts (``num_drafts_at`` gives their number by batch size).
 
     With ``keeps_prefixes`` both pools get more than the running requests need, for the prefix cache: up to
     ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts.
 
-    Given pool sizes (``num_kv_pages``, ``num_state_slots``, the reserved page and slot included) are taken as they
-    are. Otherwise slots take at most half of the budget and pages the rest, but no more pages than
+    Pool sizes set by the user (``num_kv_pages``, ``num_state_slots``, the reserved page and slot included) are used as
+    they are. Otherwise slots take at most half of the budget and pages the rest, but no more pages than
     ``max_num_seqs`` requests at full context length could fill.
 
     Raises:
@@ -114,8 +115,8 @@ def plan_caches(
 
 
 def working_slots(max_num_seqs: int, num_drafts_at: Callable[[int], int]) -> int:
-    """State slots that ``max_num_seqs`` requests and their drafts need, on the way to as many too: while one is
-    admitted the others still hold the slots of a smaller batch."""
+    """State slots that ``max_num_seqs`` requests and their drafts need. Slots for the way to that number are included:
+    while one request is admitted, the others still hold the slots of a smaller batch."""
     drafts = [n * num_drafts_at(n) for n in range(max_num_seqs + 1)]
     return max(n + max(drafts[n - 1 : n + 1]) for n in range(1, max_num_seqs + 1))
 
@@ -176,5 +177,5 @@ def _plan_pages(
 
 
 def mib(num_bytes: int) -> str:
-    """For people."""
+    """Bytes in words."""
     return f"{num_bytes / 2**20:,.2f} MiB"

@@ -1,13 +1,14 @@
-"""Eviction policies: a utility for every state and every KV tail, larger is kept longer.
+"""Eviction policies: a utility for every state and every KV tail. Entries with a larger utility are kept longer.
 
-From last use, FLOPs saved and memory taken to one utility.
+A policy computes utilities from last use, FLOPs saved and memory taken.
 
-``lru`` is recency alone. ``flops`` adds the FLOPs that an entry saves per byte it holds, after Marconi (arXiv
-2411.19379): ``utility = recency + alpha x FLOP efficiency``. Efficiency is marginal to the nearest surviving ancestor
-state, because a reuse would start there if the entry were gone. All states have one size, so FLOPs per byte of state is
-FLOPs saved up to a factor; KV is weighed per token. Recency is in ticks of the cache's clock (one per admission);
-efficiency is scaled so that ``alpha = 1`` gives the most efficient entry seen lately one *horizon* of extra life, the
-horizon being the age at which entries are evicted: recency and efficiency then span the same range, as in the paper.
+``lru`` is recency alone. ``flops`` adds the FLOPs that an entry saves per byte, after Marconi (arXiv 2411.19379):
+``utility = recency + alpha x FLOP efficiency``. Efficiency is marginal to the nearest surviving ancestor state, because
+a reuse would start there if the entry were gone. All states have one size, so FLOPs per byte of state is FLOPs saved up
+to a factor; KV is weighed per token. Recency is in ticks of the cache's clock (one per admission).
+
+Efficiency is scaled by the *horizon*, the age at which entries are evicted: ``alpha = 1`` gives the most efficient
+recent entry one horizon of extra life. Recency and efficiency then span the same range, as in the paper.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ class EvictionPolicy(Protocol):
     """Utilities are comparable within one kind (states, or KV) and one ``epoch``."""
 
     epoch: int
-    """Changes when all utilities have to be computed again."""
+    """A number that changes when all utilities have to be computed again."""
 
     def state_utility(self, last_used: int, flops_saved: float) -> float:
-        """Of a checkpoint that saves ``flops_saved`` over the nearest ancestor state."""
+        """The utility of a checkpoint that saves ``flops_saved`` over the nearest ancestor state."""
         ...
 
     def kv_utility(self, last_used: int, flops_saved_per_token: float) -> float:
-        """Of the last stretch of a leaf's KV."""
+        """The utility of the last stretch of a leaf's KV."""
         ...
 
     def observe_eviction(self, age: int) -> None:
-        """Something unused for ``age`` ticks had to go."""
+        """Note that an entry unused for ``age`` ticks was evicted."""
         ...
 
 
 class LRU:
-    """Least recently used goes first."""
+    """Evict the least recently used entry first."""
 
     epoch = 0
 
@@ -50,7 +51,7 @@ class LRU:
 
 
 class FlopAware:
-    """Recency plus ``alpha`` times FLOP efficiency."""
+    """Weigh recency plus ``alpha`` times FLOP efficiency."""
 
     RESCALE = 1.25
     """Utilities are recomputed when horizon or scale have moved by more than this factor."""
@@ -76,7 +77,7 @@ class FlopAware:
         return last_used + self._weights[1] * flops_saved_per_token
 
     def observe_eviction(self, age: int) -> None:
-        # A slow average: the horizon is a property of the load and the memory, not of single evictions.
+        # A slow average, since the horizon is a property of load and memory, not of single evictions.
         self._horizon += (age - self._horizon) / (64 if self._horizon else 1)
         self._reweigh()
 
@@ -89,10 +90,11 @@ class FlopAware:
 
 
 class ReuseOdds:
-    """How likely a state is to be used (again), learned from what became of others like it.
+    """The odds that a state is used (again), learned from similar states.
 
-    Alike are states of the same kind, with as many reuses on the way to them and as many uses so far (both counted up
-    to 2): the state at the end of a conversation's third answer, a branch point that was hit once, and so on.
+    Similar states have the same kind, the same number of reuses on the way to them, and the same number of uses (both
+    counted up to 2). Examples are the state at the end of a conversation's third answer, or a branch point that was hit
+    once.
     """
 
     def __init__(self) -> None:
@@ -100,18 +102,18 @@ class ReuseOdds:
         self._used: dict[tuple[str, int, int], int] = {}
 
     def add(self, kind: str, lineage: int, num_uses: int) -> None:
-        """There is one more state with ``num_uses`` uses."""
+        """Count a new state with ``num_uses`` uses."""
         key = _alike(kind, lineage, num_uses)
         self._seen[key] = self._seen.get(key, 0) + 1
 
     def use(self, kind: str, lineage: int, num_uses: int) -> None:
-        """A state that had ``num_uses`` uses before is used."""
+        """Count a use of a state that had ``num_uses`` uses before."""
         key = _alike(kind, lineage, num_uses)
         self._used[key] = self._used.get(key, 0) + 1
         self.add(kind, lineage, num_uses + 1)
 
     def __call__(self, kind: str, lineage: int, num_uses: int) -> float:
-        """Expected share that is used again: 1 as long as nothing is known, and never 0."""
+        """Expected share of states that are used again: 1 while nothing is known, and never 0."""
         key = _alike(kind, lineage, num_uses)
         return min(1.0, (self._used.get(key, 0) + PRIOR) / (self._seen.get(key, 0) + PRIOR))
 
@@ -129,6 +131,6 @@ def _moved(old: float, new: float, factor: float) -> bool:
 
 
 def make_policy(name: str) -> LRU | FlopAware:
-    """The policy called ``name``: ``"lru"`` or ``"flops"``."""
+    """Make the policy ``"lru"`` or ``"flops"``."""
     assert name in ("lru", "flops"), f"unknown eviction policy {name!r}"
     return LRU() if name == "lru" else FlopAware()

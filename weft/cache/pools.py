@@ -1,11 +1,11 @@
 """The pools of KV pages and of recurrent-state slots: free lists, and the reference counts and pins of pages.
 
-Do not know: what is in a page or slot, who uses it, or any tensor. Page 0 and slot 0 are reserved for padding and never
-handed out.
+Do not know: the content of a page or slot, who uses it, or any tensor. Page 0 and slot 0 are reserved for padding and
+never handed out.
 
-A *reference* keeps a page's content: one per tree node that lists it, one per request that brought it. A *pin* says
-that a running request reads it: pages in use without a pin can be had back by evicting what keeps them. A slot has one
-owner; states are shared by copying.
+A *reference* keeps a page's content: one per tree node that lists the page, one per request that computed it. A *pin*
+marks a page that a running request reads. Pages in use without a pin are freed by evicting their tree nodes. A slot has
+one owner; states are shared by copying.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ class PagePool:
 
     @property
     def num_evictable(self) -> int:
-        """Pages in use that no running request needs."""
+        """Number of pages in use without a pin."""
         return self.capacity - len(self._free) - self._num_pinned
 
     @property
     def capacity(self) -> int:
-        """Pages that can be handed out in all."""
+        """Total number of pages that can be handed out."""
         return self.num_pages - 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages with one reference and one pin each, or None (and nothing taken) if fewer are free."""
+        """Allocate ``count`` pages with one reference and one pin each. Returns None, and takes nothing, if fewer are
+        free."""
         left = len(self._free) - count
         if left < 0:
             return None
@@ -59,14 +60,14 @@ class PagePool:
         return self._pins[page]
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more reference to each of ``pages``, which must be in use."""
+        """Add a reference to each of ``pages``, which must be in use."""
         references = self._references
         for page in pages:
             assert page > 0 and references[page] > 0, f"page {page} is not in use"
             references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less; a page without references is free again."""
+        """Drop a reference to each page. A page without references is free again."""
         references, pins, free = self._references, self._pins, self._free
         for page in pages:
             left = references[page] - 1
@@ -77,7 +78,7 @@ class PagePool:
                 free.append(page)
 
     def pin(self, pages: Iterable[int]) -> None:
-        """One more running need of each of ``pages``, which must be in use."""
+        """Add a pin to each of ``pages``, which must be in use."""
         pins = self._pins
         for page in pages:
             assert self._references[page] > 0, f"page {page} is not in use"
@@ -85,7 +86,7 @@ class PagePool:
             pins[page] += 1
 
     def unpin(self, pages: Iterable[int]) -> None:
-        """One running need less."""
+        """Drop a pin of each page."""
         pins, num_unpinned = self._pins, 0
         for page in pages:
             left = pins[page] - 1
@@ -106,7 +107,7 @@ class PagePool:
 
 
 class StatePool:
-    """Slot ids ``1 .. num_slots - 1``. A model without recurrent layers has a pool of size 1: nothing to hand out."""
+    """Slot ids ``1 .. num_slots - 1``. A model without recurrent layers has an empty pool of size 1."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots >= 1, "a state pool needs the reserved slot"
@@ -121,11 +122,11 @@ class StatePool:
 
     @property
     def capacity(self) -> int:
-        """Slots that can be handed out in all."""
+        """Total number of slots that can be handed out."""
         return self.num_slots - 1
 
     def allocate(self) -> int | None:
-        """A slot, or None if none is free. Its content is whatever was there before."""
+        """Allocate a slot, or return None if none is free. The content of the slot is undefined."""
         if not self._free:
             return None
         slot = self._free.pop()

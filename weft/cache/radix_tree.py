@@ -1,20 +1,20 @@
 """The prefix tree (a radix tree): token sequences whose KV and recurrent states are cached.
 
-Job: find the longest stored prefix, insert spans and states, split, lock, cut. Owns: the nodes, one reference to
-every page that a node lists, and the slots of the checkpoints. Does not know: requests, tensors, or what is
-evicted first (``eviction`` decides; the tree notifies its ``Watcher`` what may be evicted).
+Job: find the longest stored prefix, insert spans and states, split, lock, cut. Owns: the nodes, one reference to every
+page that a node lists, and the slots of the checkpoints. Does not know: requests, tensors, or what is evicted first
+(``eviction`` decides; the tree notifies its ``Watcher`` of entries that may be evictable).
 
 A node is a span of tokens ``[start, end)`` below its parent, at token granularity::
 
     root ── "system prompt" [0, 1500) ──┬── "question A …" [1500, 2200)   pages 93 (shared or copied), 94, …
             pages 0 … 93 (93 is partial)└── "question B …" [1500, 1721)
 
-A node lists the pages of its positions, ``start // page_size`` to ``(end - 1) // page_size``. Where a node ends at no
-multiple of the page size, parent and child both list a page for that index: the same one (a span that was split or
-continued) or a copy (a branch). Either way the *deepest* listing holds the KV of the whole path up to its node's end.
+A node lists the pages of its positions, ``start // page_size`` to ``(end - 1) // page_size``. If a node ends inside a
+page, parent and child both list a page for that index: the same one (a span that was split or continued) or a copy (a
+branch). Either way the *deepest* listing holds the KV of the whole path up to its node's end.
 
 A checkpoint is a recurrent state after exactly ``position`` tokens, ``start < position <= end``. A node that lost its
-checkpoints and keeps its KV is a tombstone; what was lost when is remembered, to explain misses.
+checkpoints and keeps its KV is a tombstone. The tree remembers what it lost and when, to explain misses.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from weft.cache.nodes import Checkpoint, CheckpointKind, Node, Prefix, Tokens, c
 from weft.cache.pools import PagePool, StatePool
 
 MAX_REMEMBERED = 256
-"""Evicted continuations that one node remembers, for explanations only."""
+"""Upper bound on evicted continuations that one node remembers, for explanations only."""
 
 
 class Watcher(Protocol):
-    """Is notified of what may have become evictable, or less useful than before."""
+    """Is notified of entries that may have become evictable, or less useful."""
 
     def offer_leaf(self, node: Node) -> None: ...
 
@@ -56,18 +56,18 @@ class RadixTree:
 
     @property
     def roots(self) -> list[Node]:
-        """One per salt."""
+        """The roots, one per salt."""
         return list(self._roots.values())
 
     # -- looking, without touching -------------------------------------------------------------------------------
 
     def match(self, tokens: Tokens, salt: str | None = None) -> Prefix:
-        """The longest prefix of ``tokens`` whose KV is stored under ``salt``. Changes nothing, not even ages."""
+        """Find the longest prefix of ``tokens`` whose KV is stored under ``salt``. Changes nothing, not even ages."""
         root = self._roots.get(salt)
         return Prefix(None, 0) if root is None else self.descend(root, tokens)
 
     def descend(self, node: Node, tokens: Tokens) -> Prefix:
-        """The longest stored prefix of ``tokens`` given that ``node``, with its whole path, is a part of it."""
+        """Find the longest stored prefix of ``tokens``, given that the path of ``node`` is a part of it."""
         position = node.end
         while position < len(tokens):
             child = node.children.get(int(tokens[position]))
@@ -80,7 +80,7 @@ class RadixTree:
         return Prefix(node, position)
 
     def page_list(self, prefix: Prefix) -> list[int]:
-        """The pages of a prefix in order; for an index listed by several nodes, the deepest one's."""
+        """The pages of a prefix in order. If several nodes list an index, the deepest listing counts."""
         count = -(-prefix.num_tokens // self.page_size)
         listed: list[list[int]] = []
         for node in prefix.node.path() if prefix.node is not None else ():
@@ -91,7 +91,7 @@ class RadixTree:
         return [page for pages in reversed(listed) for page in pages]
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, parents before children, roots (empty spans) included."""
+        """Every node, parents before children, including roots (empty spans)."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -138,8 +138,8 @@ class RadixTree:
         Args:
             node: where to start; a root will do.
             tokens: the whole sequence from position 0.
-            pages: the pages of the whole sequence from position 0. What the tree has already keeps its own pages; of
-                the others it takes one reference each.
+            pages: the pages of the whole sequence from position 0. Existing nodes keep their own pages; new nodes take
+                one reference to each of the others.
 
         Returns:
             The deepest node on the path that ends at or before ``len(tokens)``.
@@ -161,7 +161,8 @@ class RadixTree:
         return leaf
 
     def locate(self, node: Node, tokens: Tokens, position: int) -> Node | None:
-        """The node that holds the end of ``tokens[:position]``, searched up and down from ``node`` on its path."""
+        """Find the node that holds the end of ``tokens[:position]``, searching up and down from ``node`` on its
+        path."""
         while node.start >= position and node.parent is not None:
             node = node.parent
         prefix = self.descend(node, tokens[:position]) if node.end < position else Prefix(node, position)
@@ -170,7 +171,8 @@ class RadixTree:
     def add_checkpoint(
         self, node: Node, position: int, slot: int, kind: CheckpointKind = "end", lineage: int = 0
     ) -> bool:
-        """Take ``slot`` as the state after ``position`` tokens. False, and nothing taken, if there is one already."""
+        """Add ``slot`` as the state after ``position`` tokens. Returns False, and takes nothing, if there is a state
+        already."""
         assert node.attached and node.start < position <= node.end
         if position in node.checkpoints:
             return False
@@ -182,13 +184,13 @@ class RadixTree:
         if self.watcher is not None:
             self.watcher.offer_state(checkpoint)
             for below in _next_states(node, position):
-                self.watcher.offer_state(below)  # its value was counted from further above
+                self.watcher.offer_state(below)  # its value was counted from a state further above
         return True
 
     def take_checkpoint(self, checkpoint: Checkpoint, *, lost: bool) -> int:
-        """Remove a state, its KV stays. Returns the slot, which is the caller's now.
+        """Remove a state and keep its KV. Returns the slot, which then belongs to the caller.
 
-        ``lost`` says that the state is gone (evicted) and not moved to a request that will hand it back.
+        ``lost`` says that the state was evicted, and not moved to a request that will return it.
         """
         node = checkpoint.node
         assert checkpoint.attached and not checkpoint.pins
@@ -204,14 +206,14 @@ class RadixTree:
     # -- protecting ------------------------------------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
-        """One more lease on ``node`` and everything above it."""
+        """Add a lease to ``node`` and to every node above it."""
         for each in node.path():
             each.locks += 1
             if each.locks == 1:
                 self._pages.pin(each.pages)
 
     def unlock(self, node: Node) -> None:
-        """One lease less. Empty roots of salts that nobody uses any more disappear."""
+        """Remove a lease from ``node`` and from every node above it. Empty roots of unused salts are removed."""
         for each in node.path():
             assert each.locks > 0, "a node is unlocked more often than it was locked"
             each.locks -= 1
@@ -221,7 +223,7 @@ class RadixTree:
         self._drop_if_empty_root(each)
 
     def pin(self, checkpoint: Checkpoint) -> None:
-        """The slot will be read by a state fork that is not launched yet."""
+        """Pin a state that a fork will read, until the fork is launched."""
         self.num_pinned_checkpoints += checkpoint.pins == 0
         checkpoint.pins += 1
 
@@ -233,7 +235,7 @@ class RadixTree:
             self.watcher.offer_state(checkpoint)
 
     def touch(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """The path to ``node``, and ``checkpoint``, are used now."""
+        """Mark the path to ``node``, and ``checkpoint``, as used now."""
         for each in node.path():
             each.last_used = self.clock
         if checkpoint is not None:
@@ -243,8 +245,8 @@ class RadixTree:
     # -- cutting ---------------------------------------------------------------------------------------------------
 
     def trim(self, leaf: Node, end: int) -> None:
-        """Forget the KV of an unlocked leaf from position ``end`` on, with the states there; all of it if ``end`` is
-        its start."""
+        """Remove the KV of an unlocked leaf from position ``end`` on, with the states there, or the whole leaf if
+        ``end`` is its start."""
         assert leaf.is_evictable_leaf and leaf.start <= end < leaf.end
         parent = _parent(leaf)
         remember = parent if end == leaf.start else leaf
@@ -265,7 +267,7 @@ class RadixTree:
         self.version += 1
 
     def forget(self, node: Node) -> None:
-        """Drop the states on the path to ``node``, and the KV there that no other sequence needs."""
+        """Remove the states on the path to ``node``, and the KV there that no other sequence needs."""
         for each in [each for each in node.path() if each.parent is not None]:
             for checkpoint in [c for c in each.checkpoints.values() if not c.pins]:
                 self._slots.release(self.take_checkpoint(checkpoint, lost=True))
@@ -273,7 +275,7 @@ class RadixTree:
                 self.trim(each, each.start)
 
     def _drop_if_empty_root(self, node: Node) -> None:
-        """Salts come and go with their users; the root of unsalted prompts stays, with what it remembers."""
+        """Remove the empty root of an unused salt. The root of unsalted prompts stays, with its memory of evictions."""
         if node.parent is None and node.salt is not None and not node.children and not node.locks:
             del self._roots[node.salt]
             node.attached = False
@@ -289,7 +291,7 @@ def _parent(node: Node) -> Node:
 
 
 def _move_states(lower: Node, upper: Node, position: int) -> None:
-    """After a split: states up to ``position`` belong to the upper node."""
+    """Move states up to ``position`` to the upper node after a split."""
     for at in [p for p in lower.checkpoints if p <= position]:
         checkpoint = lower.checkpoints.pop(at)
         checkpoint.node = upper
@@ -314,7 +316,7 @@ def _next_states(node: Node, position: int) -> Iterator[Checkpoint]:
 
 
 def _remember(lost: dict[int, float], token: int) -> None:
-    """Note when the continuation that starts with ``token`` went; the oldest notes are dropped."""
+    """Note when the continuation that starts with ``token`` was evicted. The oldest notes are dropped."""
     lost.pop(token, None)
     lost[token] = time.monotonic()
     if len(lost) > MAX_REMEMBERED:

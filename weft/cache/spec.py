@@ -1,6 +1,6 @@
-"""What a page and a state slot of a model cost: the sum over its layers' specs.
+"""The cost of a page and of a state slot of a model: the sum over its layers' specs.
 
-Bytes and FLOPs per page, per slot and per token, for planning pools and weighing what to keep.
+Planning pools and eviction use bytes and FLOPs per page, per slot and per token.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from weft.config.weights import router_weights
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """One rank's caches.
+    """The caches of one rank.
 
     Attributes:
         page_size: tokens per KV page.
-        layers: what each layer with a cache keeps on this rank, by its name in the layer table, in model order.
-        weights_per_token: weights that one token uses in the whole model, without the output head (which only the last
-            token of a prompt needs): those of the token mixers, and of the MLPs with the experts chosen.
+        layers: the specs of layers with a cache on this rank, by name in the layer table, in model order.
+        weights_per_token: weights that one token uses in the whole model: token mixers, and MLPs with the chosen
+            experts. The output head is not included, since only the last token of a prompt needs it.
         flops_per_token: FLOPs of one prompt token in the whole model, without attention between tokens and without the
             output head.
         flops_per_pair: FLOPs of attention for one pair of a token and an earlier one, over all layers.
@@ -37,7 +37,7 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: EngineConfig) -> CacheSpec:
-        """The spec of each rank of an engine."""
+        """Make the spec of each rank of an engine."""
         return cls.from_model(
             config.model_config,
             page_size=config.page_size,
@@ -47,7 +47,7 @@ class CacheSpec:
 
     @classmethod
     def from_model(cls, model: ModelConfig, *, page_size: int, dtypes: CacheDtypes, tp_size: int = 1) -> CacheSpec:
-        """The spec of each of ``tp_size`` ranks."""
+        """Make the spec of each of ``tp_size`` ranks."""
         layers = model.layer_specs(dtypes)
         weights = sum(spec.num_weights for spec in layers.values()) + _mlp_weights(model)
         weights += 2 * model.hidden_size**2 if model.runs_mtp else 0
@@ -81,7 +81,7 @@ class CacheSpec:
 
     @property
     def verifies(self) -> bool:
-        """Whether a batch with ``Batch.verification`` can run: every layer with states reads it."""
+        """Whether every layer with states reads ``Batch.verification``, so that batches with it can run."""
         return all(spec.verifies for spec in self.layers.values() if spec.states)
 
     @property
@@ -106,7 +106,7 @@ def cache_dtypes(config: EngineConfig) -> CacheDtypes:
 
 
 def _mlp_weights(model: ModelConfig) -> int:
-    """Weights of the MLPs that one token uses: the dense ones, and of a mixture the chosen experts and the router."""
+    """Weights of the MLPs that one token uses: the dense ones, the chosen experts, and the router."""
     width = model.num_dense_mlps * model.intermediate_size
     if model.moe is not None:
         moe = model.moe

@@ -1,13 +1,13 @@
-"""Where recurrent states are stored: by a prefill, for itself or for a request that waits for it, and while decoding.
+"""The positions at which recurrent states are stored, by prefills and while decoding.
 
-Job: the three checkpoint policies, applied to leases. Does not know: slots, trees, when a step is launched, or whether
-a chosen checkpoint finds room.
+Job: apply the three checkpoint policies to leases. Does not know: slots, trees, when a step is launched, or whether a
+chosen checkpoint finds a slot.
 
-* ``exact``: any position. The divergence from what is stored, turn boundaries, the prompt's end less one, every
-  4,096 tokens; at the end of the request the working state itself.
-* ``aligned``: multiples of the recurrent layers' chunk length only. The same divergence and prompt end rounded down;
-  while decoding a snapshot at each multiple, of which the last is kept.
-* ``finish_only``: nothing but the working state at the end of the request.
+* ``exact``: any position. The divergence from stored prefixes, turn boundaries, the prompt's end less one, and every
+  4,096 tokens. At the end of the request the working state itself.
+* ``aligned``: multiples of the recurrent layers' chunk length only. The same divergence and prompt end, rounded down.
+  While decoding a snapshot at each multiple, of which the last is kept.
+* ``finish_only``: the working state at the end of the request, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ STRIDE = 4096
 
 
 class StatePlan:
-    """Args: those of ``Manager``; ``keeps``: there is a prefix cache.
+    """The plan of one manager. Args: those of ``Manager``; ``keeps``: there is a prefix cache.
 
     Attributes:
-        at_multiples: a decoding request keeps states at certain positions, where a step has to end (``aligned``).
+        at_multiples: a decoding request stores states at multiples of ``alignment``, where a step has to end
+            (``aligned``).
         alignment: tokens between these positions.
     """
 
@@ -45,7 +46,7 @@ class StatePlan:
         return self.at_multiples and position % self.alignment == 0
 
     def plan(self, match: Match, num_prompt_tokens: int, boundaries: Sequence[int]) -> LeaseCheckpoints:
-        """Where the prefill stores states, and why."""
+        """Choose the positions at which a prefill stores states, each with its reason."""
         if not self._keeps:
             return LeaseCheckpoints()
         stored, reused = match.num_kv_tokens, match.num_tokens
@@ -63,21 +64,22 @@ class StatePlan:
         return LeaseCheckpoints(positions, kinds, match.checkpoint.lineage + 1 if match.checkpoint is not None else 0)
 
     def shareable(self, match: Match, lease: Lease, least: int = 1) -> int:
-        """How many tokens of ``match`` a running prefill makes reusable once it is confirmed; 0 if they are fewer than
+        """Number of tokens of ``match`` that a running prefill makes reusable once confirmed; 0 if fewer than
         ``least``. Changes nothing."""
         if lease.is_inserted or lease.node is None or lease.salt != match.salt or not match.reuse:
             return 0
         tokens, theirs = match.tokens, lease.tokens
         most = min(len(tokens) - 1, len(theirs))
         if least > most or tokens[least - 1] != theirs[least - 1]:
-            return 0  # one look at one token shows it of most prefills, of which there may be hundreds
+            return 0  # comparing one token rules out most prefills, of which there may be hundreds
         shared = min(common_prefix(tokens, theirs), most)
         if self._needs_state and not self._can_store(lease, shared):
             shared = max((p for p in lease.checkpoints.pending() if p <= shared), default=0)
         return shared if shared >= least else 0
 
     def share(self, lease: Lease, position: int) -> None:
-        """Let a running prefill store a state at ``position``, from ``shareable``, if it has not come that far."""
+        """Make a running prefill store a state at ``position``, from ``shareable``, unless it has passed that
+        position."""
         if self._needs_state and position not in lease.checkpoints.pending() and self._can_store(lease, position):
             lease.checkpoints.add(position, "divergence")
 
@@ -95,11 +97,11 @@ def prefill_positions(
     num_prompt_tokens: int,
     alignment: int,
 ) -> list[int]:
-    """Positions at which the prefill of a prompt stores a state, ascending.
+    """The positions at which the prefill of a prompt stores a state, ascending.
 
     Args:
-        reused: tokens whose state is reused; nothing is stored at or before it.
-        divergence: where the prompt leaves what is stored, if no state stands there.
+        reused: number of tokens whose state is reused. Nothing is stored at or before it.
+        divergence: the position at which the prompt diverges from stored prefixes, if it has no state.
         boundaries: turn boundaries, in any order.
         num_prompt_tokens: tokens of the prompt.
         alignment: tokens between the positions of ``aligned``.

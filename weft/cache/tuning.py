@@ -1,13 +1,13 @@
-"""Replaying requests against the cache alone, and tuning the weight of FLOP efficiency against recency by it.
+"""Tuning of the eviction policy by replaying requests against the cache alone.
 
-Job: run whole requests through a ``Manager`` and count what they would have computed; replay every finished request on
-shadow caches (managers of the same sizes, which hold token ids only), one per candidate weight, and follow the one that
-saves most. Does not know: tensors, schedulers, concurrency (replayed requests run one after another).
+Job: run whole requests through a ``Manager`` and count what they would have computed. Every finished request is
+replayed on shadow caches (managers of the same sizes, which hold token ids only), one per candidate weight of FLOP
+efficiency against recency. The policy follows the candidate that saves most. Does not know: tensors, schedulers,
+concurrency (replayed requests run one after another).
 
 Marconi (arXiv 2411.19379) tunes its ``alpha`` by replaying recent requests over a grid. Here the replay is spread over
-time: each request is replayed once per candidate when it has ended (the engine does it after a launch, one request a
-step), so no step waits for a long search. Nothing is replayed before the first eviction: until then no choice was made
-that could have been better.
+time: each request is replayed once per candidate after its end, one request per step, after a launch. No step waits for
+a long search. Nothing is replayed before the first eviction, since no choice was made before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def replay_request(
     boundaries: Sequence[int] = (),
     counts: ReplayCounts | None = None,
 ) -> int:
-    """Run one request to its end: prefill in one step, then the rest of ``token_ids``, all of it fed.
+    """Run one request to its end: prefill in one step, then the rest of ``token_ids``.
 
     Returns:
         The prompt tokens reused.
@@ -68,13 +68,13 @@ CANDIDATES = (0.0, 1.0, 4.0, 16.0, 64.0)
 INTERVAL = 16
 """Requests between two decisions."""
 MEMORY = 0.9
-"""Share of the saved FLOPs that counts on after each decision, so that the choice follows the load."""
+"""Share of the saved FLOPs that is kept after each decision, so that the choice follows the load."""
 MARGIN = 1.02
-"""Another candidate must have saved this much more."""
+"""Factor by which another candidate must have saved more."""
 
 
 class AlphaTuner:
-    """Sets the ``alpha`` of a manager's policy. Attach it with ``manager.observer = AlphaTuner(manager)``."""
+    """Set the ``alpha`` of a manager's policy. Attach it with ``manager.observer = AlphaTuner(manager)``."""
 
     def __init__(self, manager: Manager) -> None:
         assert isinstance(manager.evictor.policy, FlopAware)

@@ -209,7 +209,8 @@ class EngineCore:
         return self._inspection.snapshot(self.stats(), tokens_per_node)
 
     def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]:
-        """The version of the prefix tree, and hashes of its reusable prefixes; None if the caller knows the version."""
+        """The version of the prefix tree, and hashes of its reusable prefixes; no hashes if the caller knows the
+        version."""
         tree = self.manager.tree
         if tree.version == known_version:
             return known_version, []

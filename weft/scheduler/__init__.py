@@ -1,1 +1,1 @@
-"""What runs in the next step: admission, chunked prefill, preemption. Decides with plain numbers only."""
+"""The choice of what runs in the next step: admission, chunked prefill, preemption. Plain numbers only."""

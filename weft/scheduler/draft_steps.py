@@ -1,11 +1,11 @@
 """Scheduling of steps that verify drafts.
 
-Puts drafts into a plan; says whether the next step has to wait for the results of the one in flight, or follows it
-without knowing how many drafts are accepted there; settles which drafts were accepted.
+Job: add drafts to a plan; decide whether the next step waits for the results of the one in flight, or follows it
+without knowing how many drafts are accepted there; apply the acceptance.
 
-A step that follows another is planned as if all drafts of that one were accepted: pages, positions and the room for
-tokens are those of the most that there can be. The device knows what was accepted and begins where the sequence ends;
-the host corrects its counts when the results are in::
+A step that follows another is planned as if all drafts of that one were accepted. Pages, positions and room for tokens
+are planned for the maximum. The device knows what was accepted, and begins at the real end of the sequence. The host
+corrects its counts when the results arrive::
 
     host    plan 2 (K accepted in 1?) | launch 2 | results of 1: counts less what was rejected | plan 3 | …
     device  ---- step 1: a accepted -------------| ---- step 2, from the position after a ------------ …
@@ -21,7 +21,7 @@ from weft.scheduler.running import EMPTY, Launched, Planned, Running
 from weft.speculation.planner import DraftPlanner, Drafts
 
 ON_DEVICE = -1
-"""Stands for a draft that only the device knows, and for the number of those that were found."""
+"""A placeholder for a draft that only the device knows, and for the number of such drafts."""
 
 
 def add_drafts(planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
@@ -45,9 +45,9 @@ Steps = Mapping[int, Sequence[Launched]]
 
 
 def must_wait(planner: DraftPlanner, running: Sequence[Running], in_flight: Steps) -> bool:
-    """Whether a step can be planned only from the results of those in flight, or as one that follows them: they verify
-    drafts, or the next one's drafts come after tokens that are on their way. Where nothing was drafted lately, decodes
-    run ahead as without drafts."""
+    """Whether planning needs the results of the steps in flight, or the plan must follow them. That is so if they
+    verify drafts, or if the next drafts continue tokens that are still on the device. Without recent drafts, decodes
+    run ahead as usual."""
     if any(entry.num_drafts for launched in in_flight.values() for entry in launched):
         return True
     if not planner.num_drafts_at(len(running)) or not any(each.request.num_pending for each in running):
@@ -56,17 +56,23 @@ def must_wait(planner: DraftPlanner, running: Sequence[Running], in_flight: Step
 
 
 def _any_drafts(running: Sequence[Running]) -> bool:
-    """Whether something was drafted for a request, as far as the host knows."""
+    """Whether the host knows of drafts for a request."""
     return any(each.request.draft_token_ids for each in running)
 
 
 def following_step(
     planner: DraftPlanner, manager: Manager, running: Sequence[Running], in_flight: Steps, budget: int
 ) -> list[Planned] | None:
-    """The step that follows the one in flight, in which every sequence verifies as many drafts as there, or decodes;
-    None if it has to wait for results: other sequences, other numbers of drafts, an option that needs the tokens on the
-    host, a request that may be through, no room for the most tokens that there can be or more than ``budget`` of them,
-    nothing drafted lately, states that have to be kept at certain positions."""
+    """Plan the step after the one in flight, in which every sequence verifies as many drafts as there, or decodes.
+
+    Returns None if the plan needs the results first, for one of these reasons:
+
+    - The sequences, or their numbers of drafts, change.
+    - An option needs the tokens on the host, or a request may have ended.
+    - The maximum of tokens finds no room, or exceeds ``budget``.
+    - Nothing was drafted recently.
+    - States have to be stored at certain positions.
+    """
     count = planner.num_drafts_at(len(running))
     if (1 + count) * len(running) > budget:
         return None
@@ -96,12 +102,13 @@ def following_step(
 
 
 def settle(planner: DraftPlanner, manager: Manager, launched: Launched, num_tokens: int) -> None:
-    """Drafts were verified, and ``num_tokens`` tokens came back: those fed after the accepted drafts do not count."""
+    """Apply the acceptance of drafts. ``num_tokens`` tokens came back; tokens fed after the accepted drafts do not
+    count."""
     request, num_accepted = launched.running.request, max(0, num_tokens - 1)
     request.num_computed_tokens -= launched.num_drafts - num_accepted
     manager.drafts.settle(launched.running.lease, launched.num_drafts, num_accepted)
     num_proposed = launched.num_proposed
-    if num_proposed == ON_DEVICE:  # what came back with the results of the step before
+    if num_proposed == ON_DEVICE:  # tokens that came back with the results of the step before
         num_proposed = min(len(request.draft_token_ids), launched.num_drafts)
     if num_proposed:
         planner.verified(request, num_proposed, min(num_accepted, num_proposed))

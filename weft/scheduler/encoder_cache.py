@@ -1,12 +1,12 @@
-"""The encoder cache: which images' embeddings are on the device, and which are encoded next.
+"""The encoder cache: the images whose embeddings are on the device, and the images that are encoded next.
 
-Job: give every image consecutive rows of the encoder cache, by its content hash, and have it encoded once; say how far
-a request can run with what is there. Owns: the rows, and the budget of the vision tower per step. Does not know:
-tensors, why a request runs.
+Job: give every image consecutive rows of the encoder cache by its content hash, have it encoded once, and tell how far
+a request can run with the cached embeddings. Owns: the rows, and the budget of the vision tower per step. Does not
+know: tensors, or why a request runs.
 
-An image is held for one step only: the step that uses it has it encoded if it is not there. Between steps any image may
-make room for another, the one used longest ago first; so a request that is cut inside an image, or preempted, needs
-nothing to be kept for it, and the first of a step always finds room.
+An image is held for one step only: a step that uses an image has it encoded if it is missing. Between steps any image
+may be evicted for another, the least recently used first. A request that is cut inside an image, or preempted,
+therefore holds nothing, and the first request of a step always finds room.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.multimodal.items import MediaItem
 
 @dataclass(slots=True)
 class Entry:
-    """An image's rows: ``row`` to ``row + num_rows``."""
+    """The rows of an image, ``row`` to ``row + num_rows``."""
 
     row: int
     num_rows: int
@@ -32,17 +32,17 @@ class EncoderCache:
     """Rows of the encoder cache.
 
     Args:
-        num_rows: of the cache; one per token of an image.
-        step_budget: most rows that are encoded in a step.
+        num_rows: number of rows in the cache; an image has one per token.
+        step_budget: upper bound on rows that are encoded in a step.
 
     Attributes:
-        seconds: what encoding has taken so far.
+        seconds: total seconds spent on encoding.
     """
 
     def __init__(self, num_rows: int, step_budget: int) -> None:
         assert step_budget <= num_rows, "what a step encodes fits into the cache"
         self._num_rows, self._step_budget = num_rows, step_budget
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # used longest ago first
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
         self._in_use: set[bytes] = set()
         self._encodings: list[Encoding] = []
         self._budget = step_budget
@@ -59,19 +59,19 @@ class EncoderCache:
         }
 
     def begin_step(self) -> None:
-        """The images of the last step may go; the budget is whole again. What it was to encode is forgotten if it was
-        not launched: whoever asked for it may have gone, and would keep others from being encoded."""
+        """Begin a step with the whole budget. Images of the last step become evictable. Encodings that were planned but
+        not launched are discarded, since their requests may be gone and would keep others from being encoded."""
         self.forget(self.take_encodings())
         self._in_use.clear()
         self._budget = self._step_budget
 
     def reach(self, media: Sequence[MediaItem], start: int, num_tokens: int) -> int:
-        """How many of a request's next tokens can run in this step; their images are encoded in it, or there already.
+        """Find how many of a request's next tokens can run in this step. Their images are cached, or are encoded in it.
 
         Args:
-            media: of the request, ascending.
+            media: the items of the request, ascending.
             start: position of the first token.
-            num_tokens: wanted.
+            num_tokens: number of tokens that the request wants to run.
         """
         for item in media:
             first = item.placeholders[0][0]
@@ -82,7 +82,7 @@ class EncoderCache:
         return num_tokens
 
     def sources(self, media: Sequence[MediaItem], start: int, num_tokens: int) -> list[tuple[int, int, int]]:
-        """``ScheduledRequest.media`` of tokens that ``reach`` said can run."""
+        """``ScheduledRequest.media`` of tokens that can run according to ``reach``."""
         found: list[tuple[int, int, int]] = []
         for item in media:
             if item.end <= start or item.placeholders[0][0] >= start + num_tokens:
@@ -96,21 +96,21 @@ class EncoderCache:
         return found
 
     def take_encodings(self) -> list[Encoding]:
-        """What the step that is launched now encodes."""
+        """The encodings of the step that is launched now."""
         taken, self._encodings = self._encodings, []
         return taken
 
     def forget(self, encodings: Sequence[Encoding]) -> None:
-        """The step that was to encode these broke, or was not launched: nothing is known of their rows."""
+        """Discard encodings whose step raised, or was not launched. The content of their rows is undefined."""
         for encoding in encodings:
             self._entries.pop(encoding.item.content_hash, None)
 
     def _have(self, item: MediaItem, counts: bool) -> bool:
-        """Whether the item is there in this step; if need be and possible, it will be."""
+        """Whether the item is available in this step, encoding it if needed and possible."""
         key, num_rows = item.content_hash, item.num_tokens
         found = key in self._entries
         if not found:
-            # One item is never too large for a step of its own: the input processor refuses what is.
+            # The input processor refuses items that are too large for a step of their own.
             row = self._make_room(num_rows) if num_rows <= self._budget else None
             if row is None:
                 return False
@@ -125,7 +125,8 @@ class EncoderCache:
         return True
 
     def _make_room(self, num_rows: int) -> int | None:
-        """The first of ``num_rows`` free consecutive rows; None if images of this step are in the way."""
+        """Find ``num_rows`` free consecutive rows, evicting images. Returns the first; None if images of this step are
+        in the way."""
         row = self._gap(num_rows)
         for key in list(self._entries):
             if row is not None:

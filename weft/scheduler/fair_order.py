@@ -1,19 +1,19 @@
 """Fair shares of callers when more requests wait than can run.
 
-Each caller has a counter of the tokens that the engine computed for it: prompt tokens that were not cached, and output
-tokens. The request to admit next is that of the caller with the smallest sum of its counter and the expected cost of
-its request. Counters hold what was computed; the expectation only lets a short request pass long ones.
+Each caller has a counter of the tokens that the engine computed for it: uncached prompt tokens, and output tokens. The
+next request to admit belongs to the caller with the smallest sum of its counter and the expected cost of its request.
+The expectation only lets a short request pass long ones.
 
-A caller that has nothing waiting gets no credit: with its next request its counter rises to the virtual time, which is
-the counter that a caller with a fair share would have. (Sheng et al., Fairness in Serving Large Language Models, OSDI
-2024; Goyal et al., Start-time Fair Queueing, 1996.)
+A caller without waiting requests gets no credit. With its next request its counter rises to the virtual time, the
+counter that a caller with a fair share would have. (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024;
+Goyal et al., Start-time Fair Queueing, 1996.)
 """
 
 from __future__ import annotations
 
 MAX_EXPECTED = 512
-"""Tokens beyond which requests are expected to cost the same. Most prompts are partly cached, and most callers do not
-say how long the answer will be."""
+"""Upper bound on the expected cost of a request, in tokens. Most prompts are partly cached, and most callers do not say
+how long the answer will be."""
 
 _MIN_REMEMBERED = 4096
 
@@ -40,7 +40,7 @@ class FairOrder:
         self._used[caller] = max(self._used.get(caller, 0.0), self._time)
 
     def place(self, caller: str, num_tokens: int) -> float:
-        """Return where a waiting request of ``num_tokens`` prompt and output tokens stands; smaller ones go first."""
+        """The sort key of a waiting request with ``num_tokens`` prompt and output tokens; smaller keys go first."""
         return self._used[caller] + min(num_tokens, MAX_EXPECTED)
 
     def admit(self, caller: str, num_tokens: int) -> None:

@@ -1,6 +1,6 @@
 """Prefix lookups of waiting requests: what is cached now, or will be after a prefill in flight.
 
-Owns what is remembered of a waiting request between steps. Does not know: rows, budgets.
+Owns: what is remembered of waiting requests between steps. Does not know: rows, budgets.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from weft.scheduler.queue import SchedulePolicy
 from weft.scheduler.running import Running
 
 LPM_WINDOW = 32
-"""Waiting requests among which ``lpm`` looks for the longest cached prefix."""
+"""Number of waiting requests among which ``lpm`` looks for the longest cached prefix."""
 
 MIN_IN_FLIGHT_MATCH = 64
-"""Tokens that a waiting request must save to wait for a prefill in flight instead of computing them itself."""
+"""Minimum number of tokens that a waiting request must save to wait for a prefill in flight."""
 
 
 @dataclass(slots=True)
 class Lookup:
-    """Of one waiting request: its tokens as an array, and whose prefill it awaits."""
+    """The lookup of one waiting request: its tokens as an array, and the request whose prefill it awaits."""
 
     tokens: Tokens
     awaited: Running | None = None
@@ -39,27 +39,27 @@ class PrefixLookups:
         self._lookups: dict[Request, Lookup] = {}
 
     def forget(self, request: Request) -> None:
-        """The request does not wait any more."""
+        """Drop the lookup of a request that does not wait any more."""
         self._lookups.pop(request, None)
 
     def check(self, waiting: Iterable[Request]) -> None:
-        """Assert that nothing is remembered of a request that does not wait."""
+        """Assert that every lookup belongs to a waiting request."""
         assert self._lookups.keys() <= set(waiting), "a lookup has outlived its wait"
 
     def candidates(self, requests: Iterable[Request], policy: SchedulePolicy, step: int) -> Iterable[Request]:
-        """Waiting ``requests``, from first to last, in the order in which they are tried in a step."""
+        """Yield waiting ``requests`` in the order in which a step tries them."""
         if policy != "lpm":
             return requests
         rest = iter(requests)
         window = list(itertools.islice(rest, LPM_WINDOW))
-        # The oldest goes first every so often, so that a stream of better matches cannot keep it waiting for ever.
+        # The oldest goes first from time to time, so that better matches cannot keep it waiting forever.
         oldest_first = step % LPM_WINDOW == 0
         head, window = (window[:1], window[1:]) if oldest_first else ([], window)
         best_first = sorted(window, key=lambda request: -self.match(request).num_tokens)
         return itertools.chain(head, best_first, rest)
 
     def match(self, request: Request) -> Match:
-        """What the cache has of the request now."""
+        """Match the request against the cache as it is now."""
         lookup = self._lookups.get(request)
         if lookup is None:
             lookup = self._lookups[request] = Lookup(as_tokens(request.cache_token_ids))
@@ -67,13 +67,14 @@ class PrefixLookups:
         return self._manager.match(lookup.tokens, request.cache_salt, reuse=not wants_all)
 
     def awaits_prefill(self, request: Request) -> bool:
-        """Does the request wait for a prefill that is still in flight? One that was aborted soon leaves what it has."""
+        """Whether the request waits for a prefill in flight. A prefill that is aborted soon leaves its part in the
+        cache."""
         lookup = self._lookups.get(request)
         awaited = lookup.awaited if lookup is not None else None
         return awaited is not None and not awaited.lease.is_prefilled
 
     def await_in_flight_match(self, request: Request, match: Match, running: Sequence[Running]) -> None:
-        """If a prefill in flight will make much more of this prompt reusable, wait for it and have it store a state."""
+        """Wait for a prefill in flight if it makes much more of this prompt reusable, and have it store a state."""
         states, least = self._manager.states, match.num_tokens + MIN_IN_FLIGHT_MATCH
         for each in running:
             if position := states.shareable(match, each.lease, least):

@@ -16,9 +16,9 @@ SchedulePolicy = Literal["fcfs", "priority", "lpm"]
 
 
 def sort_key(policy: SchedulePolicy, request: Request) -> tuple[int, int, int]:
-    """Return the key of a request that runs: smaller ones were admitted first, or have a better priority.
+    """The sort key of a request that runs. Smaller keys were admitted first, or have a better priority.
 
-    Of requests that were not admitted yet, those of one caller are ordered by their arrival.
+    Requests of one caller that were not admitted yet are ordered by their arrival.
     """
     return (request.priority if policy == "priority" else 0, request.admission or 0, request.arrival)
 
@@ -65,7 +65,7 @@ class WaitingQueue:
         self._preempted = _Lane()
         self._heap: list[tuple[_Key, int, _Lane]] = []
         self._turns = itertools.count(1)
-        self._touched: dict[_Lane, None] = {}  # their entries were taken out by the last iteration
+        self._touched: dict[_Lane, None] = {}  # their entries were removed by the last iteration
         self._size = 0
 
     def _key_in_lane(self, request: Request) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from weft.request import Request
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request that holds a row and a lease; ``in_flight`` launched steps use them."""
+    """A request that holds a row and a lease. ``in_flight`` launched steps use them."""
 
     request: Request
     row: int
@@ -26,20 +26,20 @@ class Running:
     failed: bool = False
 
     def cache_tokens(self) -> Tokens:
-        """The request's tokens known on the host, as the prefix cache knows them. The lease has most of them already as
-        numbers of an array, which takes a long prompt longer to become than all else at its end."""
+        """The request's tokens on the host, as the prefix cache knows them. The lease has most of them as an array
+        already; converting a long prompt takes longer than everything else at a request's end."""
         leased, request = self.lease.tokens, self.request
         generated = request.output_token_ids[len(leased) - request.num_prompt_tokens :]
         return np.concatenate([leased, np.array(generated, leased.dtype)]) if generated else leased
 
 
 EMPTY: list[Any] = []
-"""The empty list of every request of every step: shared, never changed."""
+"""An empty list shared by all requests of all steps, so never changed."""
 
 
-class Planned(msgspec.Struct, gc=False):  # made for every request of every step
+class Planned(msgspec.Struct, gc=False):  # created for every request of every step
     """One request's part of the next step: ``num_tokens`` tokens, drafts included. The first ``num_proposed`` drafts
-    were proposed, the others fill up (``ON_DEVICE``: unknown); ``follows`` as in ``ScheduledRequest``."""
+    were proposed, the others are padding (``ON_DEVICE``: unknown). ``follows`` as in ``ScheduledRequest``."""
 
     running: Running
     num_tokens: int
@@ -49,8 +49,8 @@ class Planned(msgspec.Struct, gc=False):  # made for every request of every step
 
 
 class Launched(msgspec.Struct, gc=False):
-    """One request's part of a launched step: whether it samples, and the tokens fed once it is done; the last
-    ``num_drafts`` of these if they are accepted, of which ``num_proposed`` were proposed."""
+    """One request's part of a launched step: whether it samples, and the number of tokens fed after it. The last
+    ``num_drafts`` of these are drafts, if accepted, of which ``num_proposed`` were proposed."""
 
     running: Running
     samples: bool

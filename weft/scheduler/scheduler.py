@@ -1,25 +1,26 @@
 """The scheduler: continuous batching with chunked prefill and preemption.
 
-Job: continuous batching under a token budget: admission, chunked prefill, growth, preemption, and taking in results.
-Owns: the waiting queue, the running requests with their rows and leases, and the life of each request.
-Does not know: tensors, models, text; how a step is executed. Pages and slots come from the cache manager.
+Job: continuous batching under a token budget: admission, chunked prefill, growth, preemption, results. Owns: the
+waiting queue, the running requests with their rows and leases, and the life of each request. Does not know: tensors,
+models, text, or how a step is executed. Pages and slots come from the cache manager.
 
 One step is filled in this order:
 
-1. running requests, in policy order: one token each if they decode, a chunk of what is missing if they still prefill;
+1. running requests, in policy order: one token each if they decode, a chunk of the missing tokens if they still
+  prefill;
 2. waiting requests, in policy order, while rows, pages, slots and budget last.
 
-A running request that finds no page preempts the *last* running request in policy order (what that holds moves to the
-cache, from where it can be evicted; it waits again and resumes from what is left then), until there is room or it is
-itself the last. Nothing is admitted in a step in which something was preempted, and a request is admitted only if all
-its known tokens fit and every running request can still grow by a page: otherwise it would soon be preempted again.
-The first running request is never preempted: alone it always finds pages.
+A running request that finds no page preempts the *last* running request in policy order, until there is room or it is
+itself the last. The pages of a preempted request move to the cache, where they can be evicted. It waits again, and
+resumes from what is left by then. Nothing is admitted in a step with a preemption. A request is admitted only if all
+its known tokens fit and every running request can still grow by a page; otherwise it would soon be preempted again. The
+first running request is never preempted: alone it always finds pages.
 
-A waiting request that shares a long prefix with a prefill in flight lets others pass until that is done, and then
-reuses it (``MIN_IN_FLIGHT_MATCH``): prompts that arrive together are computed once.
+A waiting request that shares a long prefix with a prefill in flight lets others pass until that prefill is done, and
+then reuses it (``MIN_IN_FLIGHT_MATCH``). Prompts that arrive together are thus computed once.
 
-Results may be up to some steps late (``num_pending``): what a launched step uses is given back only after its results
-are in, so nothing that a running step reads or writes changes owner.
+Results may be some steps late (``num_pending``). Resources of a launched step are freed only after its results arrived,
+so nothing that a running step reads or writes changes its owner.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """A new request joins the waiting queue."""
+        """Add a new request to the waiting queue."""
         assert request.request_id not in self._by_id, f"request id {request.request_id} is already in use"
         assert request.num_prompt_tokens + request.max_tokens - 1 <= self.manager.max_tokens, "request can never fit"
         self._by_id[request.request_id] = request
@@ -107,12 +108,12 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests that have not ended."""
+        """All requests that have not ended."""
         return list(self._by_id.values())
 
     @property
     def has_work(self) -> bool:
-        """True while a request waits, runs, or has a step in flight."""
+        """Whether a request waits, runs, or has a step in flight."""
         return bool(self._waiting or self._running or self._launched)
 
     def stats(self) -> SchedulerStats:
@@ -127,7 +128,7 @@ class Scheduler:
         )
 
     def sampling_by_history(self, step: int) -> list[tuple[int, Request]]:
-        """Rows and requests that sample in a launched step, of those that do so by their history."""
+        """Rows and requests of a launched step whose sampling depends on their history."""
         if not self._num_by_history:
             return []
         sampling = [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
@@ -136,9 +137,9 @@ class Scheduler:
     # -- a step goes out -----------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None if nothing can run now."""
+        """Plan the next step. Returns None if nothing can run now."""
         if self._leaving and not self._running:
-            return None  # only ended requests are in flight: the tree gets what they have before the next turn
+            return None  # only ended requests are in flight: the tree gets their KV and states before the next turn
         if self.encoder is not None:
             self.encoder.begin_step()
         if self.drafts is not None and must_wait(self.drafts, self._running, self._launched):
@@ -152,14 +153,15 @@ class Scheduler:
         return self._make_scheduler_output(planned) if planned else None
 
     def _follow(self, planner: DraftPlanner) -> SchedulerOutput | None:
-        """The step after one whose accepted drafts are not known yet; None if that one has to be waited for."""
+        """Plan the step after one whose accepted drafts are unknown; None if that needs its results."""
         if self._waiting and self._free_rows:
             return None
         planned = following_step(planner, self.manager, self._running, self._launched, self.max_num_batched_tokens)
         return self._make_scheduler_output(planned) if planned else None
 
     def _plan_running(self) -> tuple[list[Planned], int]:
-        """Tokens for each running request; decodes and prefill chunks alike. Returns the plan and the budget left."""
+        """Plan the tokens of each running request, decodes and prefill chunks alike. Returns the plan and the remaining
+        budget."""
         planned: list[Planned] = []
         budget, page_size = self.max_num_batched_tokens, self.manager.spec.page_size
         all_wanted = [running.request.num_tokens_to_compute for running in self._running]
@@ -167,11 +169,11 @@ class Scheduler:
         for running, wanted in zip(list(self._running), all_wanted, strict=True):
             request = running.request
             if request.status is not RequestStatus.RUNNING or request.will_be_full:
-                continue  # preempted just now for an earlier one, or its last token is on its way
+                continue  # preempted just now for another request, or its last token is on its way
             if request.num_pending and request.samples_by_history:
                 continue
             is_decode = wanted == 1
-            # Decodes always fit; a chunk of prefill takes what they leave.
+            # Decodes always fit; chunks of prefill get the rest of the budget.
             num_tokens = 1 if is_decode else min(wanted, budget - decoding)
             if request.media:
                 num_tokens = self._reach(request, num_tokens)
@@ -186,11 +188,11 @@ class Scheduler:
         return planned, budget
 
     def _grow(self, running: Running, num_tokens: int) -> bool:
-        """Pages for ``num_tokens`` tokens in all, if need be by preempting others."""
+        """Allocate pages for ``num_tokens`` tokens in all, preempting other requests if needed."""
         while self.manager.allocate(running.lease, num_tokens) is None:
             victim = self._running[-1]
             if victim.in_flight or self._leaving:
-                return False  # room comes back when a launched step is done; until then this request just waits
+                return False  # a launched step frees room when it is done, so this request just waits
             assert len(self._running) > 1, "a request alone always finds pages: the context is clamped to the pool"
             self._preempt(victim)
             if victim is running:
@@ -198,7 +200,8 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Running) -> None:
-        """Take everything from ``victim`` and make it wait again; it will resume from what the cache keeps."""
+        """Take all resources from ``victim`` and put it back into the queue. It will resume from what the cache
+        keeps."""
         request = victim.request
         self._stalls.preempted(request)
         assert victim.in_flight == 0 and request.num_pending == 0
@@ -213,7 +216,7 @@ class Scheduler:
         self._waiting.push(request)
 
     def _plan_waiting(self, planned: list[Planned], budget: int) -> None:
-        """Admit waiting requests in order while everything they need is there; stop at the first that does not fit."""
+        """Admit waiting requests in order. Stops at the first that does not fit."""
         for request in self._lookups.candidates(self._waiting, self.policy, self._step) if self._free_rows else ():
             if self._lookups.awaits_prefill(request):
                 continue
@@ -267,7 +270,7 @@ class Scheduler:
         return running
 
     def _make_scheduler_output(self, planned: list[Planned]) -> SchedulerOutput:
-        """The scheduler output of a plan, which counts as launched from now on."""
+        """Make the scheduler output of a plan, which counts as launched from now on."""
         self._step += 1
         starting = [plan.running for plan in planned if not plan.running.announced]
         scheduled = [(plan, self._make_scheduled_request(plan)) for plan in planned]
@@ -327,15 +330,14 @@ class Scheduler:
     def update(
         self, output: ModelOutput, no_token_left: Callable[[Request, list[int]], tuple[int, str] | None] | None = None
     ) -> list[Request]:
-        """Take in the results of a launched step.
+        """Process the results of a launched step.
 
         Args:
-            no_token_left: for a request of ``failed_rows`` and what the step sampled for it, how many of these tokens
-                there are before the place where its options leave none, and why; None: what the step computed is at
-                fault.
+            no_token_left: explains a request of ``failed_rows``, given its sampled tokens: the number of tokens before
+                the position where its options leave no token, and the reason. None: the computation is at fault.
 
         Returns:
-            The requests that got a token or ended by it. Tokens of requests that had ended meanwhile are dropped.
+            The requests that got a token or ended. Tokens of requests that had ended before are dropped.
         """
         results = dict(zip(output.rows, output.token_ids, strict=True))  # of a row with drafts, the last token only
         if self.encoder is not None:
@@ -363,7 +365,7 @@ class Scheduler:
             if exclusion is not None:
                 num_tokens, reason = exclusion
                 request.extend(runs.get(running.row, [])[:num_tokens], output.logprobs.get(running.row, ()))
-                if request.finish_reason is None:  # none of these was the last one
+                if request.finish_reason is None:  # none of these tokens was the last one
                     request.finish_reason, request.stop_reason = "error", reason
             elif failed:
                 request.finish_reason = "error"
@@ -380,7 +382,7 @@ class Scheduler:
         return changed
 
     def _leave(self, running: Running) -> None:
-        """A running request has ended; what it holds goes back as soon as no launched step uses it."""
+        """End a running request. Its resources are freed as soon as no launched step uses them."""
         self._running.remove(running)
         self._leaving.append(running)
         self._end(running.request)
@@ -407,7 +409,7 @@ class Scheduler:
     # -- invariants ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert that rows, leases and counters agree, that work goes forward, and the manager's own invariants."""
+        """Assert that rows, leases and counters agree, that work makes progress, and the manager's invariants."""
         self.manager.check()
         if self.encoder is not None:
             self.encoder.check()
