@@ -36,7 +36,7 @@ SETTINGS_AND_ENDS = (
         "leaving-not-awaited", "the next turn finds what the last step of the turn before leaves",
         "weft/scheduler/scheduler.py",
         ("        if self._leaving and not self._running:\n            return None  # only ended requests "
-         "are in flight: the tree gets what they have before the next turn\n"),
+         "are in flight: the tree gets their KV and states before the next turn\n"),
         "", "tests/scheduler/test_prefix_reuse.py::test_the_next_turn_finds_what_a_step_in_flight_leaves",
     ),
     mutant(

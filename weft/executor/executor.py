@@ -1,4 +1,4 @@
-"""The interface of executors (steps go out, results come back in the same order), and the choice of one.
+"""The interface of executors, and the choice of one. Steps go out; results come back in the same order.
 
 Does not know: processes, devices, requests.
 """
@@ -31,11 +31,11 @@ class Executor(Protocol):
     def launch(
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> None:
-        """Queue one step; does not wait for the device. If it raises, no result of this step will come.
+        """Queue one step, without waiting for the device. If it raises, the step has no result.
 
         Args:
-            processors: logits processors by row. They run where this is called, so only an executor whose ranks are in
-                this process takes any.
+            processors: logits processors by row. They run in the calling process, so only an executor with all ranks in
+                it accepts them.
         """
         ...
 
@@ -44,15 +44,15 @@ class Executor(Protocol):
         ...
 
     def stop(self) -> None:
-        """Drop the steps in flight and let go of weights, caches and processes."""
+        """Drop the steps in flight, and free weights, caches and processes."""
         ...
 
 
 def make_executor(config: EngineConfig, ranks: Sequence[StartedRank] = ()) -> Executor:
-    """Start all ranks of the model. ``ranks``: those that ``begin_start`` has started for it.
+    """Start all ranks of the model. ``ranks``: the ranks that ``begin_start`` has started.
 
     Raises:
-        WeftError: a rank cannot start, and why.
+        WeftError: a rank cannot start. The message says why.
     """
     if config.distributed_executor_backend == "uni":
         from weft.executor.in_process import InProcessExecutor

@@ -1,8 +1,8 @@
-"""Ranks that torchrun has started: ``torchrun --nproc-per-node 2 script.py``.
+"""Ranks started by torchrun: ``torchrun --nproc-per-node 2 script.py``.
 
-Every process runs the same script. Where it makes an engine, rank 0 goes on with it, and the others become ranks of
-that engine until it is shut down; then they end, without running the rest of the script. They meet through torchrun's
-store.
+Every process runs the same script. When the script makes an engine, rank 0 continues with it. The other processes
+become ranks of the engine until it is shut down, and then exit without running the rest of the script. The ranks find
+each other through torchrun's store.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _decode = msgspec.msgpack.Decoder(WorkerStart, dec_hook=decode_other).decode
 
 
 def _store() -> Store:
-    """torchrun's store, which its agent keeps."""
+    """torchrun's store, in the process of its agent."""
     from torch.distributed import PrefixStore, TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -45,10 +45,10 @@ def _store() -> Store:
 
 
 def lead(start: WorkerStart, ring: Writer) -> tuple[Sequence[RankProcess], Store]:
-    """The other ranks, started, and where they meet.
+    """Prepare rank 0. Returns the other ranks, and the store through which they find each other.
 
     Raises:
-        ConfigError: torchrun has started another number of processes, or some on other machines.
+        ConfigError: torchrun has started a different number of processes, or some on other machines.
     """
     from weft.executor.rank_process import SiblingRank
 
@@ -64,15 +64,16 @@ def lead(start: WorkerStart, ring: Writer) -> tuple[Sequence[RankProcess], Store
             f"for the GPUs of one machine: use --nnodes 1 --nproc-per-node {size}"
         )
     store = _store()
-    store.set(_KEY, encode_start(start))  # type: ignore[arg-type]  # bytes are taken too
+    store.set(_KEY, encode_start(start))  # type: ignore[arg-type]  # bytes are accepted too
     return [SiblingRank(rank, ring) for rank in range(1, size)], store
 
 
 def follow(settings: Mapping[str, Any]) -> None:
-    """Does nothing in the process of rank 0, and where torchrun has not started this process or one rank is asked for.
+    """Become a rank if torchrun started this process and it is not rank 0. Does nothing otherwise, or if one rank is
+    asked for.
 
     Raises:
-        SystemExit: this process was a rank, and the engine has been shut down or has failed.
+        SystemExit: this process was a rank, and its engine was shut down or failed.
     """
     size, backend = settings.get("tensor_parallel_size") or 1, settings.get("distributed_executor_backend")
     if size == 1 or backend not in (None, "external_launcher") or not is_launched() or os.environ["RANK"] == "0":

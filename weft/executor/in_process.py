@@ -1,4 +1,4 @@
-"""Runs steps in this process."""
+"""The executor of a single rank, in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.runner.results import PendingStep
 
 
 class InProcessExecutor:
-    """One rank, in this process."""
+    """Runs one rank in this process."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._runner = ModelRunner(config)

@@ -1,11 +1,11 @@
-"""The executor of several ranks on this machine: rank 0 in this process, the others in processes that this
-one or torchrun has started.
+"""The executor of several ranks on this machine. Rank 0 is in this process; this process or torchrun started the
+others.
 
-Job: send every step to all ranks, read the results of rank 0, end together. Owns: rank 0, the ring and the processes of
-the other ranks. Does not know: what a step means, or how ranks talk during it.
+Job: send every step to all ranks, read the results of rank 0, end all ranks together. Owns: rank 0, the ring and the
+processes of the other ranks. Does not know: the meaning of a step, or how ranks communicate during a step.
 
 Every rank prepares its own inputs from the scheduler output, and samples the same tokens from the same gathered logits,
-so nothing has to come back from the others.
+so the others send nothing back.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from weft.runner.results import PendingStep
 logger = logging.getLogger(__name__)
 
 SPIN_S = 2e-3
-"""Seconds that a rank polls for the next step, where there are processors enough."""
+"""Seconds that a rank polls for the next step, if there are enough processors."""
 
 _POLL_S = 20e-6
 
 _FINISH_S = 10.0
-"""Seconds that the end waits for the steps in flight: longer than it takes to notice that a rank hangs."""
+"""Seconds that the end waits for steps in flight. It is longer than the detection of a hanging rank."""
 
 _EXPLAIN_S = 3.0
-"""Seconds in which it becomes known that an error on this rank came from another one."""
+"""Seconds to wait for another rank's failure as the cause of an error on this rank."""
 
 
 class MultiProcessExecutor:
-    """``tensor_parallel_size`` ranks. ``started``: the processes of the others, if they run already; they end with
-    this executor."""
+    """The executor of ``tensor_parallel_size`` ranks. ``started``: the processes of the other ranks if they run
+    already. They end with this executor."""
 
     def __init__(self, config: EngineConfig, started: Sequence[StartedRank] = ()) -> None:
         size = config.tensor_parallel_size
@@ -87,7 +87,7 @@ class MultiProcessExecutor:
             raise (cause or error) from error
 
     def _gather(self, start: WorkerStart, started: Sequence[StartedRank]) -> tuple[Sequence[RankProcess], dist.Store]:
-        """The other ranks, started, and where they meet."""
+        """Start the other ranks. Returns them, and the store through which ranks find each other."""
         if start.config.distributed_executor_backend == "external_launcher":
             return external.lead(start, self._ring)
         store, ranks = f"{self._folder.name}/store", started or [StartedRank(rank) for rank in range(1, start.size)]
@@ -100,7 +100,7 @@ class MultiProcessExecutor:
         self._release()
 
     def _release(self) -> None:
-        """Give back what is left once no rank needs it: a ring that stays open keeps its memory and descriptors."""
+        """Free the resources that no rank needs any more. An open ring would keep its memory and descriptors."""
         self._folder.cleanup()
         self._ring.close()
         torch.set_num_threads(self._num_threads)
@@ -111,18 +111,18 @@ class MultiProcessExecutor:
 
     @property
     def startup(self) -> dict[str, float]:
-        """Seconds of each stage: of rank 0, then of the others with their rank."""
+        """Seconds of each stage of rank 0, then of the other ranks with their numbers."""
         others = {f"rank {w.rank} {name}": s for w in self._workers.ranks for name, s in w.stages.items()}
         return self._rank.runner.startup.seconds | others
 
     def launch(
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> None:
-        """As the interface says. Once the step is sent, the ranks are in step only if rank 0 runs it too: whatever goes
-        wrong from there on is the end of them all, and an interrupt waits until the launch is over.
+        """Launch a step on every rank. Once the step is sent, rank 0 must run it too. An error after that ends all
+        ranks, and an interrupt waits until the launch is over.
 
         Raises:
-            EngineDeadError: a rank has died or hangs, or this step broke on one.
+            EngineDeadError: a rank has died or hangs, or this step failed on a rank.
         """
         assert not processors, "logits processors do not reach the other ranks; requests with some were refused"
         self._workers.check()
@@ -155,8 +155,8 @@ class MultiProcessExecutor:
         self._release()
 
     def _finish_steps(self) -> None:
-        """Drop the steps in flight once they are done: what is in flight reads and writes host memory that rank 0 gives
-        up. A rank that is gone may leave a step without an end."""
+        """Drop the steps in flight after they are done, since they read and write host memory that rank 0 frees. A dead
+        rank may leave a step that never ends."""
         last = self._pending.pop() if self._pending else None
         self._pending.clear()
         deadline = time.monotonic() + _FINISH_S

@@ -15,17 +15,15 @@ from weft.runner.memory import release_workspaces
 from weft.runner.model_runner import ModelRunner
 
 _ENVIRONMENT = {
-    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are here, and nobody else is to connect
+    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, and nobody else should connect
     "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_GRAPH_REGISTER": "0",  # registering every buffer of a thousand captured sums would make the start slow
+    "NCCL_GRAPH_REGISTER": "0",  # registering every buffer of a thousand captured sums would slow the start
 }
 
 
 class Rank:
-    """Rank ``rank`` of ``size``, all on this machine. On GPUs, rank N takes device N.
-
-    The group is left when the body ends.
-    """
+    """Rank ``rank`` of ``size``, all on this machine. On GPUs, rank N uses device N. The end of the body leaves the
+    group."""
 
     @collector_off()
     def __init__(self, config: EngineConfig, rank: int, size: int, store: Store) -> None:
@@ -38,15 +36,15 @@ class Rank:
         self.group = ProcessGroup(rank, size, device, store)
         try:
             self.runner = ModelRunner(config, tp=self.group)
-            self.group.least(0)  # nobody serves before all can
+            self.group.least(0)  # no rank serves before all can
         except BaseException:
             self.group.close()
             raise
 
     def close(self) -> None:
-        """Let go of weights and caches, and leave the group."""
+        """Free weights and caches, and leave the group."""
         del self.runner
-        gc.collect()  # captured graphs, before what they use
+        gc.collect()  # captured graphs before the memory that they use
         self.group.close()
         release_workspaces()
 

@@ -1,7 +1,7 @@
-"""The process of one rank other than 0, started and watched by rank 0.
+"""The process of one rank other than 0, as rank 0 sees it.
 
-Job: two kinds, a child process of rank 0 and a process that a launcher started. Owns: the child process and what it
-reported. Does not know: steps, other ranks.
+Job: two kinds, a child process of rank 0 and a process that a launcher started. Owns: the child process and its
+reports. Does not know: steps, other ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class RankProcess(ABC):
     """A rank.
 
     Attributes:
-        rank: its number.
-        stages: seconds of the stages of its start, as far as they are known.
-        failed: what it reported before it failed.
+        rank: number of the rank.
+        stages: seconds of the stages of its start, as far as known.
+        failed: its report about a failure.
     """
 
     def __init__(self, rank: int) -> None:
@@ -45,33 +45,33 @@ class RankProcess(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """Its process id; 0 if it is not known yet."""
+        """Process id; 0 if unknown so far."""
 
     @property
     @abstractmethod
     def is_loaded(self) -> bool:
-        """True once it is about to join the group."""
+        """Whether the rank is about to join the group."""
 
     @property
     @abstractmethod
     def is_ready(self) -> bool:
-        """True once it can run steps."""
+        """Whether the rank can run steps."""
 
     @abstractmethod
     def ending(self) -> str | None:
-        """How the process has ended, as the end of a sentence; None while it lives."""
+        """How the process ended, as the end of a sentence; None while it runs."""
 
     @abstractmethod
     def last_words(self) -> str:
-        """What it reported or printed last, once it has ended."""
+        """The last report or output of a process that has ended."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it now, and wait for its end."""
+        """Kill the process, and wait for its end."""
 
     @abstractmethod
     def wait(self, seconds: float) -> None:
-        """Wait for its end, so long at most."""
+        """Wait up to ``seconds`` for the end of the process."""
 
 
 class StartedRank(RankProcess):
@@ -132,13 +132,12 @@ class StartedRank(RankProcess):
 
 
 def begin_start(settings: Mapping[str, Any]) -> list[StartedRank]:
-    """What needs no resolved settings, while this process loads its libraries and resolves them: its CUDA context is
-    created.
+    """Begin the parts of a start that need no resolved settings: create the CUDA context, and start the other ranks.
 
     Returns:
-        The processes of the ranks that these settings will need, which load their libraries; none where that is not
-        certain: ``MultiProcessExecutor`` starts them then. They end with this process; else whoever gets them sees to
-        their end.
+        The processes of the ranks that these settings certainly need, which load their libraries meanwhile. Empty if
+        that is uncertain; ``MultiProcessExecutor`` starts them then. They end with this process, or earlier if the
+        caller ends them.
     """
     if settings.get("device") != "cpu" and not is_launched():
         create_cuda_context()
@@ -149,7 +148,8 @@ def begin_start(settings: Mapping[str, Any]) -> list[StartedRank]:
 
 
 class SiblingRank(RankProcess):
-    """A process that was started beside this one, and has the same parent or owner. Its heartbeat tells who it is."""
+    """A process that was not started by this one, but has the same parent or owner. Its heartbeat has its process
+    id."""
 
     def __init__(self, rank: int, ring: Writer) -> None:
         super().__init__(rank)
@@ -165,7 +165,7 @@ class SiblingRank(RankProcess):
 
     @property
     def is_ready(self) -> bool:
-        return True  # the group has met when rank 0 is
+        return True  # the group has formed once rank 0 is ready
 
     def ending(self) -> str | None:
         return None if not self.pid or is_alive(self.pid) else "has ended"

@@ -1,19 +1,19 @@
 """A ring buffer in shared memory, one writer and several readers, that carries scheduler outputs to the ranks.
 
-Job: broadcast messages in order with little delay. Owns: the memory, its layout, and the pipes that wake readers.
-Does not know: what messages mean, who the processes are.
+Job: broadcast messages in order with little delay. Owns: the memory, its layout, and the pipes that wake readers. Does
+not know: the meaning of messages, or who the processes are.
 
-The memory is an anonymous file of the writer, which readers open as ``/proc/<pid>/fd/<number>``: when its processes are
-gone, so is the memory, however they ended. It holds one line of numbers per reader, then a ring of slots::
+The memory is an anonymous file of the writer, which readers open as ``/proc/<pid>/fd/<number>``. It vanishes with its
+processes, however they end. It holds one line of numbers per reader, then a ring of slots::
 
     reader 0: slots taken | time of its last beat | 1 while it sleeps | its process id
     reader 1: …
     slot: sequence number | length, and whether the message goes on in the next slot | checksum | payload
 
-A slot is free once every reader has taken it. Python has no memory fences; a reader trusts a slot when the checksum
-over number, length and payload is right, which it is once all of them are visible. A reader polls for ``spin_s`` and
-then sleeps on a pipe; the writer writes a byte to the pipes of those that sleep. Should a reader fall asleep in the
-moment in which the writer looks, its sleep ends by itself after ``_NAP_MS``.
+A slot is free once every reader has read it. Python has no memory fences, so a reader trusts a slot only if the
+checksum over number, length and payload is right. A reader polls for ``spin_s`` and then sleeps on a pipe; the writer
+writes a byte to the pipes of sleeping readers. If a reader falls asleep just while the writer looks, its sleep ends by
+itself after ``_NAP_MS``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contextlib import suppress
 import msgspec
 
 NUM_SLOTS, SLOT_BYTES = 64, 64 * 1024
-"""4 MiB: many steps of decoding; the tokens of a long prompt take several slots."""
+"""Number and size of slots: 4 MiB, enough for many decode steps. The tokens of a long prompt need several slots."""
 
 _LINE_BYTES = 64
 _TAKEN, _BEAT, _SLEEPS, _PID = 0, 1, 2, 3
@@ -42,7 +42,8 @@ _WAIT_S = 20e-6
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where readers find a ring: the writer's process, the memory and one pipe per reader, as file descriptors."""
+    """The address of a ring for readers: the writer's process, and descriptors of the memory and of one pipe per
+    reader."""
 
     pid: int
     memory: int
@@ -53,7 +54,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class _Memory:
-    """The mapped memory, with named places."""
+    """The mapped memory, with named positions."""
 
     def __init__(self, descriptor: int, num_readers: int) -> None:
         self._first_slot = num_readers * _LINE_BYTES
@@ -84,7 +85,7 @@ class _Memory:
     def close(self) -> None:
         for view in (self._numbers, self._moments, self.bytes):
             view.release()
-        with suppress(BufferError):  # a slot that somebody looks at; the memory goes with the process
+        with suppress(BufferError):  # a view is in use; the memory goes with the process
             self._map.close()
 
 
@@ -104,10 +105,10 @@ class Writer:
         return Address(os.getpid(), self._descriptor, [read_end for read_end, _ in self._pipes])
 
     def send(self, message: bytes, check: Callable[[], None]) -> None:
-        """Queue ``message`` for every reader; waits while the ring is full.
+        """Queue ``message`` for every reader. Waits while the ring is full.
 
         Args:
-            check: called meanwhile; raises if waiting is in vain.
+            check: called while waiting. It raises if waiting is in vain.
         """
         parts = [message[i : i + _PAYLOAD] for i in range(0, len(message), _PAYLOAD)] or [b""]
         for number, part in enumerate(parts):
@@ -131,7 +132,7 @@ class Writer:
         return min(self._memory.number(reader, _TAKEN) for reader in range(len(self._pipes)))
 
     def beats(self) -> Sequence[tuple[int, float]]:
-        """Process id and time of the last beat of each reader; 0 and 0.0 before it has come."""
+        """Process id and time of the last heartbeat of each reader; 0 and 0.0 before its first."""
         return [(self._memory.number(r, _PID), self._memory.beat(r)) for r in range(len(self._pipes))]
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class Reader:
     """A receiving end.
 
     Args:
-        index: which reader this is.
+        index: number of this reader.
         spin_s: seconds to poll before sleeping.
     """
 
@@ -165,10 +166,10 @@ class Reader:
         self._memory.set_beat(self._index, time.monotonic())
 
     def receive(self) -> bytes:
-        """The next message.
+        """Receive the next message.
 
         Raises:
-            EOFError: the writer's process has gone.
+            EOFError: the writer's process is gone.
         """
         parts: list[bytes] = []
         goes_on = True

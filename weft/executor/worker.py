@@ -1,10 +1,10 @@
 """A rank other than 0: ``python -m weft.executor.worker``, started by ``MultiProcessExecutor``.
 
-Job: load libraries, read what to be a rank of, join the group, build the rank's runner, then run every step that comes
-through the ring. Owns: this process's life. Does not know: requests, results (rank 0 reads its own copy of them).
+Job: load libraries, read which rank to be, join the group, build the rank's runner, then run every step from the ring.
+Owns: the life of this process. Does not know: requests, or results (rank 0 reads its own copy).
 
-It ends when it is asked to (an empty message), when the process of rank 0 has gone, or with the error that broke it,
-which it reports first. It ignores the signals that a terminal sends to the whole group: rank 0 gets them too.
+The process ends when asked to (an empty message), when the process of rank 0 is gone, or with an error, which it
+reports first. It ignores the signals that a terminal sends to the whole group, since rank 0 gets them too.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILED_STATUS = 70
-"""Exit status of a rank that has reported why."""
+"""Exit status of a rank that has reported its failure."""
 
 STOP = b""
 """The message that ends a rank."""
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What every rank is started with.
+    """The start message of a rank.
 
     Attributes:
-        size: how many ranks there are.
-        config: resolved by rank 0.
-        ring: where steps come from; rank N is reader ``N - 1``.
-        num_threads: of torch on the CPU, the same on all ranks, so that they compute the same bits.
+        size: number of ranks.
+        config: the settings, resolved by rank 0.
+        ring: the ring of steps. Rank N is reader ``N - 1``.
+        num_threads: number of torch's threads on the CPU, the same on all ranks so that they compute the same bits.
         spin_s: seconds of polling before the rank sleeps.
-        verbose: log what it decides.
-        log_json: the log is JSON objects.
+        verbose: log decisions.
+        log_json: log JSON objects.
     """
 
     size: int
@@ -71,8 +71,8 @@ class Report(msgspec.Struct, frozen=True):
     """A report of a rank, a line of JSON.
 
     Attributes:
-        kind: ``stage`` (``text``: name; ``seconds``), ``ready``, or ``failed`` (``text``: why; ``user_error``: the
-            settings or the checkpoint are to blame).
+        kind: ``stage`` (``text``: name; ``seconds``), ``ready``, or ``failed`` (``text``: the reason; ``user_error``:
+            the settings or the checkpoint are to blame).
     """
 
     kind: str
@@ -83,20 +83,21 @@ class Report(msgspec.Struct, frozen=True):
 
 encode_start = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
 decode_start = msgspec.msgpack.Decoder(tuple[WorkerStart, int, str, int], dec_hook=decode_other).decode
-"""On standard input: the start, the rank, the file through which ranks find each other, the descriptor for reports."""
+"""The standard input of a rank: the start message, the rank, the file through which ranks find each other, the
+descriptor for reports."""
 encode_step = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
 decode_step = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=decode_other).decode
 decode_report = msgspec.json.Decoder(Report).decode
 
 
 def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], send: Callable[[Report], None]) -> None:
-    """Build the rank and run what comes, until it is asked to stop.
+    """Build the rank and run steps, until asked to stop.
 
     Args:
-        store: where the ranks find each other; called once torch is there.
+        store: returns the store through which ranks find each other; called after torch is imported.
 
     Raises:
-        EOFError: rank 0 has gone.
+        EOFError: rank 0 is gone.
     """
     reader = Reader(start.ring, rank - 1, start.spin_s)
     _keep_beating(reader)
@@ -116,7 +117,7 @@ def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], send: Ca
 
 @functools.cache
 def _load_libraries() -> float:
-    """torch and the model code. Returns how many seconds that took the first time."""
+    """Import torch and the model code. Returns the seconds of the first call."""
     began = time.monotonic()
     import_torch()
     with collector_off():
@@ -141,7 +142,7 @@ def main() -> int:
     _load_libraries()
     given = sys.stdin.buffer.read()
     if not given:
-        return 1  # rank 0 has gone before it needed this one
+        return 1  # rank 0 is gone before it needed this rank
     start, rank, path, descriptor = decode_start(given)
     level = logging.INFO if start.verbose else logging.WARNING
     handler = logging.StreamHandler()
@@ -165,7 +166,7 @@ def main() -> int:
         text = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
         try:
             send(Report("failed", text, user_error=isinstance(error, ConfigError)))
-        except BrokenPipeError:  # the error is that rank 0 has gone in the middle of a step
+        except BrokenPipeError:  # rank 0 is gone in the middle of a step, which is the error
             return _leave_nothing(path)
         if not isinstance(error, WeftError):
             logger.exception("rank %d ends", rank)
@@ -174,7 +175,7 @@ def main() -> int:
 
 
 def _leave_nothing(store: str) -> int:
-    """Rank 0 has gone: nobody is left to remove the folder in which the ranks met."""
+    """Remove the folder of the store, since rank 0 is gone and cannot."""
     shutil.rmtree(Path(store).parent, ignore_errors=True)
     return 1
 
@@ -182,4 +183,4 @@ def _leave_nothing(store: str) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # a device that waits for a rank that is gone would keep the interpreter from ending
+    os._exit(status)  # a device that waits for a dead rank would keep the interpreter from ending

@@ -1,10 +1,10 @@
-"""The processes of all ranks other than 0: start, heartbeats, end.
+"""Supervision of all ranks other than 0: start, heartbeats, end.
 
-Job: notice that one has died or hangs, say which and what it said last, end them all. Owns: the processes, and the
-thread that watches them. Does not know: steps, who started them.
+Job: notice that a rank has died or hangs, report it with its last words, end all ranks. Owns: the processes, and the
+thread that watches them. Does not know: steps, or who started the processes.
 
-A rank that is gone leaves the others waiting for it in a collective. So the first failure ends all other ranks: on gloo
-that closes their connections, on NCCL the communicator is aborted, and whoever waits gets an error.
+A dead rank leaves the others waiting for it in a collective. The first failure therefore ends all other ranks. On gloo
+that closes their connections, on NCCL the communicator is aborted, and every waiting thread gets an error.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _GRACE_S = 5.0
 
 
 class Workers:
-    """All ranks but 0.
+    """All ranks other than 0.
 
     Args:
-        ranks: in order.
-        ring: through which they beat.
+        ranks: the ranks in order.
+        ring: the ring with their heartbeats.
     """
 
     def __init__(self, ranks: Sequence[RankProcess], ring: Writer) -> None:
@@ -50,29 +50,29 @@ class Workers:
     # -- is everybody there? -------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises EngineDeadError (or what a rank's settings are to blame for) if a rank has died or hangs."""
+        """Raise EngineDeadError, or the error of a rank's settings, if a rank has died or hangs."""
         if self._failure is not None:
             raise self._failure
 
     def failure(self, wait_s: float = 0.0) -> WeftError | None:
-        """Why the ranks can do no more, if it is known, or becomes so within ``wait_s`` seconds."""
+        """The reason why the ranks cannot go on, if known within ``wait_s`` seconds."""
         deadline = time.monotonic() + wait_s
         while self._failure is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return self._failure
 
     def fail(self, message: str, wait_s: float) -> None:
-        """Something broke here. It is the end of all ranks, with this message unless another rank was the cause."""
+        """End all ranks after an error on rank 0. The message is used unless another rank was the cause."""
         if self.failure(wait_s) is None:
             self._failure = EngineDeadError(message)
             self.kill()
 
     def wait_until_loaded(self) -> None:
-        """Until every rank is about to join the group. Raises as ``check``."""
+        """Wait until every rank is about to join the group. Raises as ``check``."""
         self._wait(lambda worker: worker.is_loaded)
 
     def wait_until_ready(self) -> None:
-        """Until every rank can run steps. Raises as ``check``."""
+        """Wait until every rank can run steps. Raises as ``check``."""
         self._wait(lambda worker: worker.is_ready)
 
     def _wait(self, condition: Callable[[RankProcess], bool]) -> None:
@@ -92,10 +92,10 @@ class Workers:
                     return
 
     def _silence_s(self, worker: RankProcess) -> float:
-        """Seconds in which the process neither beat nor used a processor nor waited for one."""
+        """Seconds without a heartbeat in which the process neither used nor waited for a processor."""
         pid, beat = self._ring.beats()[worker.rank - 1]
         now = time.monotonic()
-        if not pid or now - beat <= 4 * BEAT_S:  # it still loads libraries, which may take long; or it beats
+        if not pid or now - beat <= 4 * BEAT_S:  # it still loads libraries, or beats
             return 0.0
         movement = self._movements.setdefault(pid, Movement())
         movement.look(pid, is_quiet=True)
@@ -119,22 +119,22 @@ class Workers:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """End all processes now."""
+        """Kill all processes now."""
         self._is_stopping.set()
         for worker in self.ranks:
             worker.kill()
 
     def end(self) -> None:
-        """The same, and nobody reads the ring from here on."""
+        """Kill all processes, and stop reading the ring."""
         self.kill()
         self._watcher.join(_GRACE_S)
 
     def may_leave(self) -> None:
-        """They were asked to stop: their ends are no failures."""
+        """Note that the ranks were asked to stop, so their ends are no failures."""
         self._is_stopping.set()
 
     def wait(self) -> None:
-        """They were asked to stop; kill those that do not."""
+        """Wait for ranks that were asked to stop, and kill those that do not."""
         self._is_stopping.set()
         deadline = time.monotonic() + _GRACE_S
         for worker in self.ranks:

@@ -1,11 +1,11 @@
-"""Media over HTTP, from the hosts that the operator named and from nowhere else.
+"""Download of media over HTTP, from hosts that the operator allowed and from no others.
 
-Job: one URL to its bytes, within a number of bytes, of seconds and of redirects. Owns: which hosts and addresses may be
-connected to. Does not know: images.
+Job: download one URL within limits on bytes, seconds and redirects. Owns: the rules for hosts and addresses. Does not
+know: images.
 
 Each hop is checked alike: the scheme, the host and port against the allowed ones, then every address that the name
-resolves to. The connection goes to an address that was checked, so a name that resolves differently a moment later
-gains nothing. Proxies of the environment are not used.
+resolves to. The connection goes to a checked address, so a name that resolves differently a moment later gains nothing.
+Proxies of the environment are not used.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class FetchPolicy:
-    """What may be fetched.
+    """The rules for downloads.
 
     Attributes:
-        domains: host names, or ``name:port`` for a port that is not the scheme's own. A name that resolves to an
-            address that is not public is refused; an address that stands here itself may be any.
-        max_bytes: largest body.
-        timeout_s: for everything together, redirects included.
+        domains: host names, or ``name:port`` for a port other than the scheme's. A name that resolves to an address
+            that is not public is refused. An address in the list may be private.
+        max_bytes: upper bound on the size of a body.
+        timeout_s: upper bound on the time of a download, redirects included.
     """
 
     domains: tuple[str, ...]
@@ -51,10 +51,10 @@ class FetchPolicy:
 
 
 def fetch(url: str, policy: FetchPolicy, param: str) -> bytes:
-    """The body at a URL. Blocks; ``param``: the request's field to blame.
+    """Download the body at a URL. Blocks. ``param``: the request's field that errors blame.
 
     Raises:
-        RequestError: a URL that may not be fetched, or did not give a body within the limits.
+        RequestError: the URL is not allowed, or gave no body within the limits.
     """
     deadline = time.monotonic() + policy.timeout_s
     for _ in range(MAX_REDIRECTS + 1):
@@ -81,7 +81,7 @@ def _refusal(url: str, what: str, param: str) -> RequestError:
 
 
 def _checked(url: str, domains: Sequence[str], param: str) -> SplitResult:
-    """The parts of a URL that may be fetched. Raises RequestError."""
+    """Split and check a URL. Raises RequestError if it is not allowed."""
     if not domains:
         raise _refusal(
             url, "is not fetched: this server fetches no media unless --allowed-media-domains names its host", param
@@ -110,12 +110,12 @@ def _is_allowed(host: str, port: int | None, scheme: str, domains: Sequence[str]
 
 
 def _addresses(host: str, port: int) -> Iterator[str]:
-    """Addresses of a host, every one of them checked. Raises OSError: unknown, or not public."""
+    """The checked addresses of a host. Raises OSError if the host is unknown, or an address is not public."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
         pass
-    else:  # an address that --allowed-media-domains names: nobody else decides what it is
+    else:  # an address in --allowed-media-domains needs no resolver
         yield host
         return
     found = list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
@@ -126,11 +126,11 @@ def _addresses(host: str, port: int) -> Iterator[str]:
 
 
 class PrivateAddressError(OSError):
-    """A name that resolves to an address of this machine or of a private network."""
+    """A name resolves to an address of this machine or of a private network."""
 
 
 def is_public(address: Address) -> bool:
-    """True for an address of the public internet, also where an IPv6 address stands for an IPv4 one."""
+    """Whether an address is on the public internet. An IPv6 address that stands for an IPv4 address counts as that."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in _NAT64:
@@ -146,7 +146,7 @@ def is_public(address: Address) -> bool:
 
 
 def _get(parts: SplitResult, policy: FetchPolicy, deadline: float, param: str) -> bytes | str:
-    """The body, or where it has moved to. Raises RequestError, OSError, HTTPException."""
+    """Return the body, or the new location. Raises RequestError, OSError, HTTPException."""
     url = parts.geturl()
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     assert parts.hostname is not None
@@ -166,7 +166,7 @@ def _get(parts: SplitResult, policy: FetchPolicy, deadline: float, param: str) -
         if response.status != 200:
             raise _refusal(url, f"gave HTTP status {response.status}", param)
         body = _body(response, url, policy.max_bytes, param)
-        if time.monotonic() >= deadline:  # then this may be a part
+        if time.monotonic() >= deadline:  # the body may be incomplete
             raise TimeoutError
         return body
 
@@ -183,12 +183,12 @@ def _body(response: http.client.HTTPResponse, url: str, limit: int, param: str) 
 
 
 class _Connection(http.client.HTTPConnection):
-    """Connects to a checked address, and is cut off at ``deadline`` whatever it is doing, until ``alarm`` is closed."""
+    """Connects to a checked address. Every operation ends at ``deadline``, until ``alarm`` is closed."""
 
     def __init__(self, host: str, port: int, *, is_tls: bool, deadline: float) -> None:
         super().__init__(host, port)
         if is_tls:
-            self.default_port = _PORTS["https"]  # the Host header leaves it out
+            self.default_port = _PORTS["https"]  # the scheme's own port is left out of the Host header
         self._is_tls = is_tls
         self._deadline = deadline
         self.alarm = contextlib.ExitStack()

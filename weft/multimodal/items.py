@@ -1,7 +1,7 @@
 """One image or video of a request, on its way from the input processor to the vision encoder.
 
-Job: the frozen, serialisable ``MediaItem``, and the ids under which the prefix cache knows its tokens. Owns: their
-fields. Does not know: files, processors, models, tensors (numpy is imported when pixels are read).
+Job: the frozen, serialisable ``MediaItem``, and the ids of its tokens in the prefix cache. Owns: their fields. Does not
+know: files, processors, models, tensors (numpy is imported when pixels are read).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class MediaItem(msgspec.Struct, frozen=True):
     """One image or video, ready for the vision encoder.
 
     Attributes:
-        modality: what it is.
-        content_hash: 32 bytes (SHA-256) over the pixels, the grid and the processor's settings: items with equal hashes
+        modality: image or video.
+        content_hash: 32 bytes (SHA-256) over the pixels, the grid and the processor's settings. Items with equal hashes
             have equal embeddings.
-        placeholders: ``(offset, length)`` of its placeholder runs in the prompt's token ids, ascending: one for an
-            image, one per temporal patch for a video, whose timestamps stand between them. Together as many tokens as
-            the encoder gives embeddings.
+        placeholders: ``(offset, length)`` of its placeholder runs in the prompt's token ids, ascending. An image has
+            one run; a video has one per temporal patch, with timestamps between them. In total there is one token per
+            embedding.
         grid: temporal, vertical and horizontal patches ``(t, h, w)``.
         pixel_values: ``[t * h * w, channels * temporal_patch * patch * patch]`` in C order, in the order of the
             checkpoint's processor.
-        dtype: of ``pixel_values``; the model's, to which the encoder would round them first of all.
+        dtype: dtype of ``pixel_values``: the model's, to which the encoder rounds them first.
     """
 
     modality: Modality
@@ -48,7 +48,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Placeholder tokens of all runs."""
+        """Number of placeholder tokens in all runs."""
         return sum(length for _, length in self.placeholders)
 
     @property
@@ -59,27 +59,27 @@ class MediaItem(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """For people: modality and the first digits of the hash."""
+        """A name for people: modality and the first digits of the hash."""
         return f"{self.modality} {self.content_hash.hex()[:8]}"
 
     @property
     def cache_token_id(self) -> int:
-        """What stands for each of its placeholders in the keys of the prefix cache: negative, 63 bits of the hash."""
+        """The id of each placeholder in the keys of the prefix cache: negative, 63 bits of the hash."""
         return -1 - (int.from_bytes(self.content_hash[:8]) >> 1)
 
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """``(position, tokens, height, width)`` of its runs of placeholders, as in ``NewRequest.media_runs``."""
+        """The ``(position, tokens, height, width)`` of its runs of placeholders, as in ``NewRequest.media_runs``."""
         return [(offset, length, *self.grid[1:]) for offset, length in self.placeholders]
 
     def without_pixels(self) -> MediaItem:
-        """What is left to keep once nothing will be encoded any more."""
+        """The item without pixels, for use after it was encoded."""
         return msgspec.structs.replace(self, pixel_values=b"")
 
     def patches(self) -> NDArray[np.float32]:
         """``pixel_values`` as ``[num_patches, patch_dim]`` float32, read only."""
         import numpy as np
 
-        if self.dtype == "bfloat16":  # the upper half of a float32, which numpy has no name for
+        if self.dtype == "bfloat16":  # bfloat16 is the upper half of a float32; numpy has no name for it
             values = (np.frombuffer(self.pixel_values, np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
             values = np.frombuffer(self.pixel_values, self.dtype).astype(np.float32, copy=False)
@@ -87,7 +87,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 def pixel_bytes(values: NDArray[np.float32], dtype: str) -> bytes:
-    """Finite float32 values, rounded to the nearest number of ``dtype`` (float32, float16, bfloat16), ties to even."""
+    """Round finite float32 values to the nearest number of ``dtype`` (float32, float16, bfloat16), ties to even."""
     import numpy as np
 
     if dtype != "bfloat16":
@@ -97,16 +97,16 @@ def pixel_bytes(values: NDArray[np.float32], dtype: str) -> bytes:
 
 
 def media_name(cache_token_id: int) -> str:
-    """The name of the item that a (negative) id in the keys of the prefix cache stands for, without its modality: the
-    first digits of its hash."""
+    """The name of the item with a (negative) id in the keys of the prefix cache: the first digits of its hash, without
+    modality."""
     return f"{(-1 - cache_token_id) >> 31:08x}"
 
 
 def cache_token_ids(token_ids: Sequence[int], items: Iterable[MediaItem]) -> list[int]:
     """The keys of the prefix cache for a prompt: its token ids, with each item's own id for its placeholders.
 
-    Equal prefixes of keys are equal text with equal items at equal places, so that everything computed for one serves
-    the other; an item's id is negative, so it is no token's.
+    Equal prefixes of keys are equal text with equal items at equal positions, so cached results can be reused. An
+    item's id is negative, so it is no token's.
     """
     keys = list(token_ids)
     for item in items:

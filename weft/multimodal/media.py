@@ -1,10 +1,10 @@
-"""Images from wherever a request takes them: encoded bytes, data: URIs, local files, URLs, PIL images, arrays.
+"""Images from all sources of a request: encoded bytes, data: URIs, local files, URLs, PIL images, arrays.
 
-Job: one picture in, one 8-bit RGB image out, or an error that says what was given, what is allowed and what to do.
-Owns: which formats are read, and the limits. Does not know: models, prompts.
+Job: convert one picture to an 8-bit RGB image, or raise an error that says what was given, what is allowed and what to
+do. Owns: the supported formats, and the limits. Does not know: models, prompts.
 
-Nothing here trusts its input. The size of a picture is known before its pixels are decoded, formats are sniffed and not
-believed, and what would cost more time than its size says (progressive JPEGs of many scans) is refused.
+No input is trusted. The size of a picture is known before its pixels are decoded. Formats are detected from the
+content. Pictures that cost more time than their size suggests (progressive JPEGs of many scans) are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 _MAX_SCANS = 50
-"""Of a JPEG: progressive ones have about ten; each costs a pass over all pixels."""
+"""Upper bound on the scans of a JPEG. Progressive ones have about ten; each costs a pass over all pixels."""
 
 _ALLOWED = "allowed are PNG, JPEG, WebP and GIF images of one frame and 8 bits per channel"
 
@@ -52,15 +52,15 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What a picture may cost, and where it may come from.
+    """Limits on the cost of a picture, and rules for its source.
 
     Attributes:
-        local_path: files under this folder may be named as ``file://`` URLs; None: none.
-        domains: see ``FetchPolicy``; empty: nothing is fetched.
-        max_bytes: of one encoded picture.
-        max_pixels: of one decoded picture.
-        max_video_pixels: of all decoded frames of a video together.
-        fetch_timeout_s: for everything that one prompt has fetched.
+        local_path: folder whose files may be named as ``file://`` URLs; None: none.
+        domains: see ``FetchPolicy``; empty: no downloads.
+        max_bytes: upper bound on the size of an encoded picture.
+        max_pixels: upper bound on the pixels of a decoded picture.
+        max_video_pixels: upper bound on the pixels of all decoded frames of a video.
+        fetch_timeout_s: seconds for all downloads of one prompt.
     """
 
     local_path: Path | None = None
@@ -83,7 +83,7 @@ class SourceReader:
     """Reads the pictures of one prompt.
 
     Attributes:
-        limits: what they may cost.
+        limits: the limits on pictures.
         param: the request's field that errors blame.
     """
 
@@ -93,7 +93,7 @@ class SourceReader:
         self._fetch_s = limits.fetch_timeout_s
 
     def encoded(self, source: Any) -> bytes | None:
-        """The encoded bytes of a picture; None: it is decoded already. May block. Raises RequestError."""
+        """The encoded bytes of a picture; None if it is decoded already. May block. Raises RequestError."""
         if isinstance(source, MediaUrl):
             return self._url(source.url)
         if isinstance(source, Path):
@@ -101,7 +101,7 @@ class SourceReader:
         return bytes(source) if isinstance(source, (bytes, bytearray, memoryview)) else None
 
     def _url(self, url: str) -> bytes:
-        """What a ``data:``, ``file:``, ``http:`` or ``https:`` URL stands for."""
+        """Resolve a ``data:``, ``file:``, ``http:`` or ``https:`` URL."""
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
             return _data_uri(url, self.limits.max_bytes, self.param)
@@ -138,7 +138,7 @@ def _data_uri(url: str, limit: int, param: str) -> bytes:
 
 
 def decode_base64(data: str, limit: int, param: str) -> bytes:
-    """The bytes of a base64 text. Raises RequestError: too many, or it is none."""
+    """Decode a base64 text. Raises RequestError if it is too long or invalid."""
     if len(data) // 4 * 3 > limit + 3:
         raise _too_large(limit, param)
     try:
@@ -148,7 +148,7 @@ def decode_base64(data: str, limit: int, param: str) -> bytes:
 
 
 def _local_file(url: str, limits: ReadLimits, param: str) -> bytes:
-    """Symbolic links are followed first, and must not lead out of the allowed folder."""
+    """Resolve a local path. Symbolic links are followed first, and must not lead out of the allowed folder."""
     parts = urlsplit(url)
     given = unquote(parts.path)
     if limits.local_path is None:
@@ -183,10 +183,10 @@ def read_file(path: Path, limit: int, param: str) -> bytes:
 
 
 def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
-    """An encoded picture as an RGB image, turned as its EXIF data says, transparency over white.
+    """Decode a picture to an RGB image, rotated as its EXIF data says, with transparency over white.
 
     Raises:
-        RequestError: not an image of the formats read, damaged, animated, 16-bit, or too large.
+        RequestError: the data is no image of a supported format, or is damaged, animated, 16-bit, or too large.
     """
     image = _opened(data, limits, param)
     try:
@@ -205,7 +205,7 @@ def pixels_of(data: bytes, limits: ReadLimits, param: str) -> int:
 
 
 def _opened(data: bytes, limits: ReadLimits, param: str) -> Image:
-    """The picture before any pixel is decoded. Raises RequestError."""
+    """Open a picture without decoding any pixel. Raises RequestError."""
     image_module = pillow()
     if len(data) > limits.max_bytes:
         raise _too_large(limits.max_bytes, param)
@@ -215,7 +215,7 @@ def _opened(data: bytes, limits: ReadLimits, param: str) -> Image:
         if data.startswith(_MAGIC):
             raise _damaged(ValueError("its header is not valid"), param) from error
         raise RequestError(f"{_described(data)} is not an image that is read here; {_ALLOWED}", param) from error
-    except Exception as error:  # each format has its own way to fail; also Pillow's own bound on pixels
+    except Exception as error:  # each format fails in its own way; Pillow has a bound on pixels as well
         raise _damaged(error, param) from error
     _check_header(image, data, limits, param)
     return image
@@ -223,7 +223,7 @@ def _opened(data: bytes, limits: ReadLimits, param: str) -> Image:
 
 @cache
 def pillow() -> Any:
-    """``PIL.Image``, which warns of nothing: what it finds wrong with a caller's picture is not for the log."""
+    """Import ``PIL.Image`` without warnings, since problems of a caller's picture do not belong in the log."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -236,7 +236,7 @@ def _damaged(error: Exception, param: str) -> RequestError:
 
 
 def _described(data: bytes) -> str:
-    """What data seems to be, in words."""
+    """Describe what data seems to be."""
     if not data:
         return "nothing (0 bytes)"
     start = data[:64].lstrip()
@@ -247,9 +247,9 @@ def _described(data: bytes) -> str:
 
 
 def _check_header(image: Image, data: bytes, limits: ReadLimits, param: str) -> None:
-    """What can be known before any pixel is decoded."""
+    """Check what is known before any pixel is decoded."""
     check_size(image.size, limits, param)
-    if image.format != "MPO" and getattr(image, "is_animated", False):  # (MPO: a JPEG with previews behind it)
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # (MPO is a JPEG with previews)
         raise RequestError(f"an image is animated ({image.format}); send one frame, or the frames as a video", param)
     if image.format == "PNG" and data[24] > 8:
         raise _too_deep(f"{data[24]} bits per channel", param)
@@ -258,7 +258,7 @@ def _check_header(image: Image, data: bytes, limits: ReadLimits, param: str) -> 
 
 
 def check_size(size: tuple[int, int], limits: ReadLimits, param: str) -> None:
-    """Raises RequestError: no pixels, or too many. ``size``: width and height."""
+    """Raise RequestError if there are no pixels, or too many. ``size``: width and height."""
     width, height = size
     if width < 1 or height < 1:
         raise RequestError(f"an image has {width} x {height} pixels; it needs at least one", param)
@@ -271,7 +271,7 @@ def check_size(size: tuple[int, int], limits: ReadLimits, param: str) -> None:
 
 
 def check_video_size(num_frames: int, size: tuple[int, int], limits: ReadLimits, param: str) -> None:
-    """Raises RequestError: so many frames of one size have too many pixels. ``size``: width and height."""
+    """Raise RequestError if the frames of a video have too many pixels together. ``size``: width and height."""
     width, height = size
     if num_frames * width * height > limits.max_video_pixels:
         raise RequestError(
@@ -290,12 +290,12 @@ def _turned(image: Image) -> Image:
 
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:  # broken EXIF data say nothing about the picture
+    except Exception:  # the picture is fine even if its EXIF data is broken
         return image
 
 
 def to_rgb(image: Image, param: str) -> Image:
-    """Any decoded image as RGB; what is transparent lies over white. Raises RequestError for more than 8 bits."""
+    """Convert a decoded image to RGB, with transparency over white. Raises RequestError for more than 8 bits."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F") or image.mode.startswith("I;"):

@@ -1,6 +1,6 @@
-"""Images and videos in messages: content parts, in the forms that clients send.
+"""Images and videos in messages: content parts in the forms that clients send.
 
-A text in a part is always a URL (``SourceReader`` decides what it may name), so that no caller of a server names a
+A text in a part is always a URL (``SourceReader`` decides which URLs are allowed), so no caller of a server can name a
 file of the machine by its path. ``pathlib.Path`` and image objects can only come from a Python program.
 """
 
@@ -25,13 +25,13 @@ _FRAMES = "data:video/jpeg;base64,"
 
 
 def media_part(part: Mapping[str, Any], where: str) -> tuple[Modality, Any] | None:
-    """The modality and source of a content part; None if it is neither an image nor a video.
+    """Read a content part. Returns its modality and source; None if it is neither an image nor a video.
 
     Args:
-        where: what errors call the place, such as ``messages[0].content``.
+        where: the place of the part in error messages, such as ``messages[0].content``.
 
     Raises:
-        RequestError: an image or video without a source that can be read.
+        RequestError: an image or video has no readable source.
     """
     kind = str(part.get("type"))
     if kind in _IMAGES:
@@ -78,10 +78,10 @@ def _video(part: Mapping[str, Any], kind: str, name: str, where: str) -> Any:
 
 
 def prompt_media(given: Any) -> Media:
-    """``multi_modal_data`` of a prompt in Python: by modality one source or a list of them; a text is a path.
+    """Read ``multi_modal_data`` of a prompt in Python: one source or a list of them by modality. A text is a path.
 
     Raises:
-        RequestError: not a dict, or an unknown modality.
+        RequestError: the value is not a dict, or a modality is unknown.
     """
     param = "multi_modal_data"
     if given is None:
@@ -102,12 +102,12 @@ def prompt_media(given: Any) -> Media:
 
 
 def as_path(source: Any) -> Any:
-    """A source in Python, where a text is a path."""
+    """Convert a source in Python, where a text is a path."""
     return Path(source) if isinstance(source, str) else source
 
 
 def _is_frame(value: Any) -> bool:
-    """True if a list that begins with it is one video, not a list of videos."""
+    """Whether a list that begins with the value is one video, and not a list of videos."""
     return not isinstance(value, (Video, list, tuple)) and getattr(value, "ndim", 3) == 3
 
 

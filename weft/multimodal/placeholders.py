@@ -1,10 +1,10 @@
-"""Placeholders of a prompt, and the items that stand for them.
+"""Expansion of a prompt's placeholders.
 
-A prompt with one placeholder token per image or video becomes the prompt with as many as the encoder gives embeddings,
-timestamps of videos included.
+A prompt has one placeholder token per image or video. Expansion inserts as many as the encoder has embeddings, and the
+timestamps of videos.
 
-What is put in stands between two special tokens (``<|vision_start|>`` and ``<|vision_end|>``), so token ids can be
-rewritten as well as text: nothing around them is encoded differently.
+The inserted tokens are between two special tokens (``<|vision_start|>`` and ``<|vision_end|>``), so the tokens around
+them do not change.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from weft.multimodal.items import MediaItem, Modality
 from weft.multimodal.processor import Processed
 
 Encode = Callable[[str], list[int]]
-"""Token ids of a text without special tokens."""
+"""Encodes a text without special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """``positions``: what was a position of the prompt before; ``media``: in the order of their placeholders."""
+    """An expanded prompt. ``positions``: the new places of the given positions. ``media``: items in the order of
+    placeholders."""
 
     token_ids: list[int]
     positions: list[int]
@@ -31,7 +32,7 @@ class ExpandedPrompt:
 
 
 def check_placeholders(token_ids: Sequence[int], vision: VisionConfig, given: dict[Modality, int], param: str) -> None:
-    """Raises RequestError unless a prompt has one placeholder for each of its images and videos."""
+    """Raise RequestError unless a prompt has one placeholder for each of its images and videos."""
     wanted = {"image": vision.tokens.image, "video": vision.tokens.video}
     for modality, token in wanted.items():
         found, number = token_ids.count(token), given.get(modality, 0)  # type: ignore[call-overload]
@@ -51,12 +52,12 @@ def expand(
     encode: Encode | None,
     param: str,
 ) -> ExpandedPrompt:
-    """Put in as many placeholders as each item needs.
+    """Insert as many placeholders as each item needs.
 
     Args:
-        token_ids: with one placeholder each, images and videos in the order of ``processed`` within their modality.
-        positions: ascending positions in ``token_ids`` that matter later.
-        encode: for the timestamps of videos; None: there is no tokenizer.
+        token_ids: token ids with one placeholder per item, in the order of ``processed`` within each modality.
+        positions: ascending positions in ``token_ids`` to convert.
+        encode: encodes the timestamps of videos; None without a tokenizer.
 
     Raises:
         RequestError: placeholders and items do not match.
@@ -71,7 +72,7 @@ def expand(
     }
     ids: list[int] = []
     media: list[MediaItem] = []
-    starts: list[int] = []  # of each token of the given prompt, in the new one
+    starts: list[int] = []  # new position of each token of the given prompt
     for token in token_ids:
         starts.append(len(ids))
         if token in waiting:

@@ -1,11 +1,11 @@
 """A checkpoint's image and video processor: pictures in, patches for the vision encoder out.
 
-Job: decode, resize, cut into patches and normalise as transformers does for this checkpoint; remember what was done, so
-that the same picture in a later turn costs a look-up. Owns: the settings of the checkpoint's processor, the bound on
-concurrent work, the cache. Does not know: prompts (``placeholders.py``), where pictures come from (``media.py``).
+Job: decode, resize, cut into patches and normalise as transformers does for the checkpoint; cache the results, so that
+the same picture in a later turn costs a look-up. Owns: the settings of the checkpoint's processor, the bound on
+concurrent work, the cache. Does not know: prompts (``placeholders.py``), or the sources of pictures (``media.py``).
 
-Images go through transformers' own processor. Its Pillow form is used everywhere, so that pixels do not depend on what
-else is installed. Its video processor needs torchvision; what it does to frames is done here with the same resampling
+Images go through transformers' own processor, always in its Pillow form, so that pixels do not depend on other
+installed packages. transformers' video processor needs torchvision, so its steps are done here with the same resampling
 (``video.py``).
 """
 
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_CONCURRENT = 2
-"""Pictures that are decoded and resized at a time, whoever asks; others wait."""
+"""Upper bound on pictures that are decoded and resized at a time. Further ones wait."""
 
 MAX_PROMPT_BYTES = 2 << 30
-"""Patches of all images and videos of one prompt, which travel to the engine together."""
+"""Upper bound on the patches of one prompt in bytes, since they travel to the engine together."""
 
 DETAIL_LOW = 512
-"""Pixels of the longer side of an image that is sent with ``detail="low"``, as in the OpenAI API."""
+"""Pixels of the longer side of an image with ``detail="low"``, as in the OpenAI API."""
 
-# What published Qwen3-VL checkpoints say, for a folder without processor files (dummy weights).
+# Settings of published Qwen3-VL checkpoints, for a folder without processor files (dummy weights).
 _SIZE = {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}
 _VIDEO_SIZE = {"shortest_edge": 1 << 12, "longest_edge": 25_165_824}
 
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """One image or video as the encoder takes it; fields as in ``MediaItem``.
+    """One image or video in the form of the encoder; fields as in ``MediaItem``.
 
-    ``times``: of a video, seconds of each temporal patch; None for an image.
+    ``times``: seconds of each temporal patch of a video; None for an image.
     """
 
     modality: Modality
@@ -70,7 +70,8 @@ class Processed:
 
 
 def load_processor(config: EngineConfig) -> MediaProcessor | None:
-    """The processor of an engine's checkpoint; None: the model reads text only. Takes seconds. Raises ConfigError."""
+    """Load the processor of an engine's checkpoint; None if the model reads text only. Takes seconds. Raises
+    ConfigError."""
     model = config.model_config
     if not model.runs_vision:
         return None
@@ -185,22 +186,22 @@ class PatchMaker:
 
 
 class MediaProcessor:
-    """Processes the images and videos of one model's requests. May be used by several threads.
+    """Processes the images and videos of one model's requests. Several threads may use it.
 
     Args:
-        folder: the checkpoint's.
-        vision: its vision tower.
-        limits: of what is read.
-        limit_per_prompt: most items of each modality in a prompt.
-        max_tokens: most placeholder tokens of one item.
-        cache_bytes: for what was processed.
-        dtype: of the patches; the model's.
+        folder: the folder of the checkpoint.
+        vision: the vision tower of the checkpoint.
+        limits: limits on pictures.
+        limit_per_prompt: upper bounds on items of each modality in a prompt.
+        max_tokens: upper bound on placeholder tokens of one item.
+        cache_bytes: size of the cache of processed items.
+        dtype: dtype of the patches, which is the model's.
 
     Attributes:
         vision, limits, max_tokens: as given.
 
     Raises:
-        ConfigError: the folder's processor files are not what this architecture's processor reads.
+        ConfigError: the folder's processor files do not fit this architecture.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class MediaProcessor:
         self._turns = threading.BoundedSemaphore(MAX_CONCURRENT)
 
     def check_counts(self, media: Mapping[Modality, Sequence[Any]], param: str) -> None:
-        """Raises RequestError for more images or videos than a prompt may have."""
+        """Raise RequestError for more images or videos than a prompt may have."""
         for modality, sources in media.items():
             limit = getattr(self._limit_per_prompt, modality)
             if limit is not None and len(sources) > limit:
@@ -245,16 +246,16 @@ class MediaProcessor:
                 )
 
     def process(self, media: Mapping[Modality, Sequence[Any]], room: int, param: str) -> list[Processed]:
-        """All images of a prompt in their order, then all videos. Blocks.
+        """Process all images of a prompt in their order, then all videos. Blocks.
 
         Args:
-            room: most tokens for all of them together.
-            media: by modality: images as PIL images, arrays ``[height, width, 3]`` of uint8, encoded bytes, paths or
-                ``MediaUrl``; videos as ``Video``, or the frames alone.
+            room: upper bound on tokens of all items together.
+            media: sources by modality. Images are PIL images, arrays ``[height, width, 3]`` of uint8, encoded bytes,
+                paths or ``MediaUrl``. Videos are ``Video``, or the frames alone.
             param: the request's field to blame.
 
         Raises:
-            RequestError: too many, or one that cannot be read.
+            RequestError: there are too many items, or one cannot be read.
         """
         self.check_counts(media, param)
         reader = SourceReader(self.limits, param)
@@ -263,7 +264,24 @@ class MediaProcessor:
         done: list[Processed] = []
         for read, source in steps:
             done.append(read(source, reader))
+<<<<<<< HEAD
             self.check_sum(done, len(steps), room, param)
+=======
+            room -= self.vision.num_tokens(done[-1].grid)
+            left -= len(done[-1].pixel_values)
+            if left < 0:
+                raise RequestError(
+                    f"the first {len(done)} of the prompt's {len(steps)} images and videos already have more than "
+                    f"{MAX_PROMPT_BYTES:,} bytes of patches; send fewer or smaller ones",
+                    param,
+                )
+            if room < 0:  # before further items cost time and memory
+                raise ContextLengthError(
+                    f"the first {len(done)} of the prompt's {len(steps)} images and videos already are too long for "
+                    "this model's maximum context length; send fewer or smaller ones",
+                    param,
+                )
+>>>>>>> cb73a773 (Rewrite sentences in multimodal, quantization and executor)
         return done
 
     def check_sum(self, done: Sequence[Processed], num_items: int, room: int, param: str) -> None:
@@ -284,7 +302,12 @@ class MediaProcessor:
     # -- images --------------------------------------------------------------------------------------------------
 
     def image(self, source: Any, reader: SourceReader) -> Processed:
+<<<<<<< HEAD
         """One image; see ``process``."""
+=======
+        """Process one image; see ``process``."""
+        is_low = isinstance(source, MediaUrl) and source.detail == "low"
+>>>>>>> cb73a773 (Rewrite sentences in multimodal, quantization and executor)
         data = reader.encoded(source)
         with self._turns:
             key = image_key(source, data) if data is not None else None
@@ -308,6 +331,7 @@ class MediaProcessor:
     # -- videos --------------------------------------------------------------------------------------------------
 
     def video(self, source: Any, reader: SourceReader) -> Processed:
+<<<<<<< HEAD
         """One video; see ``process``."""
         frames, times = self.read_video(source, reader)
         with self._turns:
@@ -319,9 +343,27 @@ class MediaProcessor:
         indices = sample_frames(video, self.patch_maker.videos, reader.param)
         frames = self._encoded_frames([video.frames[index] for index in indices], reader)
         return frames, timestamps(indices, video, self.patch_maker.videos)
+=======
+        """Process one video; see ``process``."""
+        param = reader.param
+        video = source if isinstance(source, Video) else Video.of(source, param)
+        indices = sample_frames(video, self._videos, param)
+        frames = self._encoded_frames([video.frames[index] for index in indices], reader)
+        with self._turns:
+            first = self._decoded(frames[0], param)  # the other frames must have the same size
+            check_video_size(len(frames), first.size, self.limits, param)
+            grid = self._videos.grid(len(frames), first.height, first.width, param)
+            self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
+            digest = hashlib.sha256(f"video {grid} {self._settings}\n".encode())
+            patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self._videos, param)
+            digest.update(patches.data)
+            pixels = pixel_bytes(patches, self._dtype)
+        times = timestamps(indices, video, self._videos)
+        return Processed("video", digest.digest(), grid, pixels, self._dtype, times)
+>>>>>>> cb73a773 (Rewrite sentences in multimodal, quantization and executor)
 
     def _encoded_frames(self, frames: Sequence[Any], reader: SourceReader) -> list[Any]:
-        """Frames as encoded bytes, or as they are if they are decoded. Raises RequestError."""
+        """The encoded bytes of frames, or the frames if they are decoded. Raises RequestError."""
         result, left = [], self.limits.max_bytes
         for frame in frames:
             data = reader.encoded(frame)
@@ -336,6 +378,7 @@ class MediaProcessor:
         return result
 
 
+<<<<<<< HEAD
 def image_key(source: Any, data: bytes) -> bytes:
     """The key of an image in the cache: its encoded bytes and its detail."""
     return hashlib.sha256(data).digest() + bytes([is_low_detail(source)])
@@ -379,6 +422,10 @@ def _pixel_table(processor: Any, dtype: str) -> bytes:
 
 def image_of_object(source: Any, param: str) -> Image:
     """A PIL image, or one made of an array. Raises RequestError."""
+=======
+def _of_object(source: Any, param: str) -> Image:
+    """A PIL image, made of an array if needed. Raises RequestError."""
+>>>>>>> cb73a773 (Rewrite sentences in multimodal, quantization and executor)
     image_module = pillow()
     if isinstance(source, image_module.Image):
         if source.format != "MPO" and getattr(source, "is_animated", False):
@@ -400,7 +447,8 @@ def image_of_object(source: Any, param: str) -> Image:
 
 
 def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:
-    """The checkpoint's, in its Pillow form; the published Qwen3-VL's where the folder has none."""
+    """Load the checkpoint's image processor in its Pillow form, or that of the published Qwen3-VL if the folder has
+    none."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     sizes = {
@@ -412,7 +460,7 @@ def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:
         return Qwen2VLImageProcessorPil(size=_SIZE, image_mean=[0.5] * 3, image_std=[0.5] * 3, **sizes)
     try:
         processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library raises anything
+    except Exception as error:  # the library can raise anything
         raise ConfigError(
             f"the image processor's files in {folder} cannot be read ({error}); fetch them again"
         ) from error
@@ -423,7 +471,7 @@ def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:
 
 
 class _Cache:
-    """What was processed, least recently used first, by keys of which several may stand for one thing."""
+    """A cache of processed items, least recently used first. Several keys may name one item."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes

@@ -1,6 +1,6 @@
-"""Videos as rows of frames: which are taken, their size, their patches, their times.
+"""Videos as rows of frames: sampling, size, patches, times.
 
-Job: what transformers' Qwen3-VL video processor does to frames, without torchvision. Owns: its settings, under its
+Job: the steps of transformers' Qwen3-VL video processor on frames, without torchvision. Owns: its settings, under its
 names. Does not know: containers and codecs (a video comes as frames), prompts.
 """
 
@@ -29,9 +29,9 @@ class Video:
     """Frames in their order.
 
     Attributes:
-        frames: each an image as ``MediaProcessor.process`` takes it, all of one size.
-        fps: frames per second; None: unknown.
-        is_sampled: all frames are used; otherwise as many per second as the checkpoint's processor wants.
+        frames: images as ``MediaProcessor.process`` accepts them, all of one size.
+        fps: frames per second; None if unknown.
+        is_sampled: all frames are used. Otherwise as many per second as the checkpoint's processor wants.
     """
 
     frames: Sequence[Any]
@@ -40,7 +40,7 @@ class Video:
 
     @classmethod
     def of(cls, source: Any, param: str) -> Video:
-        """A video given as frames or as a pair of frames and metadata. Raises RequestError."""
+        """Make a video from frames, or from a pair of frames and metadata. Raises RequestError."""
         metadata: Mapping[str, Any] = {}
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping):
             source, metadata = source
@@ -59,13 +59,13 @@ class Video:
         return cls(source, checked_fps(fps, param), is_sampled=not samples)
 
     def known_fps(self, settings: VideoSettings) -> float:
-        """If it is unknown, sampled frames are taken for what the processor samples, and others for 24 per second, as
-        transformers does."""
+        """The frame rate. If unknown, sampled frames have the processor's sampling rate, and others 24 per second, as
+        in transformers."""
         return self.fps or (settings.fps if self.is_sampled else _ASSUMED_FPS)
 
 
 def checked_fps(fps: Any, param: str) -> float | None:
-    """Frames per second as given. Raises RequestError."""
+    """Check the given frames per second. Raises RequestError."""
     if fps is None:
         return None
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 1000:
@@ -75,7 +75,7 @@ def checked_fps(fps: Any, param: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class VideoSettings:
-    """Of the checkpoint's video processor; see transformers' ``Qwen3VLVideoProcessor``."""
+    """Settings of the checkpoint's video processor; see transformers' ``Qwen3VLVideoProcessor``."""
 
     shortest_edge: int
     longest_edge: int
@@ -92,9 +92,9 @@ class VideoSettings:
 
     @classmethod
     def read(cls, folder: Path, vision: VisionConfig, size: Mapping[str, int]) -> VideoSettings:
-        """From ``video_preprocessor_config.json`` or ``processor_config.json``. Raises ConfigError.
+        """Read ``video_preprocessor_config.json`` or ``processor_config.json``. Raises ConfigError.
 
-        ``size``: where neither is there.
+        ``size``: the default if neither exists.
         """
         given = _settings(folder)
         sizes = given.object("size") or JsonObject(dict(size), given.where)
@@ -116,7 +116,7 @@ class VideoSettings:
         )
 
     def grid(self, num_frames: int, height: int, width: int, param: str) -> tuple[int, int, int]:
-        """Patches of ``num_frames`` frames of one size. Raises RequestError."""
+        """The grid of patches of ``num_frames`` frames of one size. Raises RequestError."""
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
         max_pixels = self.longest_edge
@@ -144,7 +144,7 @@ def _settings(folder: Path) -> JsonObject:
 
 
 def sample_frames(video: Video, settings: VideoSettings, param: str) -> list[int]:
-    """Indices of the frames that are used: ``fps`` per second, within the processor's numbers. Raises RequestError."""
+    """Indices of the frames to use: ``fps`` per second, within the processor's bounds. Raises RequestError."""
     total = len(video.frames)
     least = settings.temporal_patch_size
     if total < least:
@@ -161,7 +161,7 @@ def sample_frames(video: Video, settings: VideoSettings, param: str) -> list[int
 
 
 def timestamps(indices: Sequence[int], video: Video, settings: VideoSettings) -> tuple[float, ...]:
-    """Seconds of each temporal patch: halfway between its first and its last frame."""
+    """Seconds of each temporal patch: the middle between its first and its last frame."""
     step = settings.temporal_patch_size
     padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
     fps = video.known_fps(settings)
@@ -171,11 +171,11 @@ def timestamps(indices: Sequence[int], video: Video, settings: VideoSettings) ->
 def video_patches(
     frames: Iterable[Image], grid: tuple[int, int, int], settings: VideoSettings, param: str
 ) -> NDArray[np.float32]:
-    """Frames, each resized as it comes, as patches in the processor's order: contiguous float32 of as many numbers as
-    ``[t * h * w, channels * temporal_patch * patch * patch]`` has.
+    """Resize frames one by one, and convert them to patches in the processor's order: contiguous float32 with the
+    numbers of ``[t * h * w, channels * temporal_patch * patch * patch]``.
 
     Raises:
-        RequestError: frames of different sizes.
+        RequestError: frames have different sizes.
     """
     import numpy as np
 
@@ -195,7 +195,7 @@ def video_patches(
 
 
 def _normalised(blocks: NDArray[np.uint8], settings: VideoSettings) -> NDArray[np.float32]:
-    """``blocks``: ``[…, channels, temporal_patch, patch, patch]``."""
+    """Normalise ``blocks […, channels, temporal_patch, patch, patch]``."""
     import numpy as np
 
     mean, std = (

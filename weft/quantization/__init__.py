@@ -1,4 +1,4 @@
-"""How the weights of linear layers and experts are stored and multiplied: in the model's dtype, or in FP8."""
+"""Storage and multiplication of the weights of linear layers and experts, in the model's dtype or in FP8."""
 
 from weft.quantization.table import create_weights
 

@@ -1,6 +1,6 @@
-"""Weights in FP8 (e4m3), multiplied with inputs that are quantised on the way in.
+"""Weights in FP8 (e4m3), multiplied with inputs that are quantised at run time.
 
-Job: the parameters of FP8 layers and the operations that use them. Does not know: how weights and scales are arranged
+Job: the parameters of FP8 layers and the operations that use them. Does not know: the arrangement of weights and scales
 in checkpoints (``storage.py``), kernels (``weft/ops``).
 """
 
@@ -25,12 +25,12 @@ _DTYPES = {"weight": E4M3, "weight_scale": torch.float32}
 
 
 class Fp8Linear(LinearMethod):
-    """``weight [M, K]`` in e4m3 and ``weight_scale``; ``input_scale [1]`` where inputs have a static one; and
-    ``plain_weight [N - M, K]`` in the model's dtype for parts that are not quantised, which come last.
+    """A matrix with ``weight [M, K]`` in e4m3 and ``weight_scale``. ``input_scale [1]`` exists if inputs have a static
+    scale. ``plain_weight [N - M, K]`` in the model's dtype holds the unquantised parts, which come last.
 
     Args:
         names: prefix of each part's tensors -> its name in the checkpoint, for errors.
-        plain: prefixes of the parts that are not quantised.
+        plain: prefixes of the unquantised parts.
     """
 
     def __init__(self, storage: Storage, context: ModelContext, names: dict[str, str], plain: frozenset[str]) -> None:
@@ -49,7 +49,7 @@ class Fp8Linear(LinearMethod):
         if plain:
             dtype = self._context.dtype
             layer.plain_weight = empty_parameter(shard.rows - rows, columns, dtype=dtype, device=device)
-        self.layouts(layer)  # raises where blocks do not fit
+        self.layouts(layer)  # raises if blocks do not fit
 
     def layouts(self, layer: LinearBase) -> tuple[WeightLayout, ...]:
         shard, layout = layer.shard, WeightLayout()
@@ -99,8 +99,8 @@ class Fp8Linear(LinearMethod):
 
 
 class Fp8Experts(ExpertsMethod):
-    """``gate_up [E, 2 * I, H]`` and ``down [E, H, I]`` in e4m3, with scales ``[E, ...]`` and, where inputs have static
-    ones, ``gate_up_input_scale [1]`` and ``down_input_scale [1]``, the largest of this rank's experts."""
+    """Experts with ``gate_up [E, 2 * I, H]`` and ``down [E, H, I]`` in e4m3, and scales ``[E, ...]``. If inputs have
+    static scales, ``gate_up_input_scale [1]`` and ``down_input_scale [1]`` are the largest of this rank's experts."""
 
     def __init__(self, storage: Storage, context: ModelContext, name: str) -> None:
         self._storage, self._context, self._name = storage, context, name
@@ -122,13 +122,14 @@ class Fp8Experts(ExpertsMethod):
             for part, of_part in (("weight", shape), ("weight_scale", self._storage.scale_shape(*shape))):
                 layer.allocate(name, part, of_part, _DTYPES[part], device)
             layer.register_parameter(f"{name}_input_scale", _input_scale(self._storage, device))
-        self._expert(layer, 0)  # raises where blocks do not fit
+        self._expert(layer, 0)  # raises if blocks do not fit
 
     def layouts(self, layer: Experts) -> tuple[WeightLayout, ...]:
-        """One by one (``7.gate_proj.weight``); unquantised checkpoints also fused over experts."""
+        """Tensors of single experts (``7.gate_proj.weight``). Unquantised checkpoints may also fuse tensors over
+        experts."""
         one_by_one, first = WeightLayout(), layer.local_experts.start
         elsewhere = {name: WeightPiece(piece.shape, (), piece.fp8) for name, piece in self._expert(layer, 0).items()}
-        for expert in range(layer.num_experts):  # those of other ranks are in the checkpoint too
+        for expert in range(layer.num_experts):  # the checkpoint also has the experts of other ranks
             found = self._expert(layer, expert - first) if expert in layer.local_experts else elsewhere
             one_by_one |= {f"{expert}.{tensor}": piece for tensor, piece in found.items()}
         return (one_by_one, self._fused(layer)) if isinstance(self._storage, OnlineStorage) else (one_by_one,)
@@ -182,7 +183,8 @@ class Fp8Experts(ExpertsMethod):
 
 
 class QuantizedMatrices:
-    """The rows of all experts' matrices, indexed as a tensor ``[E, rows, columns]`` that quantises what it is given."""
+    """The rows of all experts' matrices, indexed like a tensor ``[E, rows, columns]``. Values copied into it are
+    quantised."""
 
     def __init__(self, layer: Experts, name: str) -> None:
         self._weight, self._scale = layer.get_parameter(name), layer.get_parameter(f"{name}_scale")
@@ -201,7 +203,7 @@ def _optional(layer: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def _input_scale(storage: Storage, device: torch.device) -> nn.Parameter | None:
-    """NaN until a checkpoint's value arrives."""
+    """An input scale, NaN until a checkpoint's value is copied."""
     if not storage.static:
         return None
     return nn.Parameter(torch.full((1,), float("nan"), device=device), requires_grad=False)

@@ -1,7 +1,7 @@
-"""Scales and other tensors that go with an FP8 weight, in memory and in a checkpoint.
+"""Scales and other tensors of FP8 weights, in memory and in a checkpoint.
 
-Job: shapes and checkpoint names of weights and scales, and which scales belong to which rows of a merged or sharded
-matrix. Owns: the errors about widths that blocks do not divide. Does not know: layers, kernels.
+Job: shapes and checkpoint names of weights and scales, and the map from rows of a merged or sharded matrix to scales.
+Owns: the errors about widths that blocks do not divide. Does not know: layers, kernels.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weft.ops.fp8 import E4M3_MAX, quantize_rows
 
 
 class Storage(ABC):
-    """One way to store an FP8 matrix ``[rows, columns]``.
+    """A form of storing an FP8 matrix ``[rows, columns]``.
 
     Attributes:
-        block: rows and columns that share a scale; 0: a row has its own.
-        static: the checkpoint says by what inputs are divided.
+        block: number of rows, and of columns, that share a scale; 0: a scale per row.
+        static: the checkpoint has the divisor of inputs.
     """
 
     block = 0
@@ -39,9 +39,9 @@ class Storage(ABC):
         """Checkpoint tensors of one part, by their names after the part's.
 
         Args:
-            rows: where the part's rows go in ``weight [rows, columns]`` and, with their scales, in ``scale``.
+            rows: the rows of the part in ``weight [rows, columns]`` and, with their scales, in ``scale``.
             input_scale: ``[1]``, if ``static``; the largest of all parts.
-            name: of the part, for errors.
+            name: name of the part, for errors.
 
         Raises:
             ConfigError: the part's rows or columns do not fall on block boundaries.
@@ -110,7 +110,7 @@ class ChannelStorage(Storage):
 
 
 class OnlineStorage(ChannelStorage):
-    """A scale for each row, found when unquantised rows arrive: the checkpoint has a ``weight`` alone."""
+    """A scale for each row, computed while unquantised rows are copied. The checkpoint has a ``weight`` alone."""
 
     def __init__(self) -> None:
         super().__init__(per_tensor=False, static=False)
@@ -127,7 +127,7 @@ class OnlineStorage(ChannelStorage):
 
 
 class QuantizedRows:
-    """Rows of an FP8 matrix (or of several, ``[E, rows, columns]``) that quantises what is copied into it."""
+    """Rows of an FP8 matrix (or of several, ``[E, rows, columns]``). Values copied into it are quantised."""
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self._weight, self._scale = weight, scale
@@ -143,7 +143,7 @@ class QuantizedRows:
 
 
 class Largest:
-    """A number that keeps the largest value copied into it; what it held before counts unless it is NaN."""
+    """A number that keeps the largest value copied into it. Its previous value counts unless it is NaN."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
@@ -154,7 +154,7 @@ class Largest:
 
 
 def random_ranges(fan_in: int) -> dict[str, tuple[float, float]]:
-    """Bounds of random parameters: weights with a standard deviation of ``fan_in ** -0.5`` once scaled."""
+    """Bounds of random parameters, for scaled weights with a standard deviation of ``fan_in ** -0.5``."""
     largest, bound = E4M3_MAX / 2, (3.0 / fan_in) ** 0.5
     return {
         "weight": (-largest, largest),

@@ -1,7 +1,7 @@
-"""Which method stores and multiplies each layer's weights: chosen once, from the checkpoint's config.
+"""The choice of a method for each layer's weights, made once from the checkpoint's config.
 
-Job: walk through a model that has just been built, give every linear layer and all experts a method, and create their
-weights. Owns: the table. Does not know: what methods do.
+Job: walk through a new model, give every linear layer and all experts a method, and create their weights. Owns: the
+table. Does not know: what methods do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STORAGES: dict[tuple[str, str, str], Callable[[], Storage]] = {
     ("compressed-tensors", "tensor", "static"): lambda: ChannelStorage(per_tensor=True, static=True),
     ("online", "channel", "token"): OnlineStorage,
 }
-"""Source of the checkpoint, scales of weights, scales of inputs."""
+"""Storage by source of the checkpoint, scales of weights, and scales of inputs."""
 
 
 def create_weights(model: LoadableModel, quantization: QuantizationConfig | None, context: ModelContext) -> None:
@@ -34,7 +34,8 @@ def create_weights(model: LoadableModel, quantization: QuantizationConfig | None
 
     Raises:
         ConfigError: blocks that share a scale do not divide over parts or ranks.
-        UnsupportedModelError: parts of one merged layer are quantised and others not, where that cannot be.
+        UnsupportedModelError: parts of one merged layer are quantised and others not, which is unsupported for that
+            layer.
     """
     chooser = _Chooser(model, quantization, context)
     for name, module in model.named_modules():
@@ -77,8 +78,8 @@ class _Chooser:
         return Fp8Experts(self._storage, self._context, name)
 
     def shared_joins(self, experts: Experts) -> bool:
-        """Whether a shared expert as wide as the others is stored as they are; inputs' scales are not static, because
-        the others have one for all of them."""
+        """Whether a shared expert as wide as the others has the same storage. Static scales of inputs exclude that,
+        because the other experts share one."""
         linears = experts.shared_linears or {}
         kinds = {type(self.linear(self._names[layer], layer)) for layer in linears.values()}
         static = self._storage is not None and self._storage.static
@@ -86,7 +87,7 @@ class _Chooser:
         return kinds == {alike} and not static
 
     def _plain(self, parts: dict[str, str]) -> frozenset[str]:
-        """The parts that are not quantised, of some given by their names in the checkpoint."""
+        """The unquantised ones of some parts, given by their names in the checkpoint."""
         if self._config is None:
             return frozenset(parts)
         quantizes, names = self._config.quantizes, self._table.published_names

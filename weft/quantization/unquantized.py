@@ -17,7 +17,7 @@ from weft.ops.moe import fused_moe, send_fused_moe
 
 
 class UnquantizedLinear(LinearMethod):
-    """``weight [N, K]``."""
+    """A matrix ``weight [N, K]``."""
 
     def __init__(self, context: ModelContext) -> None:
         self._context = context
@@ -48,7 +48,7 @@ class UnquantizedLinear(LinearMethod):
 
 
 class UnquantizedExperts(ExpertsMethod):
-    """``gate_up [E, 2 * I, H]`` and ``down [E, H, I]``."""
+    """Experts with ``gate_up [E, 2 * I, H]`` and ``down [E, H, I]``."""
 
     def __init__(self, context: ModelContext) -> None:
         self._context = context
@@ -58,14 +58,15 @@ class UnquantizedExperts(ExpertsMethod):
             layer.allocate(name, "weight", (shard.rows, shard.columns), self._context.dtype, self._context.device)
 
     def layouts(self, layer: Experts) -> tuple[WeightLayout, ...]:
-        """One by one (``7.gate_proj.weight``), or fused over experts (``gate_up_proj``, ``down_proj``)."""
+        """Tensors of single experts (``7.gate_proj.weight``), or fused over experts (``gate_up_proj``,
+        ``down_proj``)."""
         gate_up, down = layer.get_parameter("gate_up"), layer.get_parameter("down")
         if layer.interleaved:
             return (_interleaved_layout(layer, gate_up, down),)
         one_by_one: WeightLayout = {}
         for shard, parameter in ((layer.gate_up_shard, gate_up), (layer.down_shard, down)):
             for part, rows in shard.parts.items():
-                for expert in range(layer.num_experts):  # those of other ranks are in the checkpoint too
+                for expert in range(layer.num_experts):  # the checkpoint also has the experts of other ranks
                     one_by_one[f"{expert}.{part}weight"] = WeightPiece((rows.total, shard.total_columns), ())
                 for expert, matrix in zip(layer.local_experts, parameter, strict=True):
                     one_by_one[f"{expert}.{part}weight"] = shard.piece(rows, matrix)
@@ -92,7 +93,8 @@ class UnquantizedExperts(ExpertsMethod):
 
 
 def _interleaved_layout(layer: Experts, gate_up: Tensor, down: Tensor) -> WeightLayout:
-    """``gate_up_proj [E, H, 2 * I]``, gate and up columns in turn, and ``down_proj [E, I, H]`` (gpt-oss)."""
+    """The layout of gpt-oss: ``gate_up_proj [E, H, 2 * I]``, gate and up columns in turn, and ``down_proj [E, I,
+    H]``."""
     shard, experts = layer.down_shard, slice(layer.local_experts.start, layer.local_experts.stop)
     first, last, total = shard.first_column, shard.first_column + shard.columns, shard.total_columns
     both = Interleaved(*gate_up.transpose(1, 2).chunk(2, dim=2))
@@ -108,13 +110,14 @@ def _interleaved_layout(layer: Experts, gate_up: Tensor, down: Tensor) -> Weight
 
 
 class IndexableTarget(Protocol):
-    """A tensor ``[E, rows, columns]``, or what stands for one."""
+    """A tensor ``[E, rows, columns]``, or an object that is indexed like one."""
 
     def __getitem__(self, index: Any, /) -> CopyTarget: ...
 
 
 def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget) -> WeightLayout:
-    """Tensors of all experts: ``gate_up_proj [E, 2 * I, H]`` (gate rows, then up rows) and ``down_proj [E, H, I]``."""
+    """Fused tensors of all experts: ``gate_up_proj [E, 2 * I, H]`` (gate rows, then up rows) and ``down_proj [E, H,
+    I]``."""
     layout: WeightLayout = {}
     experts = slice(layer.local_experts.start, layer.local_experts.stop)
     for name, shard, parameter in (
