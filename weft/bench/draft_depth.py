@@ -1,11 +1,11 @@
-"""How many drafts are worth it: milliseconds per new token by batch size and number of drafts.
+"""The number of drafts that pays: milliseconds per new token by batch size and number of drafts.
 
-Job: one engine for each number of drafts, and the same batches through all of them. Owns: the method below. Does not
-know: files, what follows from the figures.
+Job: run the same batches on one engine for each number of drafts. Owns: the method below. Does not know: files, or the
+use of the figures.
 
-Method: chats of the bundled evaluation set, greedy, end-of-sequence ignored, so that drafts are as right as they are on
-worked answers; with a synthetic acceptance rate, random tokens. A batch is submitted together; the figure is the median
-time for ``NEW_TOKENS`` tokens per sequence less that for one, as in ``weft bench latency``.
+Method: chats of the bundled evaluation set, greedy, end-of-sequence ignored, so that acceptance is as on worked
+answers. With a synthetic acceptance rate, random tokens. A batch is submitted together. The figure is the median time
+for ``NEW_TOKENS`` tokens per sequence less that for one token, as in ``weft bench latency``.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from weft.sampling_params import SamplingParams
 NEW_TOKENS, PROMPT_TOKENS, MIN_REPEATS = 64, 256, 3
 
 MOST_DRAFTS = {"mtp": 4, "ngram": 6}
-"""Tried for ``auto``."""
+"""Numbers of drafts up to which ``auto`` is measured."""
 
 LARGEST_BATCH = 64
 
 
 Batch = Callable[[int], object]
-"""Runs a batch for as many new tokens."""
+"""Runs a batch for the given number of new tokens."""
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Powers of two."""
+    """The measured batch sizes, powers of two."""
     limit = min(max_num_seqs, LARGEST_BATCH)
     return [2**i for i in range(limit.bit_length())]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Effort:
-    """Rounds per batch size and number of drafts, and the seconds after which ``MIN_REPEATS`` are enough."""
+    """The effort of a measurement: rounds per batch size and number of drafts, and the seconds after which
+    ``MIN_REPEATS`` rounds suffice."""
 
     repeats: int
     max_s: float
@@ -53,10 +54,10 @@ class Effort:
 def measure_depths(
     settings: Mapping[str, Any], config: EngineConfig, most: int, effort: Effort, say: Callable[[str], None]
 ) -> list[DraftTiming]:
-    """Figures of every batch size, for no drafts up to ``most``.
+    """Measure every batch size, with no drafts up to ``most``.
 
     Args:
-        settings: the user's; ``config``: resolved from them.
+        settings: the user's settings. ``config``: the settings resolved from them.
         say: called with a line about each engine.
     """
     speculation = config.speculative_config

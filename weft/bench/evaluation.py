@@ -1,6 +1,6 @@
 """The accuracy of a chat model on the bundled word problems.
 
-Every problem is asked as a chat, and the answer read from the reply.
+Every problem is asked as a chat, and the answer is read from the reply.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM
 
 MAX_NUM_SEQS = 128
-"""Chats that run at a time, if the user names no other number."""
+"""Number of chats that run at a time, unless the user names another number."""
 
 MAX_TOKENS = 320
-"""Longest reply; worked answers of the evaluation set stay well below."""
+"""Upper bound on tokens of a reply. Worked answers of the evaluation set are well below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: worked examples and a question as a chat, the right answer, and where it comes from."""
+    """One problem: worked examples and a question as a chat, the right answer, and its source."""
 
     id: str
     template: str
@@ -51,14 +51,14 @@ class Verdict:
 
 
 def read_problems(path: Path = EVAL_PATH, limit: int | None = None) -> list[Problem]:
-    """The problems of the evaluation set, or the first ``limit`` of them."""
+    """Read the problems of the evaluation set, or the first ``limit`` of them."""
     names = Problem.__dataclass_fields__
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:limit]]
     return [Problem(**{name: entry[name] for name in names}) for entry in entries]
 
 
 def ask(llm: LLM, problems: Sequence[Problem], use_tqdm: bool = True) -> list[Verdict]:
-    """Greedy replies to all problems, in order."""
+    """Ask all problems. Returns greedy replies, in order."""
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     outputs = llm.chat([p.messages for p in problems], params, use_tqdm=use_tqdm)
     replies = [o.outputs[0] for o in outputs]

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for load: one connection per request in flight, answers read as they come.
+"""A small HTTP/1.1 client for load: one connection per request in flight, answers read as they arrive.
 
 Job: POST a JSON body and yield the data of server-sent events, at little cost per event. Owns: the framing of HTTP.
-Does not know: what is sent. A library would do more per event than the servers under test.
+Does not know: the content. A library would spend more time per event than the servers under test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go: ``base`` is the URL up to and including ``/v1``."""
+    """The server under test. ``base`` is the URL up to and including ``/v1``."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class Target:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Target:
-        """Raises ConfigError for anything but an http or https URL."""
+        """Parse a URL. Raises ConfigError for anything but an http or https URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--base-url {url}: give something like http://127.0.0.1:8000/v1")
@@ -67,7 +67,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
-        """An open connection; kept afterwards only if nothing went wrong and neither side has closed it."""
+        """Open or reuse a connection. It is kept afterwards only if nothing failed and neither side has closed it."""
         connection = self._reused()
         if connection is None:
             target = self._target
@@ -83,7 +83,7 @@ class HttpClient:
             self._idle.append(connection)
 
     def _reused(self) -> Connection | None:
-        """An idle connection, unless the server has closed them all meanwhile."""
+        """An idle connection; None if the server has closed them all."""
         while self._idle:
             reader, writer = self._idle.pop()
             if not reader.at_eof():
@@ -92,10 +92,10 @@ class HttpClient:
         return None
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
-        """Data of the events of the answer, without ``[DONE]``.
+        """Yield the data of the answer's events, without ``[DONE]``.
 
         Raises:
-            HttpError: the server refused.
+            HttpError: the server refused the request.
             OSError, EOFError: the connection broke.
         """
         async with self._connection() as (reader, writer):

@@ -1,11 +1,11 @@
 """Decode latency: milliseconds per step at a given batch size; with drafts, per new token.
 
-Method: every prompt has ``prompt_len`` random tokens; greedy, end-of-sequence ignored. A step's time is
-(median time for ``output_len`` new tokens - median time for 1) / (output_len - 1), so that prefill cancels out. Beside
-it stands the median interval between two consecutive steps in which the whole batch decoded, from one more run that
-goes step by step. Where drafts are verified (``speculative_config``), a step gives several tokens: the first figure is
-then the time per new token of a sequence, the interval that of a step, and the floor is that of a step that verifies as
-many drafts.
+Method: every prompt has ``prompt_len`` random tokens; greedy, end-of-sequence ignored. The time of a step is (median
+time for ``output_len`` new tokens - median time for 1) / (output_len - 1), so that prefill cancels out. One more run
+goes step by step and gives the median interval between two consecutive steps in which the whole batch decoded.
+
+If drafts are verified (``speculative_config``), a step yields several tokens. The first figure is then the time per new
+token of a sequence, the interval is that of a step, and the floor is that of a step which verifies as many drafts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LatencyWorkload:
-    """What is run. ``temperature`` 0 is greedy."""
+    """The workload. ``temperature`` 0 is greedy."""
 
     batch_sizes: tuple[int, ...] = (1, 8, 32, 128)
     prompt_len: int = 1024
@@ -38,10 +38,10 @@ class LatencyWorkload:
 
 
 def measure(llm: LLM, workload: LatencyWorkload) -> list[dict[str, Any]]:
-    """Figures per batch size, in milliseconds: medians, and every repeat.
+    """Measure each batch size, in milliseconds: medians, and every repeat.
 
     Raises:
-        ConfigError: a batch of which the engine runs only a part at a time.
+        ConfigError: the engine cannot run a whole batch at a time.
     """
     _check_room(llm, workload)
     ceilings = ceilings_of(llm.config.device)
@@ -52,7 +52,7 @@ def _check_room(llm: LLM, workload: LatencyWorkload) -> None:
     plan, largest, length = llm._core.plan, max(workload.batch_sizes), workload.prompt_len + workload.output_len
     pages, page_size = plan.num_pages - 1, llm.config.page_size
     first, each = -(-workload.prompt_len // page_size), -(-(length - 1) // page_size)  # the last token is not stored
-    # One is admitted if a page is left over for each that runs.
+    # A request is admitted if a page is left over for each running one.
     room = min(plan.max_num_seqs, pages // each, (pages + 1) // (first + 1))
     if largest > room:
         raise ConfigError(
@@ -62,7 +62,7 @@ def _check_room(llm: LLM, workload: LatencyWorkload) -> None:
 
 
 def measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int, ceilings: Ceilings | None) -> dict[str, Any]:
-    """Figures of one batch size; the floor is that of the sequences' mean length while they decode."""
+    """Measure one batch size. The floor is that of the sequences' mean length while they decode."""
     rng = random.Random(workload.seed)
     top = llm.config.model_config.vocab_size - 1
     prompts = [[rng.randint(0, top) for _ in range(workload.prompt_len)] for _ in range(batch_size)]
@@ -92,8 +92,8 @@ def measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int, ceilings
 
 
 def draft_figures(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """Of a sequence that verifies drafts: drafts and new tokens per step, and the share of drafts that was accepted;
-    empty if nothing was verified between the two moments."""
+    """Figures of a sequence that verifies drafts: drafts and new tokens per step, and the share of accepted drafts.
+    Empty if nothing was verified between the two moments."""
     verified = after.spec_decode_num_drafts - before.spec_decode_num_drafts
     if not verified:
         return {}
@@ -107,7 +107,7 @@ def draft_figures(before: EngineStats, after: EngineStats) -> dict[str, float]:
 
 
 def _params(workload: LatencyWorkload, output_len: int, repeat: int, batch_size: int) -> list[SamplingParams]:
-    """Each with a seed of its own, by which a synthetic acceptance rate accepts."""
+    """Sampling parameters, each with a seed of its own, which decides a synthetic acceptance."""
     first = workload.seed + repeat * batch_size
     return [
         SamplingParams(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWorkload:
-    """What is run. Lengths are prompt tokens."""
+    """The workload. Lengths are prompt tokens."""
 
     prompt_lens: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 8192)
     repeats: int = 15
@@ -30,7 +30,7 @@ class PrefillWorkload:
 
 
 def measure(llm: LLM, workload: PrefillWorkload) -> list[dict[str, Any]]:
-    """Figures per prompt length, in milliseconds: medians, and every repeat."""
+    """Measure each prompt length, in milliseconds: medians, and every repeat."""
     ceilings = ceilings_of(llm.config.device)
     return [_measure_length(llm, workload, length, ceilings) for length in workload.prompt_lens]
 

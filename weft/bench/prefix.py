@@ -1,12 +1,12 @@
 """Prefix reuse: the share of prompt tokens that is reused, and the time to the first token.
 
-Job: run a prefix workload on an engine, or replay it on caches alone. Owns: the methods below.
-Does not know: flags, files.
+Job: run a prefix workload on an engine, or replay it on caches alone. Owns: the methods below. Does not know: flags,
+files.
 
-``measure`` runs the requests one at a time, in order, greedily, end-of-sequence ignored; the engine's cache starts
-empty and one unrelated request warms the engine up. ``replay`` runs the same requests through cache managers without
-a model (made-up outputs), for every checkpoint policy and eviction and for several cache sizes, as shares of what an
-unbounded cache holds in the end. *Reusable* is what an unbounded cache would reuse that kept a state everywhere.
+``measure`` runs the requests one at a time, in order, greedily, end-of-sequence ignored. The engine's cache starts
+empty; one unrelated request warms the engine up. ``replay`` runs the same requests through cache managers without a
+model (made-up outputs), for every checkpoint policy and eviction. Cache sizes are shares of the size that an unbounded
+cache reaches. *Reusable* is the reuse of an unbounded cache with a state at every position.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EVICTIONS = ("lru", "flops")
 
 @dataclass(frozen=True, slots=True)
 class PrefixWorkload:
-    """What is run: a name of ``prefix_workloads.WORKLOADS``."""
+    """The workload, a name of ``prefix_workloads.WORKLOADS``."""
 
     name: str = "chat"
     seed: int = 0
@@ -45,7 +45,7 @@ class PrefixWorkload:
 
 
 def measure(llm: LLM, workload: PrefixWorkload) -> dict[str, Any]:
-    """Figures of one run: tokens, and times in milliseconds (medians) and seconds."""
+    """Measure one run: tokens, and times in milliseconds (medians) and seconds."""
     turns = make_workload(workload.name, llm.config.model_config.vocab_size, workload.seed)
     _generate(llm, [0, 1, 2, 3], 4, ())
     prompts: list[list[int]] = []
@@ -97,7 +97,7 @@ def replay(
     shares: Sequence[float],
     policies: Sequence[CheckpointPolicy] = POLICIES,
 ) -> list[dict[str, Any]]:
-    """Shares of the reusable tokens that each setting reuses: unbounded, and with ``shares`` of what that holds."""
+    """The share of reusable tokens that each setting reuses, in an unbounded cache, and with ``shares`` of its size."""
     turns = make_workload(workload.name, vocab_size, workload.seed)
     prompts, outputs = _made_up(turns, vocab_size, workload.seed)
     longest = max(spec.pages_for(len(p) + len(o)) for p, o in zip(prompts, outputs, strict=True))
@@ -109,7 +109,7 @@ def replay(
         rows.append(_row(policy, "-", 1.0, best, reusable, best))
         held = unbounded.pages.capacity - unbounded.pages.num_free, unbounded.slots.capacity - unbounded.slots.num_free
         for share in shares:
-            # One request must fit beside what is kept for others.
+            # One request must fit beside what is cached for others.
             pages, slots = int(held[0] * share) + longest + 2, max(4, int(held[1] * share))
             for eviction in EVICTIONS:
                 counts = _replay(_manager(spec, pages, slots, policy, eviction), prompts, outputs, turns)
@@ -140,13 +140,13 @@ def _made_up(turns: list[Turn], vocab_size: int, seed: int) -> tuple[list[list[i
 
 
 def _reusable(spec: CacheSpec, prompts: list[list[int]], outputs: list[list[int]], turns: list[Turn]) -> ReplayCounts:
-    """The oracle: without recurrent layers every stored position can be reused."""
+    """The reuse of an oracle. Without recurrent layers every stored position can be reused."""
     plain = replace(spec, layers={name: replace(layer, states=()) for name, layer in spec.layers.items()})
     return _replay(_manager(plain, _pages(spec, prompts, outputs), 1, "exact", "lru"), prompts, outputs, turns)
 
 
 def _pages(spec: CacheSpec, prompts: list[list[int]], outputs: list[list[int]]) -> int:
-    """Enough for everything."""
+    """Number of pages that hold everything."""
     return sum(spec.pages_for(len(p) + len(o)) + 1 for p, o in zip(prompts, outputs, strict=True)) + 2
 
 

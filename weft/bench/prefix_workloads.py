@@ -1,4 +1,4 @@
-"""Workloads for the prefix cache: sequences of prompts, and which earlier one each continues."""
+"""Workloads for the prefix cache: sequences of prompts, each with the earlier one that it continues."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MAX_TOKEN_ID = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request. Its prompt is what it takes over from an earlier one, followed by ``new``.
+    """One request. Its prompt is a part of an earlier one, followed by ``new``.
 
     Attributes:
         new: token ids that no earlier request had.
         output_len: tokens to generate.
         parent: index of the earlier turn, or None.
-        cut: take over only this many leading tokens of the parent's prompt and output; None: all.
+        cut: use only this many leading tokens of the parent's prompt and output; None: all.
         drop: leave out this many leading tokens of the parent's output (reasoning that a template drops).
         marks_boundary: the end of the prompt is known as a turn boundary, where the next one may diverge.
     """
@@ -64,7 +64,8 @@ def chat(
 
 
 def chat_stripped(b: _Builder) -> None:
-    """The same, but three quarters of every answer are reasoning that the next prompt leaves out."""
+    """Conversations as in ``chat``, but three quarters of every answer are reasoning that the next prompt leaves
+    out."""
     chat(b, drop=48)
 
 
@@ -76,7 +77,7 @@ def fan_out(b: _Builder, requests: int = 64, shared: int = 1500, unique: int = 7
 
 
 def agent(b: _Builder, agents: int = 8, steps: int = 12, output: int = 100) -> None:
-    """Growing contexts: a tools block that all share, then tool results of very different sizes."""
+    """Growing contexts: a shared tools block, then tool results of very different sizes."""
     tools = b.tokens(1200)
     last: dict[int, int] = {}
     for step in range(steps):
@@ -86,7 +87,7 @@ def agent(b: _Builder, agents: int = 8, steps: int = 12, output: int = 100) -> N
 
 
 def branching(b: _Builder, requests: int = 128) -> None:
-    """Every request cuts a random earlier one at a random place and goes on from there."""
+    """A tree: every request cuts a random earlier one at a random position and continues from there."""
     lengths: list[int] = []
     for i in range(requests):
         parent = b.rng.randrange(i) if i and b.rng.random() < 0.85 else None

@@ -1,4 +1,4 @@
-"""The head of a measurement's JSON: device, versions, settings, command, date."""
+"""The common head of measurements in JSON (device, versions, settings, command, date), and tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def origin() -> dict[str, Any]:
-    """Versions, command and date (UTC), of a measurement of something that runs elsewhere."""
+    """Versions, command and date (UTC) of a measurement of something that runs elsewhere."""
     return {
         "versions": {"weft": __version__, "python": platform.python_version()} | _versions(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -47,7 +47,7 @@ def device_name(device: str) -> str:
 
 
 def settings(config: EngineConfig) -> dict[str, Any]:
-    """Every setting as plain values."""
+    """All settings as plain values."""
     values = {name: getattr(config, name) for name in OPTIONS}
     return {name: _plain(value) for name, value in values.items()}
 
@@ -59,10 +59,10 @@ def _plain(value: Any) -> Any:
 
 
 def open_json(path: str | None, flag: str = "--json") -> Path | None:
-    """``path``, which ``flag`` gave, checked to be writable before anything long is started.
+    """Check that ``path``, the value of ``flag``, is writable before a long measurement starts.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the path cannot be written.
     """
     if path is None:
         return None
@@ -76,13 +76,13 @@ def open_json(path: str | None, flag: str = "--json") -> Path | None:
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write ``figures`` to ``path``, if there is one."""
+    """Write ``figures`` to ``path``, if a path was given."""
     if path is not None:
         path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, wider than the terminal rather than with a word cut off or broken."""
+    """Print a table. A table wider than the terminal is printed without cutting words."""
     from rich.console import Console
     from rich.table import Table
 
@@ -96,7 +96,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version  # slow to import, and --help does without
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and --help does not need it
 
     found = {}
     for name in PACKAGES:

@@ -1,12 +1,12 @@
 """The roofline of a step: bytes to move and FLOPs, over the device's ceilings.
 
-Job: bytes and FLOPs of a decode step and of a prefill from the model's geometry, and the time they take at the
-device's ceilings. Owns: the model of the work. Does not know: how Weft does it.
+Job: bytes and FLOPs of a decode step and of a prefill from the model's geometry, and their time at the device's
+ceilings. Owns: the model of the work. Does not know: how Weft does the work.
 
-The work is counted once, as if caches were perfect: every weight that is touched is read once, keys and values are read
-once, recurrent states are read and written once, the output head runs for sampled rows only. Experts are touched as
-uniform routing would: of E experts, n tokens that choose k each hit ``E * (1 - (1 - k/E)^n)`` on average. Activations
-are left out: they could stay on the chip.
+The work is counted once, as if caches were perfect. Every weight that is used is read once. Keys and values are read
+once, recurrent states are read and written once, and the output head runs for sampled rows only. Experts are used as
+with uniform routing: of E experts, n tokens that choose k each use ``E * (1 - (1 - k/E)^n)`` on average. Activations
+are left out, since they could stay on the chip.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from weft.config.weights import linear_weight_bytes, router_weights
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device reaches at best: bytes per second (read plus written), and FLOPs per second in bfloat16 and FP8;
-    ``source`` says how."""
+    """The best that a device reaches: bytes per second (read plus written), and FLOPs per second in bfloat16 and FP8.
+    ``source`` names the origin of the numbers."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -45,7 +45,7 @@ _KNOWN = {"NVIDIA H200": H200}
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes that must be moved and floating-point operations that must be done; ``fp8_flops`` of them in FP8."""
+    """Bytes to move and floating-point operations to do, ``fp8_flops`` of them in FP8."""
 
     num_bytes: float
     flops: float
@@ -62,7 +62,7 @@ class Roofline:
 
     Args:
         model: the geometry.
-        dtypes: of activations and unquantised weights, of keys and values, of the recurrent state.
+        dtypes: dtypes of activations and unquantised weights, of keys and values, of the recurrent state.
     """
 
     def __init__(self, model: ModelConfig, dtypes: CacheDtypes) -> None:
@@ -75,9 +75,9 @@ class Roofline:
         expert_weights, chosen = self._expert_weights(), 0
         if model.moe is not None:
             chosen = model.moe.num_experts_per_tok * len(model.moe.sparse_layers)
-        # What one token meets, less its experts, is met by every token.
+        # Every token uses what one token uses, except its experts.
         self._common_weights = self._spec.weights_per_token - chosen * expert_weights
-        # Of one token's FLOPs, those with quantised weights.
+        # The FLOPs of one token with quantised weights.
         self._fp8_flops = 2.0 * (self._spec.weights_per_token - self._router_weights) if model.quantization else 0.0
 
     @classmethod
@@ -85,11 +85,11 @@ class Roofline:
         return cls(config.model_config, cache_dtypes(config))
 
     def decode(self, batch_size: int, context_len: float, num_drafts: int = 0) -> Work:
-        """A decode step of ``batch_size`` sequences that are ``context_len`` tokens long on average.
+        """The work of a decode step of ``batch_size`` sequences with ``context_len`` tokens on average.
 
         Args:
-            num_drafts: drafts that each of them verifies: as many tokens more, and states that are written. Where the
-                model's own head drafts, the output head is read once more for each of them.
+            num_drafts: number of drafts that each sequence verifies. They add as many tokens, and states to write. If
+                the model's own head drafts, the output head is read once more for each.
         """
         spec, tokens = self._spec, batch_size * (1 + num_drafts)
         caches = context_len * spec.kv_bytes_per_token + (2 + num_drafts) * spec.slot_bytes
@@ -100,7 +100,7 @@ class Roofline:
         return Work(num_bytes + batch_size * caches, flops, tokens * self._fp8_flops)
 
     def prefill(self, num_tokens: int) -> Work:
-        """A prompt of ``num_tokens`` from an empty cache to its first sampled token."""
+        """The work of a prompt of ``num_tokens`` from an empty cache to its first sampled token."""
         spec = self._spec
         written = num_tokens * spec.kv_bytes_per_token + spec.slot_bytes
         flops = spec.prefill_flops(0, num_tokens) + 2.0 * self._head_weights
@@ -109,8 +109,8 @@ class Roofline:
     def queue_s(self, prompt_lens: Sequence[int], output_lens: Sequence[int], ceilings: Ceilings) -> float:
         """Seconds for a queue of requests that all run at once.
 
-        The prompts are computed as one batch, which samples the first tokens; then step t decodes every request that
-        wants more than t tokens. Limits on the batch are left out: they could only make it slower.
+        The prompts are computed as one batch, which samples the first tokens. Then step t decodes every request that
+        wants more than t tokens. Limits on the batch are left out, since they only add time.
         """
         spec = self._spec
         total = sum(prompt_lens)
@@ -124,13 +124,13 @@ class Roofline:
         return seconds
 
     def _weights_read(self, num_tokens: int) -> float:
-        """Bytes of the weights that ``num_tokens`` tokens touch, the output head included."""
+        """Bytes of the weights that ``num_tokens`` tokens use, the output head included."""
         experts = self._experts_hit(num_tokens) * self._expert_weights()
         plain = self._router_weights + self._head_weights
         return self._linear_bytes * (self._common_weights - self._router_weights + experts) + self._plain_bytes * plain
 
     def _experts_hit(self, num_tokens: int) -> float:
-        """Distinct experts that ``num_tokens`` tokens hit on average, over all layers."""
+        """Number of distinct experts that ``num_tokens`` tokens use on average, over all layers."""
         moe = self._model.moe
         if moe is None:
             return 0.0
@@ -138,7 +138,7 @@ class Roofline:
         return len(moe.sparse_layers) * moe.num_experts * (1.0 - missed)
 
     def _expert_weights(self) -> int:
-        """Weights of one expert."""
+        """Number of weights of one expert."""
         model = self._model
         return 0 if model.moe is None else model.mlp_matrices * model.hidden_size * model.moe.intermediate_size
 
@@ -153,8 +153,8 @@ def ceilings_of(device: str) -> Ceilings | None:
 
 
 def _measured() -> Ceilings:
-    """A copy of 1 GiB, a bfloat16 product of 8192-square matrices, and one in FP8 where the device has it; the best of
-    ten each."""
+    """Measure a copy of 1 GiB, a bfloat16 product of 8192-square matrices, and one in FP8 if the device has it. Each is
+    the best of ten."""
     import torch
 
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
@@ -183,7 +183,7 @@ def _gpu_seconds(run: Any) -> float:
 
 
 def floor_columns(work: Work, seconds: float, ceilings: Ceilings | None) -> dict[str, float | None]:
-    """``floor_ms``, and ``floor_share``: the part of ``seconds`` that the floor explains (1.0: as fast as can be)."""
+    """The columns ``floor_ms``, and ``floor_share``: the floor as a share of ``seconds`` (1.0: as fast as possible)."""
     if ceilings is None:
         return {"floor_ms": None, "floor_share": None}
     floor = work.floor_s(ceilings)

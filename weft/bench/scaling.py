@@ -1,10 +1,10 @@
-"""Scaling: one model on one GPU, split over several, and in several replicas.
+"""Scaling: one model on one GPU, split over several GPUs, and in several replicas.
 
 Job: run the same load on each of these. Owns: the method below. Does not know: flags, files.
 
 Each size is a fresh set of engine processes behind the router of ``weft serve``, without HTTP. Throughput is that of
-``weft bench throughput``'s queue, submitted at once. A decode step's time is that of ``weft bench latency``: (median
-time of a batch for ``output_len`` tokens - for 1) / (output_len - 1); replicas share the batch between them.
+``weft bench throughput``'s queue, submitted at once. The time of a decode step is that of ``weft bench latency``:
+(median time of a batch for ``output_len`` tokens - for 1) / (output_len - 1). Replicas share the batch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from weft.request import RequestSpec
 
 @dataclass(frozen=True, slots=True)
 class ScalingWorkload:
-    """What is run at each size.
+    """The workload at each size.
 
     Attributes:
-        sizes: GPUs of a replica, and replicas.
-        queue: for the throughput; its repeats are not used.
-        batch_sizes: decoded together, prompts of ``prompt_len`` tokens, ``output_len`` new ones.
+        sizes: pairs of GPUs per replica, and replicas.
+        queue: the queue of the throughput. Its repeats are not used.
+        batch_sizes: sequences decoded together, with ``prompt_len`` prompt tokens and ``output_len`` new ones.
     """
 
     sizes: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2))
@@ -48,7 +48,7 @@ class ScalingWorkload:
 
 
 def measure(settings: Mapping[str, Any], workload: ScalingWorkload) -> dict[str, Any]:
-    """Figures per size, and beside them the engine's ``config`` at the first.
+    """Measure each size. Returns figures, and the engine's ``config`` at the first size.
 
     Raises:
         WeftError: an engine cannot start, or dies.
@@ -102,11 +102,11 @@ async def _decode(engines: Engines, workload: ScalingWorkload, batch_size: int, 
 
 
 class Engines:
-    """A set of replicas that answers batches of token ids. Made inside a running event loop.
+    """A set of replicas that answers batches of token ids. Make it inside a running event loop.
 
     Args:
         settings: keyword arguments of ``weft.config.resolve``.
-        module: what their processes run.
+        module: the module that their processes run.
     """
 
     def __init__(self, settings: dict[str, Any], module: str = ENGINE_MODULE) -> None:

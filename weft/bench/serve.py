@@ -1,7 +1,7 @@
 """Load on a server that speaks the OpenAI protocol: TTFT, TPOT, ITL, E2E, goodput.
 
 Job: make conversations, send them at a rate or at a concurrency, and time every chunk. Owns: the workloads and the
-figures. Does not know: Weft's server; nothing here is special to it.
+figures. Does not know: Weft's server; any server of the protocol will do.
 
     TTFT  time to the first token       TPOT  (end - first token) / (tokens - 1)
     ITL   time between two chunks       E2E   time to the last token
@@ -30,19 +30,20 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class ServeWorkload:
-    """What is sent.
+    """The workload.
 
     Attributes:
-        kind: fixed: every prompt has ``input_words[1]`` words; random: between the two; multi-turn: ``turns`` questions
-            per conversation, each sent when the answer before is there; trace: lines of ``trace``.
-        num_requests: conversations.
+        kind: ``fixed``: every prompt has ``input_words[1]`` words. ``random``: a number between the two.
+            ``multi-turn``: ``turns`` questions per conversation, each sent after the previous answer. ``trace``: lines
+            of ``trace``.
+        num_requests: number of conversations.
         request_rate: conversations per second (Poisson); None: as fast as ``concurrency`` allows.
         concurrency: conversations at a time; None: no limit.
-        input_words: words per prompt, least and most.
-        max_tokens: tokens to generate per request.
-        ignore_eos: generate them all.
+        input_words: minimum and maximum of words per prompt.
+        max_tokens: upper bound on tokens to generate per request.
+        ignore_eos: generate ``max_tokens`` tokens always.
         extra_body: further fields of every request.
-        slo_ms: limits by figure (``ttft``, ``tpot``, ``e2e``) that a good request keeps, in milliseconds.
+        slo_ms: limits on figures (``ttft``, ``tpot``, ``e2e``) of a good request, in milliseconds.
     """
 
     kind: str = "random"
@@ -62,7 +63,7 @@ class ServeWorkload:
 
 @dataclass(slots=True)
 class Conversation:
-    """``start_s``: when it is sent, from the beginning; ``questions``: one after the other."""
+    """A conversation. ``start_s``: seconds from the beginning of the load; ``questions``: sent one after the other."""
 
     start_s: float
     questions: list[str]
@@ -71,7 +72,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, in seconds from its beginning."""
+    """The result of one request, in seconds from its beginning."""
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0
@@ -87,7 +88,7 @@ class Outcome:
 
 
 def conversations(workload: ServeWorkload) -> list[Conversation]:
-    """The whole load, the same for the same seed. Raises ConfigError for a trace that cannot be read."""
+    """Make the whole load, the same for the same seed. Raises ConfigError for a trace that cannot be read."""
     if workload.kind == "trace":
         return _read_trace(workload)
     rng = random.Random(workload.seed)
@@ -104,7 +105,7 @@ def conversations(workload: ServeWorkload) -> list[Conversation]:
 
 
 def _read_trace(workload: ServeWorkload) -> list[Conversation]:
-    """JSON lines with ``timestamp`` (seconds), ``prompt`` and optionally ``max_tokens``."""
+    """Read JSON lines with ``timestamp`` (seconds), ``prompt`` and optionally ``max_tokens``."""
     try:
         lines = [
             json.loads(line) for line in Path(workload.trace or "").read_text("utf-8").splitlines() if line.strip()
@@ -187,14 +188,14 @@ async def _ask(client: HttpClient, body: bytes) -> Outcome:
     except (HttpError, OSError, EOFError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.e2e_s, outcome.text = last, "".join(texts)
-    if not outcome.output_tokens and last:  # a server that sends no usage: most send a chunk per token
+    if not outcome.output_tokens and last:  # a server that sends no usage; most servers send a chunk per token
         outcome.output_tokens = 1 + len(outcome.gaps_s)
     return outcome
 
 
 def _has_tokens(delta: dict[str, Any]) -> bool:
-    """True if the chunk carries something generated. Some servers open with a chunk that names the role alone, before
-    the first token is computed, and close with an empty one."""
+    """Whether the chunk carries generated content. Some servers begin with a chunk that has the role alone, before the
+    first token is computed, and end with an empty one."""
     return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
 
@@ -227,7 +228,7 @@ def _keeps(outcome: Outcome, slo_ms: dict[str, float]) -> bool:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles (nearest rank) in milliseconds; None of nothing."""
+    """Mean and percentiles (nearest rank) in milliseconds; None for no values."""
     if not seconds:
         return None
     ordered = sorted(seconds)

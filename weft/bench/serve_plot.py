@@ -21,12 +21,13 @@ _STYLE = (
 
 
 def picture(title: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    """SVG with a panel each for TTFT, TPOT, end-to-end latency and throughput.
+    """Draw an SVG with a panel each for TTFT, TPOT, end-to-end latency and throughput.
 
     Args:
-        title: above the panels.
-        runs: ``workload`` and ``results`` of each, as ``weft bench serve --json`` writes them. The load is the request
-            rate if every run has one, else the concurrency, where no limit is drawn as the number of requests.
+        title: text above the panels.
+        runs: ``workload`` and ``results`` of each run, as ``weft bench serve --json`` writes them. The load is the
+            request rate if every run has one, else the concurrency. A run without a limit is drawn at its number of
+            requests.
     """
     label, loads = _loads(runs)
     order = sorted(range(len(runs)), key=lambda i: loads[i])
@@ -109,7 +110,7 @@ def _line(name: str, points: Sequence[tuple[float, float]], colour: str, legend_
 
 
 def _ceiling(value: float) -> float:
-    """The next number above that four equal steps divide into short ones."""
+    """The next larger number that four equal steps divide into round ones."""
     if value <= 0:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(value))

@@ -1,14 +1,14 @@
-"""Start-up: seconds from the start of a process to an engine that is ready.
+"""Start-up: seconds from the start of a process to a ready engine.
 
-Fresh processes, with an empty Triton cache (cold) and with the one that the process before left (warm).
+Each start is a fresh process, with an empty Triton cache (cold) or with that of the previous process (warm).
 
-The clock starts before the process does. ``total_s`` ends when ``LLM()`` returns; ``import_s`` and ``llm_s`` are its
-two parts beside the start of Python itself; ``stages`` are ``LLM.startup``, of which ``libraries`` holds the import of
-torch. ``first_token_s`` is the time of one short request after that: large, if something was left for later. The files
-of the checkpoint and of the libraries are in the page cache of the operating system, but for the very first process.
+The clock starts before the process. ``total_s`` ends when ``LLM()`` returns; ``import_s`` and ``llm_s`` are its parts
+besides the start of Python. ``stages`` are ``LLM.startup``; its stage ``libraries`` includes the import of torch.
+``first_token_s`` is the time of one short request after the start; it shows work that was deferred. The files of the
+checkpoint and of the libraries are in the page cache of the operating system, except for the very first process.
 
-Processes find the bytecode of all modules, as pip installs it. Where an installation has none, a start that is not
-measured makes it, and ``bytecode`` of the figures says ``made``, not ``found``.
+Processes find the bytecode of all modules, as pip installs it. In an installation without bytecode an unmeasured start
+makes it, and ``bytecode`` of the figures is ``made`` instead of ``found``.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from weft.processes.preload import has_bytecode
 
 @dataclass(frozen=True, slots=True)
 class StartupWorkload:
-    """What is run: cold starts, each followed by warm ones."""
+    """The workload: cold starts, each followed by warm ones."""
 
     cold_repeats: int = 1
     warm_repeats: int = 3
 
 
 def measure(settings: Mapping[str, Any], workload: StartupWorkload) -> dict[str, Any]:
-    """Figures of cold and warm starts of ``LLM(**settings)``: medians, and every repeat.
+    """Measure cold and warm starts of ``LLM(**settings)``: medians, and every repeat.
 
     Returns:
-        ``cold`` and ``warm``; beside them ``device`` in words and the ``config``, as the processes saw them, and where
-        the ``bytecode`` comes from.
+        Figures ``cold`` and ``warm``, the ``device`` in words and the ``config`` as the processes saw them, and the
+        origin of the ``bytecode``.
 
     Raises:
-        EngineDeadError: a process did not come up; with what it said last.
+        EngineDeadError: a process failed to start. The message has its last lines.
     """
     runs: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
     bytecode = "found" if has_bytecode() else "made"
@@ -65,7 +65,7 @@ def measure(settings: Mapping[str, Any], workload: StartupWorkload) -> dict[str,
 
 @contextmanager
 def _bytecode(settings: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """The environment in which modules need not be compiled."""
+    """The environment in which all modules have bytecode."""
     if has_bytecode():
         yield {}
         return
@@ -83,7 +83,7 @@ def _kernel_cache() -> Iterator[dict[str, str]]:
 
 
 def _start(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """One process from beginning to end. ``environment``: what differs from this process's."""
+    """Run one process from beginning to end. ``environment``: variables besides those of this process."""
     command = [sys.executable, "-m", "weft.bench.startup", repr(time.monotonic()), json.dumps(dict(settings))]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode != 0:

@@ -1,7 +1,7 @@
 """Offline throughput: generated tokens per second over a mixed queue.
 
-The random numbers come from one generator in this order: for every prompt its length and its tokens, then for every
-prompt its output length; so a workload is the same wherever it is run.
+One generator makes all random numbers, in this order: for every prompt its length and its tokens, then for every prompt
+its output length. A workload is thus the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputWorkload:
-    """What is run. Lengths are inclusive ranges in tokens."""
+    """The workload. Lengths are inclusive ranges in tokens."""
 
     num_prompts: int = 256
     prompt_len: tuple[int, int] = (100, 1024)
@@ -40,7 +40,7 @@ class ThroughputWorkload:
 
 
 def measure(llm: LLM, workload: ThroughputWorkload) -> dict[str, Any]:
-    """Figures: medians, and every repeat."""
+    """Measure the queue: medians, and every repeat."""
     prompts, lengths = workload.requests(llm.config.model_config.vocab_size)
     params = [
         SamplingParams(temperature=workload.temperature, max_tokens=n, ignore_eos=True, detokenize=False)
@@ -66,6 +66,6 @@ def measure(llm: LLM, workload: ThroughputWorkload) -> dict[str, Any]:
 
 
 def _best_seconds(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float | None:
-    """What the queue would take on a device that reaches its ceilings; None where those are not known."""
+    """Seconds for the queue on a device that reaches its ceilings; None if those are unknown."""
     ceilings = ceilings_of(llm.config.device)
     return None if ceilings is None else Roofline.of(llm.config).queue_s([len(p) for p in prompts], lengths, ceilings)

@@ -1,10 +1,10 @@
 """The command line: ``weft VERB [flags]``.
 
-Job: parse, call one verb, turn errors into one line and an exit status (2: bad input, 1: anything else that a user can
-cause, 130: interrupted). Owns: the verbs' names. Does not know: what a verb does.
+Job: parse, call one verb, turn errors into one line and an exit status (2: bad input, 1: any other error of a user,
+130: interrupted). Owns: the verbs' names. Does not know: what a verb does.
 
-Only the module of the verb that is asked for is loaded, and torch by the verbs that run an engine, after their flags
-were understood: ``weft --help`` takes a twentieth of a second.
+Only the module of the given verb is loaded. Verbs that run an engine import torch after their flags were parsed, so
+``weft --help`` takes 50 ms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.errors import ConfigError, RequestError, WeftError
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """``module`` has ``add_parser``; ``help`` is the verb's line in the list, as its parser says it too."""
+    """A verb. ``module`` has ``add_parser``; ``help`` is the verb's line in the list of verbs."""
 
     module: str
     help: str
@@ -59,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, (ConfigError, RequestError)) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone; nothing more can be said
+    except BrokenPipeError:  # nobody reads the output any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def build_parser(only: str | None = None) -> Parser:
-    """The parser of all verbs, or with the flags of one verb only, the others being no more than names."""
+    """Make the parser of all verbs. With a verb given, only that one gets its flags, and the others are names."""
     parser = Parser(
         prog="weft",
         description="An inference engine for hybrid language models.",

@@ -1,7 +1,7 @@
 """``weft bench latency | throughput | prefill | startup | prefix | scaling | serve``.
 
-Job: flags of the benchmarks' workloads, and their figures as a table and as JSON. Owns: the verb's output.
-Does not know: how things are measured.
+Job: flags of the benchmarks' workloads, and figures as a table and as JSON. Owns: the verb's output. Does not know: how
+to measure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _REPLAYED = ("enable_prefix_caching", "state_checkpoint_policy", "eviction_policy", "num_kv_pages", "num_state_slots")
-"""Settings of the caches that ``weft bench prefix --replay`` replays requests on."""
+"""Settings of the caches on which ``weft bench prefix --replay`` replays requests."""
 
 _KINDS = "{latency,throughput,prefill,startup,prefix,scaling,serve}"
 
@@ -62,7 +62,8 @@ def _missing(args: argparse.Namespace) -> int:
 
 
 def _add_workload(parser: Parser, workload: Any, **helps: str) -> None:
-    """A flag for each of these fields of the workload, whose value is the default; and those of every benchmark."""
+    """Add a flag for each of these fields of the workload, with the field's value as default, and the flags of every
+    benchmark."""
     group = parser.add_argument_group("workload")
     for name, help in helps.items():
         default = getattr(workload, name)
@@ -80,7 +81,7 @@ def _add_workload(parser: Parser, workload: Any, **helps: str) -> None:
 
 
 def _workload(args: argparse.Namespace, kind: Any) -> Any:
-    """The workload of the flags; what has no flag has its default."""
+    """Make the workload from the flags. Fields without a flag keep their defaults."""
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
@@ -135,7 +136,8 @@ def run_prefill(args: argparse.Namespace) -> int:
 
 
 def _fitting_lens(args: argparse.Namespace, llm: LLM) -> tuple[int, ...]:
-    """The lengths that fit the context, with one new token. Raises ConfigError if a given one or none of all fits."""
+    """The lengths that fit the context with one new token. Raises ConfigError if a given length does not fit, or none
+    does."""
     room = llm.max_model_len - 1
     fitting = tuple(length for length in args.prompt_lens if length <= room)
     if len(fitting) == len(args.prompt_lens):
@@ -161,7 +163,8 @@ def run_startup(args: argparse.Namespace) -> int:
 
 
 def _table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """``columns``: heading -> key; the distance from the roofline follows, where the device's ceilings are known."""
+    """Print a table. ``columns``: heading -> key. The distance from the roofline follows, if the device's ceilings are
+    known."""
     known = rows[0]["floor_ms"] is not None
     if known:
         columns = columns | {"roofline ms": "floor_ms", "of roofline": "floor_share"}
@@ -195,7 +198,7 @@ def run_prefix(args: argparse.Namespace) -> int:
 
 
 def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload) -> int:
-    """Only the model's geometry is read."""
+    """Replay the workload on caches alone. Only the model's geometry is read."""
     from weft.bench import prefix
     from weft.cache.spec import CacheSpec
     from weft.config import resolve
@@ -224,14 +227,14 @@ def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload) -> int:
 def _measured(
     args: argparse.Namespace, name: str, measure: Callable[[LLM, Any], Any], workload: Any, **defaults: Any
 ) -> tuple[Any, str]:
-    """The results of a workload, which are written as JSON where that is asked for, and the device's name.
+    """Measure a workload, and write the results as JSON if asked for. Returns them, and the device's name.
 
-    Workloads are token ids, so no tokenizer is loaded; and they are repeated, so that the prefix cache is off unless
-    asked for: it would answer the repeats.
+    Workloads are token ids, so no tokenizer is loaded. They are repeated, so the prefix cache is off unless asked for:
+    it would answer the repeats.
 
     Args:
-        workload: or what gives one for the engine.
-        defaults: of settings.
+        workload: the workload, or a function that makes it for the engine.
+        defaults: defaults of settings.
     """
     from weft import LLM
 

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError, naming the flag."""
+    """Check a flag's numbers. Raises ConfigError, naming the flag."""
     check_lowest(args, prompt_len=1, output_len=2, num_prompts=1, warmups=0, repeats=1, batch_sizes=1)
     check_range(args, "queue_len")
     given = engine_settings(args)
@@ -78,7 +78,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """``2x1``: two GPUs, one replica."""
+    """Format a size; ``2x1`` is two GPUs and one replica."""
     gpus, _, replicas = text.partition("x")
     if not (gpus.isdecimal() and replicas.isdecimal() and int(gpus) and int(replicas)):
         raise ConfigError(f"--sizes {text}: give GPUs of a replica x replicas, like 2x1")

@@ -1,6 +1,6 @@
 """``weft bench serve``: load on a running server.
 
-Job: flags of the load, the figures as a table and as JSON. Owns: the verb's output. Does not know: how load is made.
+Job: flags of the load, and figures as a table and as JSON. Owns: the verb's output. Does not know: how to make load.
 """
 
 from __future__ import annotations
@@ -80,14 +80,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> list[tuple[float | None, int]]:
-    """Rate and concurrency of each run. A rate alone is kept whatever the server does, so that its queue is felt."""
+    """Rate and concurrency of each run. A rate alone is kept whatever the server does, so that its queue becomes
+    visible."""
     rates: list[float | None] = args.request_rate or [None]
     concurrencies = args.concurrency or ([16] if args.request_rate is None else [0])
     return [(rate, concurrency) for rate in rates for concurrency in concurrencies]
 
 
 def _workload(args: argparse.Namespace, number: int, rate: float | None, concurrency: int) -> Any:
-    """The load of one run. Each has a seed of its own: the prompts of the run before would be in the prefix cache."""
+    """The load of one run. Each run has a seed of its own, since prompts of an earlier run would be in the prefix
+    cache."""
     from weft.bench.serve import ServeWorkload
 
     input_words = check_range(args, "input_words")

@@ -1,8 +1,7 @@
 """``weft chat``: talk to the model in the terminal.
 
-Job: read lines, stream answers, keep the conversation. Owns: the conversation and its commands.
-Does not know: how tokens are made. The engine is used step by step, so that Ctrl-C can end one answer between two
-steps and leave everything else alone.
+Job: read lines, stream answers, keep the conversation. Owns: the conversation and its commands. Does not know: how
+tokens are generated. The engine runs step by step, so that Ctrl-C can end one answer between two steps.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(**engine_settings(args)) as llm:
         if sys.stdin.isatty():
-            with contextlib.suppress(ImportError):  # line editing and history where the platform has it
+            with contextlib.suppress(ImportError):  # line editing and history, if the platform has them
                 import readline  # noqa: F401
             print(f"{llm.config.served_model_name}. /help lists the commands.")
         Conversation(llm, params, args.system).run()
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """One user, one model, one list of messages."""
+    """A conversation of one user with one model: a list of messages."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self._llm = llm
@@ -71,7 +70,7 @@ class Conversation:
         self._messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def run(self) -> None:
-        """Read lines from stdin until ``/exit`` or its end."""
+        """Read lines from stdin until ``/exit`` or the end of the file."""
         for line in _lines():
             text = line.strip()
             if text == "/exit":
@@ -87,7 +86,7 @@ class Conversation:
                 self._answer(text)
 
     def _answer(self, text: str) -> None:
-        """Ask; the answer joins the conversation unless the request was refused."""
+        """Ask a question. The answer is added to the conversation unless the request was refused."""
         self._messages.append({"role": "user", "content": text})
         try:
             answer = self._stream()
@@ -98,7 +97,7 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": answer})
 
     def _stream(self) -> str:
-        """Print the answer to the conversation as it comes, then its figures. Returns it."""
+        """Print the answer while it is generated, then its figures. Returns the answer."""
         meter = Meter()
         request_id = self._llm.add_request(self._llm.render_chat(self._messages), self._params)
         text, reason, why = "", None, None
@@ -120,7 +119,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Lines from stdin, with a prompt if a person is there. Ctrl-C clears the line, Ctrl-D ends."""
+    """Yield lines from stdin, with a prompt on a terminal. Ctrl-C clears the line, Ctrl-D ends."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -135,7 +134,7 @@ def _lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collect Ctrl-C in a list while the body runs; a second one is a real interrupt."""
+    """Collect Ctrl-C in a list during the body. A second one is a real interrupt."""
     seen: list[int] = []
 
     def note(number: int, frame: Any) -> None:

@@ -1,8 +1,7 @@
-"""``weft config``: every setting, its value, and why; and what the caches will hold.
+"""``weft config``: every setting, its value, and why; and the capacity of the caches.
 
-Job: resolve the settings as the engine would, plan the caches where that needs no measurement, and show both.
-Owns: the layout.
-Does not know: weights; torch is loaded only to check names of split ops.
+Job: resolve the settings as the engine would, plan the caches if that needs no measurement, and show both. Owns: the
+layout. Does not know: weights. torch is imported only to check names of split ops.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_split_ops(config: EngineConfig) -> None:
-    """Refuse names of split ops that no layer defines. Layers need torch: they are asked only if names are given."""
+    """Refuse names of split ops that no layer defines. Layers need torch, so they are imported only if names are
+    given."""
     if config.splitting_ops is not None:
         from weft.layers.table import import_layers
         from weft.pieces.split_points import select_split_ops
@@ -53,7 +53,7 @@ def _check_split_ops(config: EngineConfig) -> None:
 
 
 def config_json(config: EngineConfig) -> dict[str, Any]:
-    """Settings, reasons, and what was found in the checkpoint; JSON with ``_plain`` for other values."""
+    """Settings, reasons, and properties of the checkpoint as JSON, with ``_plain`` for other values."""
     return {
         "settings": report.settings(config),
         "reasons": dict(config.reasons),
@@ -65,10 +65,10 @@ def config_json(config: EngineConfig) -> dict[str, Any]:
 
 
 def capacity(config: EngineConfig) -> dict[str, Any]:
-    """What the caches of a rank will hold, in bytes, tokens and requests; on a GPU only what each page and slot costs.
+    """The capacity of a rank's caches in bytes, tokens and requests; on a GPU only the cost of each page and slot.
 
-    Beside them the bytes of the weights and, on a GPU, what these leave. ``reasons`` says why a number is what it is;
-    ``error`` why nothing fits.
+    The bytes of the weights are added and, on a GPU, the bytes that remain. ``reasons`` has the reason for a number;
+    ``error`` says why nothing fits.
     """
     from weft.cache.plan import plan_for
     from weft.cache.spec import CacheSpec
@@ -101,7 +101,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
 
 
 def encoder_cache_bytes(config: EngineConfig) -> int:
-    """Bytes of the embeddings of images that are kept."""
+    """Bytes of the cached image embeddings."""
     vision = config.model_config.vision
     assert vision is not None and config.encoder_cache_size is not None, "a vision tower runs"
     entry = vision.num_features * config.model_config.hidden_size * DTYPE_BYTES[config.dtype]
@@ -109,7 +109,7 @@ def encoder_cache_bytes(config: EngineConfig) -> int:
 
 
 def on_gpu(weights: int, utilization: float, total: int) -> dict[str, Any]:
-    """What the weights leave of a GPU of ``total`` bytes; ``error`` if that is nothing."""
+    """The bytes that the weights leave on a GPU of ``total`` bytes; ``error`` if there are none."""
     left = int(utilization * total) - weights
     if left > 0:
         return {"free_bytes": left}

@@ -1,7 +1,7 @@
-"""``weft doctor``: what this machine has, what is missing, and what to do about it.
+"""``weft doctor``: what the machine has, what is missing, and the remedies.
 
-Job: look at packages, device, memory and limits, one line each. Owns: the checks. Does not know: models; nothing is
-loaded but torch, and that only if it is there.
+Job: check packages, device, memory and limits, one line each. Owns: the checks. Does not know: models. Nothing but
+torch is imported, and only if it is installed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MIN_FREE_CACHE_GIB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: ``missing`` means that Weft does not run, ``note`` that it runs less well or without a feature."""
+    """One line of the report. ``missing``: Weft does not run; ``note``: Weft runs slower or without a feature."""
 
     what: str
     verdict: Verdict
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in the order in which a problem would be met."""
+    """All findings, in the order in which a start would meet the problems."""
     yield _python()
     yield from _packages()
     yield _device()
@@ -74,8 +74,8 @@ def _python() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """What the distribution's metadata requires: without an extra it must be there, with one it may."""
-    import importlib.metadata  # slow, and --help does without
+    """Check the packages in the distribution's metadata: required ones, and optional ones of extras."""
+    import importlib.metadata  # slow, and --help does not need it
 
     try:
         requirements = importlib.metadata.requires("weft") or []
@@ -127,7 +127,7 @@ def _device() -> Finding:
 
 
 def _kernels() -> Finding:
-    """What the installed Triton means for speed."""
+    """The meaning of the installed Triton for speed."""
     version = triton_version()
     tested = "torch 2.11, 2.12 and 2.13 bring a Triton with which all kernels are tested on a GPU"
     if version is None:
@@ -138,7 +138,7 @@ def _kernels() -> Finding:
 
 
 def _compiler() -> Finding:
-    """Triton builds what launches kernels with the machine's C compiler."""
+    """Check for a C compiler, with which Triton builds kernel launchers."""
     name = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if name is None or shutil.which(name) is None:
         return Finding(
@@ -151,7 +151,7 @@ def _compiler() -> Finding:
 
 
 def _bytecode() -> Finding:
-    """Python compiles modules; pip keeps the result beside them, uv does not unless told to."""
+    """Check for bytecode of modules. pip compiles modules when installing; uv does so only if asked to."""
     if has_bytecode() or not sys.dont_write_bytecode:
         return Finding("bytecode", "ok", "Python keeps compiled modules")
     found = "torch or Weft has no compiled modules, and PYTHONDONTWRITEBYTECODE forbids Python to keep them"
@@ -161,7 +161,7 @@ def _bytecode() -> Finding:
 
 
 def _disk() -> Finding:
-    """Where checkpoints from the hub are kept."""
+    """Check the folder of checkpoints from the hub."""
     place = _nearest_existing(Path(os.environ.get("HF_HOME") or Path.home()))
     free = shutil.disk_usage(place).free / 2**30
     found = f"{free:.1f} GiB free under {place}"
@@ -171,7 +171,7 @@ def _disk() -> Finding:
 
 
 def _kernel_cache() -> Finding:
-    """Where Triton keeps what it compiled; a start cannot do without, unless the folder holds every kernel already."""
+    """Check the folder of compiled kernels. A start needs to write there, unless every kernel is in it already."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     place = _nearest_existing(folder)
@@ -185,7 +185,7 @@ def _kernel_cache() -> Finding:
 
 
 def _nearest_existing(path: Path) -> Path:
-    while not os.path.exists(path):  # False too for what this user may not look at
+    while not os.path.exists(path):  # also False for a path that this user may not see
         path = path.parent
     return path
 

@@ -1,7 +1,7 @@
 """Flags of the engine's settings and of sampling, derived from the fields of both.
 
-Job: one flag per field, its aliases, and back from parsed flags to keyword arguments.
-Owns: how a field's name becomes a flag. Does not know: ranges (the fields' own validation checks those).
+Job: one flag per field, its aliases, and the way back from parsed flags to keyword arguments. Owns: the map from fields
+to flags. Does not know: ranges (the fields' own validation checks those).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ENGINE, _SAMPLING = "engine.", "sampling."
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -> None:
-    """One flag for each setting and the aliases that other engines use; the flags of ``weft serve`` are refused
-    by name, unless ``server``: that parser has them itself."""
+    """Add one flag for each setting, and the aliases of other engines. Flags of ``weft serve`` are refused by name,
+    unless ``server``: that parser has them itself."""
     group = parser.add_argument_group("engine settings")
     for name, option in OPTIONS.items():
         group.add_argument(_flag(name), **_arguments(name, option))
@@ -85,7 +85,7 @@ def _flag(name: str) -> str:
 
 
 def _ints(word: str) -> list[int]:
-    """``1,2,4`` as well as one number."""
+    """Parse ``1,2,4`` as well as one number."""
     return [int(part) for part in _texts(word)]
 
 
@@ -93,7 +93,7 @@ def _texts(word: str) -> list[str]:
     return [part.strip() for part in word.split(",") if part.strip()]
 
 
-_ints.__name__ = "int"  # as argparse names it in errors
+_ints.__name__ = "int"  # the name of the type in argparse's errors
 
 
 class _Items(argparse.Action):
@@ -104,7 +104,7 @@ class _Items(argparse.Action):
 
 
 class _Json(argparse.Action):
-    """A JSON object; keys that other flags have set stay."""
+    """A JSON object. Keys that other flags have set are kept."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         try:
@@ -116,7 +116,7 @@ class _Json(argparse.Action):
 
 
 class _Key(argparse.Action):
-    """One key of a JSON object, named by ``const``; a whole number stands for itself."""
+    """One key of a JSON object, named by ``const``. A whole number stands for itself."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         value = int(values) if values.isdecimal() else values
@@ -163,7 +163,8 @@ _SAMPLING_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each sampling parameter. The seed is the engine's ``--seed``; a line of JSON may have its own."""
+    """Add one flag for each sampling parameter. The seed is the engine's ``--seed``; a line of JSON may have its
+    own."""
     group = parser.add_argument_group("sampling")
     for name, arguments in _SAMPLING_FLAGS.items():
         group.add_argument(_flag(name), dest=_SAMPLING + name, default=argparse.SUPPRESS, **arguments)
@@ -175,7 +176,7 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 SAMPLING_NAMES = tuple(f.name for f in msgspec.structs.fields(SamplingParams) if f.name != "logits_processors")
-"""Sampling parameters that can be written down: all but functions."""
+"""Sampling parameters with values that can be written in text, which excludes functions."""
 
 
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:

@@ -1,7 +1,7 @@
 """``weft generate``: complete prompts given as arguments, on stdin, or as a file of JSON lines.
 
-Job: feed jobs to the engine, write results in input order as soon as they are there. Owns: the verb's output.
-Does not know: how lines are read (``jobs.py``), how tokens are made.
+Job: submit jobs to the engine, write results in input order as soon as they are available. Owns: the verb's output.
+Does not know: how lines are read (``jobs.py``), or how tokens are generated.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _read_lines(name: str) -> list[str]:
 
 @contextlib.contextmanager
 def _open_output(args: argparse.Namespace) -> Iterator[IO[str] | None]:
-    """Where JSON lines go, opened before the engine starts; None: plain text on stdout."""
+    """Open the file of JSON lines before the engine starts; None: plain text on stdout."""
     if args.output is None and not args.input:
         yield None
     elif args.output in (None, "-"):
@@ -106,7 +106,7 @@ def _open_output(args: argparse.Namespace) -> Iterator[IO[str] | None]:
 
 
 def _complete(llm: LLM, jobs: list[Job], write: Writer, meter: Meter, advance: Callable[[int], Any]) -> int:
-    """Run all jobs together; write each result once those before it are written. Returns how many failed."""
+    """Run all jobs together. Each result is written after the results before it. Returns the number of failed jobs."""
     running, results = _submit(llm, jobs)
     next_index = failed = 0
     while True:
@@ -127,7 +127,7 @@ def _complete(llm: LLM, jobs: list[Job], write: Writer, meter: Meter, advance: C
 
 
 def _submit(llm: LLM, jobs: list[Job]) -> tuple[dict[str, int], dict[int, Result]]:
-    """Queue every job. Returns job index by request id, and the errors of those that were refused."""
+    """Queue every job. Returns job index by request id, and the errors of refused jobs."""
     running: dict[str, int] = {}
     refused: dict[int, Result] = {}
     for index, job in enumerate(jobs):
@@ -141,7 +141,7 @@ def _submit(llm: LLM, jobs: list[Job]) -> tuple[dict[str, int], dict[int, Result
 
 
 def job_prompt(llm: LLM, job: Job) -> Any:
-    """What ``LLM.generate`` takes for a job."""
+    """The prompt of a job for ``LLM.generate``."""
     if job.messages is None:
         return job.prompt
     return llm.render_chat(job.messages, job.tools, job.chat_template_kwargs)
@@ -165,14 +165,14 @@ def _report(job: Job, result: Result, write: Writer) -> bool:
 
 
 Writer = Callable[[Job, Result], None]
-"""Takes snapshots of the job whose turn it is, the last one finished."""
+"""Accepts snapshots of the current job; the last one is finished."""
 
 
 def _json_writer(file: IO[str]) -> Writer:
     def write(job: Job, result: Result) -> None:
         if isinstance(result, RequestError) or result.finished:
             line = json.dumps(output_line(job, result), ensure_ascii=False)
-            # What is no Unicode, such as half a surrogate pair of an id, is written as JSON's own escape.
+            # Invalid Unicode, such as half a surrogate pair of an id, is written as JSON's own escape.
             file.write(line.encode("utf-8", "backslashreplace").decode() + "\n")
             file.flush()
 
@@ -180,7 +180,7 @@ def _json_writer(file: IO[str]) -> Writer:
 
 
 def _text_writer(num_jobs: int) -> Writer:
-    """Text on stdout. A single completion streams; with several, each begins with what was asked."""
+    """Write text to stdout. A single completion streams; several begin with their prompt."""
     written = 0
 
     def write(job: Job, result: Result) -> None:

@@ -1,4 +1,4 @@
-"""``weft graph``: what is inside the captured pieces of a prefill (mode PIECEWISE)."""
+"""``weft graph``: the content of the captured pieces of a prefill (mode PIECEWISE)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PICTURE, FIGURES = "graph.html", "graph.json"
 
 _DECIDED = ("graph_profile", "enforce_eager", "cuda_graph_mode", "cuda_graph_bs", "cuda_graph_max_bs")
-"""Settings that say how other batches run."""
+"""Settings that decide how other batches run."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(folder: Path, config: EngineConfig, dump: GraphDump) -> None:
-    """The picture, the figures, and one file of code per piece."""
+    """Write the picture, the figures, and one file of code per piece."""
     from weft.cli.graph_picture import page
 
     for piece in dump.pieces:

@@ -1,8 +1,8 @@
-"""One page that shows a pass in pieces: a picture, a table, and the code.
+"""A page that shows a pass in pieces: a picture, a table, and the code.
 
-Job: HTML with an inline SVG, complete in one file. Owns: the layout. Does not know: how a pass is taken apart.
+Job: HTML with an inline SVG, complete in one file. Owns: the layout. Does not know: how a pass is split.
 
-Parts that repeat are folded: consecutive pairs of a split op and the piece after it that do the same work for other
+Repeated parts are folded. Consecutive pairs of a split op and the piece after it that do the same work for different
 layers are drawn once, with their number.
 """
 
@@ -49,7 +49,7 @@ class Fold:
     """Parts that are drawn once.
 
     Attributes:
-        rows: one list per drawn box: the parts that it stands for, in order.
+        rows: one list per drawn box, with the parts that the box represents, in order.
     """
 
     rows: tuple[tuple[Part, ...], ...]
@@ -60,7 +60,7 @@ class Fold:
 
 
 def fold(parts: Sequence[Part]) -> list[Fold]:
-    """The first piece, then each run of equal pairs of split op and piece."""
+    """Fold the first piece, then each run of equal pairs of split op and piece."""
     pairs = list(zip(parts[1::2], parts[2::2], strict=True))
     folds = [Fold(((parts[0],),))]
     for _, run in groupby(pairs, key=lambda pair: (pair[0].signature, pair[1].signature)):
@@ -72,7 +72,7 @@ def page(title: str, facts: Sequence[tuple[str, str]], dump: GraphDump) -> str:
     """The whole page.
 
     Args:
-        facts: name and value of what the reader must know beside the figures.
+        facts: name and value of facts that the reader needs beside the figures.
     """
     rows = "".join(f'<tr><td>{_text(name)}</td><td class="text">{_text(value)}</td></tr>' for name, value in facts)
     body = [

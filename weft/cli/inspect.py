@@ -1,4 +1,4 @@
-"""``weft inspect``: what the prefix cache did for each request, and what it holds afterwards."""
+"""``weft inspect``: the reuse of each request in the prefix cache, and the content of the cache afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.stats import CacheStats
 
 MAX_TEXT = 90
-"""Characters of a prompt that are shown, the last ones."""
+"""Number of characters of a prompt that are shown, the last ones."""
 
 _EPILOG = """\
 examples:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_workload(llm: LLM, params: SamplingParams) -> None:
-    """Questions over one text, the first of them again, and its answer continued."""
+    """Run questions about one text, the first question again, and a continuation of its answer."""
     questions = [_TEXT + question for question in _QUESTIONS]
     first, *_ = [_show(llm, question, params) for question in questions]
     _show(llm, questions[0], params)

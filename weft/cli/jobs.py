@@ -1,11 +1,11 @@
-"""What ``weft generate`` is asked to do: prompts from arguments, from stdin, from a file of JSON lines.
+"""The jobs of ``weft generate``: prompts from arguments, from stdin, or from a file of JSON lines.
 
-Job: one ``Job`` per prompt or line; a line that cannot be understood becomes a job with an error and disturbs no other.
+Job: one ``Job`` per prompt or line. A line that cannot be parsed becomes a job with an error, and affects no other.
 Owns: the format of input and output lines. Does not know: the engine.
 
 An input line is an object with one of ``prompt`` (text), ``prompt_token_ids`` (integers) or ``messages`` (a chat, with
-``tools`` and ``chat_template_kwargs`` if needed), and, all optional, ``id`` (given back), ``priority`` and any sampling
-parameter, which goes before the flags:
+``tools`` and ``chat_template_kwargs`` if needed). ``id`` (returned in the output), ``priority`` and all sampling
+parameters are optional; they have precedence over flags:
 
     {"id": "a", "prompt": "12 + 30 =", "max_tokens": 20, "temperature": 0}
     {"messages": [{"role": "user", "content": "What is 12 + 30?"}]}
@@ -30,11 +30,11 @@ _CHAT_KEYS = ("tools", "chat_template_kwargs")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt or chat to complete, or why it cannot be.
+    """One prompt or chat to complete, or the reason why it cannot be completed.
 
     Attributes:
         number: line of the input file, or number of the prompt argument, from 1.
-        id: the line's own ``id``, given back in the output.
+        id: the ``id`` of the line, returned in the output.
         prompt: text or token ids; None for a chat.
         messages, tools, chat_template_kwargs: a chat; None for a plain prompt.
     """
@@ -51,7 +51,7 @@ class Job:
 
 
 def jobs_from_texts(texts: Iterable[str], settings: dict[str, Any], *, chat: bool) -> list[Job]:
-    """A job per text; under ``chat`` each text is a user's message.
+    """Make a job per text. Under ``chat`` each text is a user message.
 
     Raises:
         RequestError: invalid sampling parameters.
@@ -61,7 +61,7 @@ def jobs_from_texts(texts: Iterable[str], settings: dict[str, Any], *, chat: boo
 
 
 def jobs_from_lines(lines: Iterable[str], settings: dict[str, Any], *, chat: bool) -> Iterator[Job]:
-    """A job per JSON line that is not blank.
+    """Make a job per JSON line that is not blank.
 
     Raises:
         RequestError: the flags' own sampling parameters are invalid.
@@ -135,7 +135,7 @@ def _priority(entry: dict[str, Any]) -> int:
 
 
 def output_line(job: Job, result: RequestOutput | RequestError) -> dict[str, Any]:
-    """The output line of a job, as plain values."""
+    """The output line of a job as plain values."""
     head: dict[str, Any] = {"line": job.number} | ({"id": job.id} if job.id is not None else {})
     if isinstance(result, RequestError):
         return head | {"error": {"message": str(result), "param": result.param}}

@@ -1,4 +1,4 @@
-"""Speed, as a user of the command line sees it."""
+"""Speed from the view of a command-line user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.outputs import RequestOutput
 
 
 class Meter:
-    """Counts prompt, cached and generated tokens from construction on."""
+    """Counts prompt, cached and generated tokens since its construction."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -19,7 +19,7 @@ class Meter:
         self._generated: dict[str, int] = {}
 
     def take(self, outputs: list[RequestOutput]) -> None:
-        """Take in the snapshots of one step."""
+        """Count the snapshots of one step."""
         for output in outputs:
             self._prompt[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
             self._generated[output.request_id] = sum(len(c.token_ids) for c in output.outputs)
@@ -41,18 +41,18 @@ class Meter:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds until the first token; None: there was none."""
+        """Seconds until the first token; None without a token."""
         return None if self._first is None else self._first - self.start
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Generated tokens per second after the first; None: fewer than two."""
+        """Generated tokens per second after the first; None with fewer than two."""
         if self._first is None or self._last is None or self._last <= self._first:
             return None
         return (self.num_generated - self._generated_at_first) / (self._last - self._first)
 
     def summary(self) -> str:
-        """One line: ``42 tokens, 310.5 tokens/s, first after 0.05 s; 58 prompt tokens, 0 from the cache``."""
+        """Format one line: ``42 tokens, 310.5 tokens/s, first after 0.05 s; 58 prompt tokens, 0 from the cache``."""
         parts = [f"{self.num_generated} tokens"]
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:,.1f} tokens/s")

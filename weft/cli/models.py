@@ -1,4 +1,4 @@
-"""``weft models``: the architectures that Weft runs, and what was verified of each."""
+"""``weft models``: the architectures that Weft runs, and the verification of each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The argument parser of all verbs.
 
-Job: argparse with short errors that suggest what was probably meant. Owns: their wording, and the flags that every
-verb has. Does not know: verbs, settings.
+Job: argparse with short errors that suggest similar names. Owns: their wording, and the flags that every verb has. Does
+not know: verbs, settings.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from weft.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that takes no abbreviations and names flags close to an unknown one."""
+    """An ``ArgumentParser`` that accepts no abbreviations and suggests flags similar to an unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse all of ``argv``, or leave with status 2 and one line on stderr."""
+        """Parse all of ``argv``, or exit with status 2 and one line on stderr."""
         args, unknown = self.parse_known_args(argv)
         if unknown:
             args.parser._refuse(unknown[0])
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown flag {flag}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
 
     def _places(self) -> str:
-        """What a word without a flag may be, and where it stands."""
+        """Describe the positional arguments and their places."""
         for taken in self._get_positional_actions():
             which = f"one {taken.metavar}" if taken.nargs == "?" else f"every {taken.metavar} in one place"
             return f"give {which}, before or after the flags"
@@ -52,7 +52,7 @@ def add_verb(
     verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, *,
     arguments: str = "[flags]", epilog: str | None = None,
 ) -> Parser:  # fmt: skip
-    """Add verb ``name``, carried out by ``run``. Returns its parser, for its own flags. ``arguments``: of its usage."""
+    """Add verb ``name``, executed by ``run``. Returns its parser. ``arguments``: the arguments in its usage line."""
     description = help[0].upper() + help[1:] + "."
     parser: Parser = verbs.add_parser(
         name, help=help, description=description, usage=f"%(prog)s {arguments}".rstrip(), epilog=epilog
@@ -63,7 +63,7 @@ def add_verb(
 
 
 def check_lowest(args: argparse.Namespace, **lowest: int) -> None:
-    """Raises ConfigError, naming the flag, for a number, or one of several, below the lowest that is allowed."""
+    """Raise ConfigError, naming the flag, if its number (or one of several) is below the minimum."""
     for name, low in lowest.items():
         value = getattr(args, name)
         least = min(value) if isinstance(value, (list, tuple)) else value
@@ -72,7 +72,7 @@ def check_lowest(args: argparse.Namespace, **lowest: int) -> None:
 
 
 def check_range(args: argparse.Namespace, name: str) -> tuple[int, int]:
-    """The two numbers of a flag. Raises ConfigError if they are no range of numbers above 0."""
+    """The two numbers of a flag. Raises ConfigError if they are no range of positive numbers."""
     low, high = getattr(args, name)
     if not 1 <= low <= high:
         raise ConfigError(f"--{name.replace('_', '-')} {low} {high}: give MIN and MAX with 1 <= MIN <= MAX")

@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = {
     "--swap-space": "requests that have to wait are computed again from what the prefix cache kept",
     "--uvicorn-log-level": "see --verbose and --log-format",
 }
-"""Flags that scripts for vLLM carry, and why they change nothing."""
+"""Flags in scripts for vLLM that change nothing here, each with the reason."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -55,7 +55,7 @@ def add_parser(verbs: Any) -> None:
 
 
 class _Ignored(argparse.Action):
-    """Says why a flag changes nothing."""
+    """Warns that a flag changes nothing, and why."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         print(f"weft: {option} has no effect: {_WITHOUT_EFFECT[str(option)]}", file=sys.stderr)
@@ -71,7 +71,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _arguments(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """argparse's, from a field's default and what its definition says."""
+    """Arguments for argparse, from a field's default and definition."""
     help, kind = field.metadata["help"], type(field.default)
     arguments: dict[str, Any] = {"help": help}
     if kind is bool:
@@ -84,7 +84,7 @@ def _arguments(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
-    """The server's settings from the flags that were given, and ``WEFT_API_KEY``."""
+    """The server's settings, from flags and ``WEFT_API_KEY``."""
     given = {name.removeprefix(_DEST): value for name, value in vars(args).items() if name.startswith(_DEST)}
     for name in ("api_keys", "allowed_hosts", "allowed_origins"):
         if name in given:
@@ -97,7 +97,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def serve_engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's settings from the flags that were given. Raises ConfigError for two models."""
+    """The engine's settings, from flags. Raises ConfigError if two models are given."""
     given = engine_settings(args)
     if _NAMES in vars(args):
         given["served_model_name"] = getattr(args, _NAMES)[0]
@@ -107,7 +107,7 @@ def serve_engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    follow(engine_settings(args))  # a rank that torchrun has started serves rank 0, and no callers
+    follow(engine_settings(args))  # a rank that torchrun started serves rank 0, and no callers
     settings = server_settings(args)
     settings.check()
     try:

@@ -1,8 +1,8 @@
-"""``weft tune``: measure which batches gain by which graphs, and keep it for the next start; with
-``--speculative-config``, how many drafts pay instead.
+"""``weft tune``: measure which graphs are fastest for which batches, and store the result for later starts. With
+``--speculative-config`` it measures how many drafts pay instead.
 
-Job: an engine with every kind of graph, its figures as a table, and the profile on disk. Owns: the verb's output.
-Does not know: how steps are timed, how a profile decides.
+Job: an engine with every kind of graph, its figures as a table, and the profile on disk. Owns: the verb's output. Does
+not know: how steps are timed, or how a profile decides.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from weft.pieces.step_timing import Effort
 
 _DECIDED = ("cuda_graph_mode", "graph_profile", "enforce_eager", "enable_piecewise_cuda_graph")
-"""Settings that say how batches run: what is measured here."""
+"""Settings that fix how batches run, which the measurement decides."""
 
 CONTEXT = {"cuda": 1024, "cpu": 64}
-"""Tokens that a decoding sequence has, where the user does not say."""
+"""Length of a decoding sequence in tokens, unless the user names another one."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -84,7 +84,7 @@ def tuning_config(settings: dict[str, Any]) -> EngineConfig:
     """The config of an engine that captures every kind of graph.
 
     Raises:
-        ConfigError: a setting that says how batches run.
+        ConfigError: a setting fixes how batches run.
     """
     from weft.config import resolve
     from weft.config.resolution import TUNED
@@ -99,8 +99,9 @@ def tuning_config(settings: dict[str, Any]) -> EngineConfig:
 
 
 def choose_splits(config: EngineConfig, profile: GraphProfile, effort: Effort) -> tuple[EngineConfig, GraphProfile]:
-    """The config and the profile with the split points of the fastest pieces, where the user names none: the default
-    ones, or those and another kind of layer. One engine each, which is gone before the next one starts."""
+    """Measure the split points, unless the user names some: the default ones, and those with another kind of layer.
+    Each has an engine of its own, which is freed before the next one starts. Returns config and profile with the
+    fastest."""
     from msgspec.structs import replace
 
     from weft.graph.split_ops import DEFAULT_SPLIT_OPS, split_ops_of
@@ -115,7 +116,7 @@ def choose_splits(config: EngineConfig, profile: GraphProfile, effort: Effort) -
         names = lists.pop(0)
         pieces = dataclasses.replace(config, cuda_graph_mode="PIECEWISE", splitting_ops=tuple(names))
         runner = ModelRunner(pieces)
-        if not splits:  # all_reduce is where it is because of the device
+        if not splits:  # all_reduce is a split op because of the device
             others = set(split_ops_of(runner.layers)) - {*DEFAULT_SPLIT_OPS, "all_reduce"}
             lists += [(*DEFAULT_SPLIT_OPS, op) for op in sorted(others)]
             if not lists:
@@ -189,7 +190,7 @@ def _measure_drafts(settings: dict[str, Any], effort: draft_depth.Effort) -> int
     """Measure how many drafts pay at which batch size, and store it.
 
     Args:
-        settings: the user's, with ``speculative_config``; its number of drafts is the most that are tried.
+        settings: the user's settings with ``speculative_config``, whose number of drafts is the largest to measure.
     """
     from weft.bench.draft_depth import MOST_DRAFTS, measure_depths
     from weft.config import resolve

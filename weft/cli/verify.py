@@ -1,6 +1,6 @@
 """``weft verify``: captured graphs against eager steps.
 
-The exit status is 1 if one disagrees.
+The exit status is 1 if one differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     config = resolve(**({"skip_tokenizer_init": True, "graph_profile": "none"} | engine_settings(args)))
     from weft.runner.model_runner import ModelRunner, check_ranks
 
-    check_ranks(config)  # first: what is said of graphs would not help
+    check_ranks(config)  # first, since a message about graphs would not help
     if config.cuda_graph_mode == "NONE":
         raise ConfigError(
             "there are no graphs to verify with cuda_graph_mode='NONE'; set --cuda-graph-mode FULL or another one (on "

@@ -4,8 +4,8 @@ Job: decode, resize, cut into patches and normalise as transformers does for the
 the same picture in a later turn costs a look-up. Owns: the settings of the checkpoint's processor, the bound on
 concurrent work, the cache. Does not know: prompts (``placeholders.py``), or the sources of pictures (``media.py``).
 
-Images go through transformers' own processor, always in its Pillow form, so that pixels do not depend on other
-installed packages. transformers' video processor needs torchvision, so its steps are done here with the same resampling
+Images are processed as by transformers' processor in its Pillow form, so that pixels do not depend on other installed
+packages. transformers' video processor needs torchvision, so its steps are done here with the same resampling
 (``video.py``).
 """
 
@@ -250,8 +250,8 @@ class MediaProcessor:
 
         Args:
             room: upper bound on tokens of all items together.
-            media: sources by modality. Images are PIL images, arrays ``[height, width, 3]`` of uint8, encoded bytes,
-                paths or ``MediaUrl``. Videos are ``Video``, or the frames alone.
+            media: by modality: images as PIL images, arrays ``[height, width, 3]`` of uint8, encoded bytes, paths or
+                ``MediaUrl``; videos as ``Video``, or the frames alone.
             param: the request's field to blame.
 
         Raises:
@@ -264,24 +264,7 @@ class MediaProcessor:
         done: list[Processed] = []
         for read, source in steps:
             done.append(read(source, reader))
-<<<<<<< HEAD
             self.check_sum(done, len(steps), room, param)
-=======
-            room -= self.vision.num_tokens(done[-1].grid)
-            left -= len(done[-1].pixel_values)
-            if left < 0:
-                raise RequestError(
-                    f"the first {len(done)} of the prompt's {len(steps)} images and videos already have more than "
-                    f"{MAX_PROMPT_BYTES:,} bytes of patches; send fewer or smaller ones",
-                    param,
-                )
-            if room < 0:  # before further items cost time and memory
-                raise ContextLengthError(
-                    f"the first {len(done)} of the prompt's {len(steps)} images and videos already are too long for "
-                    "this model's maximum context length; send fewer or smaller ones",
-                    param,
-                )
->>>>>>> cb73a773 (Rewrite sentences in multimodal, quantization and executor)
         return done
 
     def check_sum(self, done: Sequence[Processed], num_items: int, room: int, param: str) -> None:
@@ -302,12 +285,7 @@ class MediaProcessor:
     # -- images --------------------------------------------------------------------------------------------------
 
     def image(self, source: Any, reader: SourceReader) -> Processed:
-<<<<<<< HEAD
-        """One image; see ``process``."""
-=======
         """Process one image; see ``process``."""
-        is_low = isinstance(source, MediaUrl) and source.detail == "low"
->>>>>>> cb73a773 (Rewrite sentences in multimodal, quantization and executor)
         data = reader.encoded(source)
         with self._turns:
             key = image_key(source, data) if data is not None else None
@@ -331,8 +309,7 @@ class MediaProcessor:
     # -- videos --------------------------------------------------------------------------------------------------
 
     def video(self, source: Any, reader: SourceReader) -> Processed:
-<<<<<<< HEAD
-        """One video; see ``process``."""
+        """Process one video; see ``process``."""
         frames, times = self.read_video(source, reader)
         with self._turns:
             return self.patch_maker.video(frames, times, reader.param)
@@ -343,24 +320,6 @@ class MediaProcessor:
         indices = sample_frames(video, self.patch_maker.videos, reader.param)
         frames = self._encoded_frames([video.frames[index] for index in indices], reader)
         return frames, timestamps(indices, video, self.patch_maker.videos)
-=======
-        """Process one video; see ``process``."""
-        param = reader.param
-        video = source if isinstance(source, Video) else Video.of(source, param)
-        indices = sample_frames(video, self._videos, param)
-        frames = self._encoded_frames([video.frames[index] for index in indices], reader)
-        with self._turns:
-            first = self._decoded(frames[0], param)  # the other frames must have the same size
-            check_video_size(len(frames), first.size, self.limits, param)
-            grid = self._videos.grid(len(frames), first.height, first.width, param)
-            self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
-            digest = hashlib.sha256(f"video {grid} {self._settings}\n".encode())
-            patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self._videos, param)
-            digest.update(patches.data)
-            pixels = pixel_bytes(patches, self._dtype)
-        times = timestamps(indices, video, self._videos)
-        return Processed("video", digest.digest(), grid, pixels, self._dtype, times)
->>>>>>> cb73a773 (Rewrite sentences in multimodal, quantization and executor)
 
     def _encoded_frames(self, frames: Sequence[Any], reader: SourceReader) -> list[Any]:
         """The encoded bytes of frames, or the frames if they are decoded. Raises RequestError."""
@@ -378,14 +337,13 @@ class MediaProcessor:
         return result
 
 
-<<<<<<< HEAD
 def image_key(source: Any, data: bytes) -> bytes:
     """The key of an image in the cache: its encoded bytes and its detail."""
     return hashlib.sha256(data).digest() + bytes([is_low_detail(source)])
 
 
 def is_low_detail(source: Any) -> bool:
-    """True if a small copy is wanted."""
+    """Whether a small copy is wanted."""
     return isinstance(source, MediaUrl) and source.detail == "low"
 
 
@@ -421,11 +379,7 @@ def _pixel_table(processor: Any, dtype: str) -> bytes:
 
 
 def image_of_object(source: Any, param: str) -> Image:
-    """A PIL image, or one made of an array. Raises RequestError."""
-=======
-def _of_object(source: Any, param: str) -> Image:
     """A PIL image, made of an array if needed. Raises RequestError."""
->>>>>>> cb73a773 (Rewrite sentences in multimodal, quantization and executor)
     image_module = pillow()
     if isinstance(source, image_module.Image):
         if source.format != "MPO" and getattr(source, "is_animated", False):
