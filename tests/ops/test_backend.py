@@ -11,7 +11,7 @@ import pytest
 
 import weft.ops
 from weft.errors import ConfigError
-from weft.ops.backend import Backend, resolve_backend
+from weft.ops.backend import Backend, launches, resolve_backend, with_kernel
 
 
 @pytest.mark.parametrize("requested", ["auto", "torch"])
@@ -32,14 +32,42 @@ def operations() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(operations()))
-def test_a_kernel_takes_what_its_reference_takes(name: str) -> None:
+def test_a_launcher_takes_what_its_operation_takes(name: str) -> None:
     """In the same order, with the same defaults; what it takes besides, to be tuned, has a default."""
     operation = operations()[name]
     given = inspect.signature(operation).parameters
-    kernel = inspect.signature(operation.kernel()).parameters
-    assert [p for p in kernel if p in given] == [p for p in given if p != "backend"]
-    for parameter, taken in kernel.items():
+    launcher = inspect.signature(operation.kernel()).parameters
+    assert [p for p in launcher if p in given] == [p for p in given if p != "backend"]
+    for parameter, taken in launcher.items():
         if parameter in given:
             assert (taken.default, taken.kind) == (given[parameter].default, given[parameter].kind), parameter
         else:
             assert taken.default is not inspect.Parameter.empty and taken.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_a_launcher_has_the_defaults_of_its_operation() -> None:
+    @with_kernel("nowhere")
+    def scaled(x: int, factor: int = 2, *, offset: int, power: int = 3, backend: Backend) -> int: ...
+
+    @launches(scaled)
+    def scaled_triton(x, factor, *, offset, power, tile: int = 8):  # type: ignore[no-untyped-def]
+        return x, factor, offset, power, tile
+
+    assert scaled_triton(1, offset=4) == (1, 2, 4, 3, 8)
+    assert scaled_triton(1, 5, offset=4, power=6, tile=7) == (1, 5, 4, 6, 7)
+    with pytest.raises(TypeError, match="offset"):
+        scaled_triton(1)
+
+
+def test_a_launcher_that_takes_something_else_is_rejected() -> None:
+    @with_kernel("nowhere")
+    def scaled(x: int, factor: int = 2, *, backend: Backend) -> int: ...
+
+    for other in (
+        lambda factor, x: x,
+        lambda x: x,
+        lambda x, *, factor: x,
+        lambda x, factor, *, tile: x,
+    ):
+        with pytest.raises(AssertionError):
+            launches(scaled)(other)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from enum import StrEnum
 from importlib import import_module
-from typing import ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from weft.errors import ConfigError
 
@@ -62,8 +64,7 @@ def with_kernel(module: str) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Make a torch function ``x(..., *, backend)`` an operation with a Triton kernel.
 
     The function's own body runs for ``Backend.TORCH`` and is the kernel's reference; it does not read ``backend``. For
-    ``Backend.TRITON`` runs ``x_triton`` of ``module``, which is imported when it is first needed and has the same
-    parameters but for ``backend`` (``tests/ops/test_backend.py``).
+    ``Backend.TRITON`` runs ``x_triton`` of ``module``, which is imported at its first call (see ``launches``).
     """
 
     def decorate(function: Callable[P, R]) -> Operation[P, R]:
@@ -81,5 +82,33 @@ def with_kernel(module: str) -> Callable[[Callable[P, R]], Operation[P, R]]:
 
         call.reference, call.kernel = reference, kernel  # type: ignore[attr-defined]
         return cast(Operation[P, R], call)
+
+    return decorate
+
+
+def launches(operation: Callable[..., Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Make a function the one that launches an operation's kernels.
+
+    It names the operation's parameters, all but ``backend``, in their order. Types, defaults and meaning are written
+    at the operation alone: the defaults are set here, once, so that a call costs nothing more. Parameters of its own
+    (a tile, to be tuned) come last, by keyword, with a default.
+    """
+    given = inspect.signature(operation).parameters
+    defaults = {name: p.default for name, p in given.items() if p.default is not inspect.Parameter.empty}
+
+    def decorate(launcher: Callable[..., R]) -> Callable[..., R]:
+        assert isinstance(launcher, types.FunctionType)
+        taken = inspect.signature(launcher).parameters
+        own = {name: p for name, p in taken.items() if name not in given}
+        assert [(p.name, p.kind) for p in given.values() if p.name != "backend"] == [
+            (p.name, p.kind) for p in taken.values() if p.name not in own
+        ], f"{launcher.__name__} does not take what its operation takes"
+        assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in own.values())
+        positional = [name for name, p in taken.items() if p.kind is not p.KEYWORD_ONLY]
+        launcher.__defaults__ = tuple(defaults[name] for name in positional if name in defaults)
+        launcher.__kwdefaults__ = {name: p.default for name, p in own.items()} | {
+            name: value for name, value in defaults.items() if name not in positional
+        }
+        return launcher
 
     return decorate

@@ -6,6 +6,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.activation import sigmoid_mul, silu_and_mul
+from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -44,12 +46,14 @@ def _gate(x: Tensor, gate: Tensor, silu: bool) -> Tensor:
     return out
 
 
-def silu_and_mul_triton(x: Tensor) -> Tensor:
+@launches(silu_and_mul)
+def silu_and_mul_triton(x) -> Tensor:
     """``silu_and_mul`` of ``weft/ops/activation``."""
     gate, up = x.chunk(2, dim=-1)
     return _gate(up, gate, silu=True)
 
 
-def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
+@launches(sigmoid_mul)
+def sigmoid_mul_triton(x, gate) -> Tensor:
     """``sigmoid_mul`` of ``weft/ops/activation``."""
     return _gate(x, gate, silu=False)

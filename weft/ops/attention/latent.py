@@ -18,9 +18,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.forward_context import Batch
+from weft.ops.attention import latent_attention
 from weft.ops.attention.merge import merge_kernel
 from weft.ops.attention.tiles import METADATA, sequence_of_block
+from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
@@ -144,7 +145,8 @@ def _latent_attention_kernel(
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def latent_attention_triton(q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float) -> Tensor:
+@launches(latent_attention)
+def latent_attention_triton(q, latents, batch, *, rank, scale) -> Tensor:
     """``latent_attention`` of ``weft/ops/attention``."""
     num_rows, num_heads, entry = q.shape
     assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= entry

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from weft.forward_context import Batch
+from weft.ops.attention import paged_attention
 from weft.ops.attention.decode import MOST_ROWS, decode_tile, launch_decode
 from weft.ops.attention.prefill import launch_prefill, prefill_tile
+from weft.ops.backend import launches
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.graph_branch import graph_branch
 from weft.ops.triton.sizes import MULTIPROCESSORS
@@ -35,17 +37,8 @@ _HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
 kernels are equal at 512 rows of one sequence without context, and with context it leads; many short sequences lose."""
 
 
-def paged_attention_triton(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+@launches(paged_attention)
+def paged_attention_triton(q, k_cache, v_cache, batch, *, scale, sinks, v_scale, out) -> Tensor:
     """``paged_attention`` of ``weft/ops/attention``; float32 inputs keep float32 accuracy."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):

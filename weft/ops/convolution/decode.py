@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.backend import launches
+from weft.ops.convolution import causal_conv1d_update, short_conv_decode
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
@@ -92,28 +94,14 @@ def _conv_update_kernel(
     tl.store(p_out, result, mask=mask)
 
 
-def causal_conv1d_update_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    state_slots: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+@launches(causal_conv1d_update)
+def causal_conv1d_update_triton(x, weight, bias, conv_state, state_slots, *, out) -> Tensor:
     """``causal_conv1d_update`` of ``weft/ops/convolution``."""
     return _launch(x, weight, bias, conv_state, state_slots, out, double_gated=False, most_channels=512)
 
 
-def short_conv_decode_triton(
-    projected: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    state_slots: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+@launches(short_conv_decode)
+def short_conv_decode_triton(projected, weight, bias, conv_state, state_slots, *, out) -> Tensor:
     """``short_conv_decode`` of ``weft/ops/convolution``."""
     return _launch(projected, weight, bias, conv_state, state_slots, out, double_gated=True, most_channels=256)
 

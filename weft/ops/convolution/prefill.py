@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
-from weft.forward_context import Batch
+from weft.ops.backend import launches
+from weft.ops.convolution import causal_conv1d
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
@@ -246,16 +247,8 @@ def _conv_kernel(
         )  # fmt: skip
 
 
-def causal_conv1d_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    batch: Batch,
-    *,
-    silu: bool = True,
-    tile: Tile | None = None,
-) -> Tensor:
+@launches(causal_conv1d)
+def causal_conv1d_triton(x, weight, bias, conv_state, batch, *, silu, tile: Tile | None = None) -> Tensor:
     """Triton kernel of ``causal_conv1d``. The chunk table says which tokens form which sequence.
 
     ``tile`` overrides the choice by ``TILES`` (tests and measurements).

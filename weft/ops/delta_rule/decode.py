@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.config.kimi import KimiDeltaConfig
+from weft.ops.backend import launches
 from weft.ops.convolution.decode import convolve, load_columns, store_inputs
+from weft.ops.delta_rule import gdn_decode, kda_decode
 from weft.ops.delta_rule.gdn_prefill import delta_rule_step, l2_normalize
 from weft.ops.delta_rule.vectors import Vectors, vectors_of
 from weft.ops.delta_rule.verify import gdn_verify_triton, launch_of_states, serves_decodes
@@ -241,19 +241,20 @@ def _gdn_decode_kernel(
         )  # fmt: skip
 
 
+@launches(gdn_decode)
 def gdn_decode_triton(
-    projected: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    conv_state: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    geometry: GatedDeltaNetConfig,
+    projected,
+    conv_weight,
+    A_log,
+    dt_bias,
+    norm_weight,
+    eps,
+    conv_state,
+    state,
+    state_slots,
+    geometry,
     *,
-    out: Tensor | None = None,
+    out,
     shape: Shape | None = None,
 ) -> Tensor:
     """Triton kernel of ``gdn_decode``; all arithmetic in float32, rounded at the stores only.
@@ -304,21 +305,22 @@ _CONVOLUTIONS = Shape(64, 4, False, None)
 """Of programs that read no states."""
 
 
+@launches(kda_decode)
 def kda_decode_triton(
-    projected: Tensor,
-    f: Tensor,
-    gate: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    conv_state: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    geometry: KimiDeltaConfig,
+    projected,
+    f,
+    gate,
+    conv_weight,
+    A_log,
+    dt_bias,
+    norm_weight,
+    eps,
+    conv_state,
+    state,
+    state_slots,
+    geometry,
     *,
-    out: Tensor | None = None,
+    out,
     shape: Shape | None = None,
 ) -> Tensor:
     """``kda_decode``, in one launch, or in two where ``launch_of_states`` has one for states.

@@ -30,7 +30,9 @@ from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import L2_EPS
-from weft.forward_context import Batch, ChunkTable
+from weft.forward_context import ChunkTable
+from weft.ops.backend import launches
+from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_gates
 from weft.ops.delta_rule.kda_prefill import chunk_kda_triton
 from weft.ops.delta_rule.scan import VECTORS, scan_chunks
 from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
@@ -114,17 +116,8 @@ def l2_normalize(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + _L2_EPS)
 
 
-def chunk_gated_delta_rule_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    batch: Batch,
-    *,
-    tile: Tile | None = None,
-) -> Tensor:
+@launches(chunk_gated_delta_rule)
+def chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, *, tile: Tile | None = None) -> Tensor:
     """Triton kernels of ``chunk_gated_delta_rule``; float32 inputs are multiplied with float32's accuracy.
 
     ``tile``: of ``scan_chunks``.
@@ -180,9 +173,8 @@ def _gates_kernel(
     tl.store(beta + tokens * HV + heads, sigmoid(y) * BETA, mask=mask)
 
 
-def gdn_gates_triton(
-    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False
-) -> tuple[Tensor, Tensor]:
+@launches(gdn_gates)
+def gdn_gates_triton(a, b, A_log, dt_bias, *, negative_eigenvalues) -> tuple[Tensor, Tensor]:
     """``gdn_gates`` of ``weft/ops/delta_rule``."""
     assert a.shape == b.shape and a.stride(1) == b.stride(1) == 1, f"a {tuple(a.shape)}, b {tuple(b.shape)}"
     assert A_log.is_contiguous() and dt_bias.is_contiguous()

@@ -37,6 +37,8 @@ from torch import Tensor
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import L2_EPS
 from weft.forward_context import Batch, ChunkTable
+from weft.ops.backend import launches
+from weft.ops.delta_rule import kda_gates
 from weft.ops.delta_rule.scan import scan_chunks
 from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
 from weft.ops.triton.chunk_scan import METADATA, Tile, check_rows
@@ -67,7 +69,8 @@ def _gates_kernel(
     tl.store(beta + tokens * H + head, sigmoid(y), mask=tokens < num_tokens)
 
 
-def kda_gates_triton(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+@launches(kda_gates)
+def kda_gates_triton(f, b, A_log, dt_bias) -> tuple[Tensor, Tensor]:
     """Triton kernel of ``kda_gates``."""
     assert f.stride(1) == b.stride(1) == 1 and A_log.is_contiguous() and dt_bias.is_contiguous()
     num_tokens, heads = f.shape[0], A_log.shape[0]

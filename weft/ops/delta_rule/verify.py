@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.ops.backend import launches
 from weft.ops.convolution.decode import convolve, load_columns, store_inputs
+from weft.ops.delta_rule import gdn_verify
 from weft.ops.delta_rule.gdn_prefill import delta_rule_step, l2_normalize
 from weft.ops.delta_rule.vectors import Vectors, vectors_of
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
@@ -209,18 +210,19 @@ def serves_decodes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool
     return num_rows > 0 and launch_of_states(state, out_dtype, num_rows, 1) is not None
 
 
+@launches(gdn_verify)
 def gdn_verify_triton(
-    projected: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    conv_state: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    slots: Tensor,
-    geometry: GatedDeltaNetConfig,
+    projected,
+    conv_weight,
+    A_log,
+    dt_bias,
+    norm_weight,
+    eps,
+    conv_state,
+    state,
+    state_slots,
+    slots,
+    geometry,
     *,
     num_warps: int | None = None,
 ) -> Tensor:

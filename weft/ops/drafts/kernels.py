@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
+from weft.ops.backend import launches
+from weft.ops.drafts import accept_drafts, follow_step, places_ahead
 from weft.ops.drafts.types import (
     FACTORS,
     FROM_LAST_TOKEN,
     MASK_31,
     NO_DRAFT,
-    AcceptanceRule,
     AcceptedDrafts,
     FollowedStep,
     PlacesAhead,
-    RowState,
 )
 from weft.ops.triton.launch import jit, new_indices
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -62,17 +61,9 @@ def _follow_kernel(
     tl.store(state_slots + seq, tl.load(slots + seq * query_len + query_len - 1 - rejected))
 
 
+@launches(follow_step)
 def follow_step_triton(
-    input_ids: Tensor,
-    positions: Tensor,
-    sample_positions: Tensor,
-    seq_lens: Tensor,
-    rows: Tensor,
-    follows: Tensor,
-    slots: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    state: RowState,
+    input_ids, positions, sample_positions, seq_lens, rows, follows, slots, page_table, page_size, state
 ) -> FollowedStep:
     """As ``weft.ops.drafts.follow_step``."""
     num_seqs, query_len = slots.shape
@@ -122,16 +113,9 @@ def _accept_kernel(
     tl.store(num_rejected + row, (query_len - 1 - accepted).to(tl.int64))
 
 
+@launches(accept_drafts)
 def accept_drafts_triton(
-    token_ids: Tensor,
-    input_ids: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    query_len: int,
-    rule: AcceptanceRule,
-    last_token: Tensor,
-    num_rejected: Tensor,
+    token_ids, input_ids, seeds, positions, rows, query_len, rule, last_token, num_rejected
 ) -> AcceptedDrafts:
     """As ``weft.ops.drafts.accept_drafts``."""
     num_tokens, device = len(token_ids), token_ids.device
@@ -169,16 +153,8 @@ def _ahead_kernel(
     tl.store(new_seq_lens + at, (place + 1).to(tl.int32), mask=inside)
 
 
-def places_ahead_triton(
-    last: Tensor,
-    ends: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    num_ahead: int,
-    max_len: int,
-) -> PlacesAhead:
+@launches(places_ahead)
+def places_ahead_triton(last, ends, positions, seq_lens, page_table, page_size, num_ahead, max_len) -> PlacesAhead:
     """As ``weft.ops.drafts.places_ahead``."""
     count, device = len(last), last.device
     assert page_table.is_contiguous()

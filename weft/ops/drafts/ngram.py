@@ -8,7 +8,9 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.drafts.types import NO_DRAFT, RowState
+from weft.ops.backend import launches
+from weft.ops.drafts import ngram_drafts
+from weft.ops.drafts.types import NO_DRAFT
 from weft.ops.triton.launch import jit, new_indices
 
 _BLOCK, _DRAFT_BLOCK = 2048, 32
@@ -63,17 +65,9 @@ def _ngram_kernel(
         tl.store(out + seq * num_drafts + place, draft, mask=wanted)
 
 
+@launches(ngram_drafts)
 def ngram_drafts_triton(
-    token_ids: Tensor,
-    num_accepted: Tensor | None,
-    rows: Tensor,
-    seq_lens: Tensor,
-    history: Tensor,
-    state: RowState,
-    num_drafts: int,
-    low: int,
-    high: int,
-    always: bool,
+    token_ids, num_accepted, rows, seq_lens, history, state, num_drafts, low, high, always
 ) -> Tensor:
     """As ``weft.ops.drafts.ngram_drafts``."""
     num_seqs, query_len = len(rows), len(token_ids) // len(rows)

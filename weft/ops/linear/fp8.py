@@ -18,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.activation.kernels import silu_and_mul_triton
+from weft.ops.backend import launches
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.fp8.quantize import padded_rows, quantize_inputs_triton
+from weft.ops.linear import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
 from weft.ops.linear.fp8_few_rows import (
     MAX_HOPPER_TOKENS,
     MAX_TOKENS,
@@ -212,16 +214,8 @@ def outputs(num_rows: int, width: int, like: Tensor) -> Tensor:
     return torch.empty((padded_rows(num_rows), width), dtype=like.dtype, device=like.device)[:num_rows]
 
 
-def fp8_linear_triton(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    plain_weight: Tensor | None = None,
-    *,
-    block: int,
-) -> Tensor:
+@launches(fp8_linear)
+def fp8_linear_triton(x, weight, weight_scale, bias, input_scale, plain_weight, *, block) -> Tensor:
     """``fp8_linear`` of ``weft/ops/linear``."""
     flat, rows = x.flatten(0, -2), weight.shape[0]
     total = rows + (0 if plain_weight is None else plain_weight.shape[0])
@@ -240,9 +234,8 @@ def fp8_linear_triton(
     return out.view(*x.shape[:-1], total)
 
 
-def fp8_linear_parts_triton(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None = None, *, block: int
-) -> Tensor:
+@launches(fp8_linear_parts)
+def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block) -> Tensor:
     """``fp8_linear_parts`` of ``weft/ops/linear``."""
     config = choose_config(weight, x.shape[0], False, block)
     if not x.shape[0] or not isinstance(config, FewRows) or not 1 < config.splits <= _MOST_PARTS:
@@ -252,15 +245,8 @@ def fp8_linear_parts_triton(
     return parts
 
 
-def fp8_linear_silu_mul_triton(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    *,
-    block: int,
-) -> Tensor:
+@launches(fp8_linear_silu_mul)
+def fp8_linear_silu_mul_triton(x, weight, weight_scale, bias, input_scale, *, block) -> Tensor:
     """``fp8_linear_silu_mul`` of ``weft/ops/linear``."""
     flat, rows = x.flatten(0, -2), weight.shape[0]
     if flat.shape[0] > MAX_TOKENS:

@@ -32,8 +32,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.activation.kernels import silu_and_mul_triton
+from weft.ops.backend import launches
 from weft.ops.collectives.packets import areas_of, flags_of, route_to
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
+from weft.ops.linear import linear_parts
 from weft.ops.linear.few_rows import MAX_BLOCKS, add_splits, rows_of_block, workspace
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -385,7 +387,8 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return skinny_linear_triton(flat, weight, bias, config).view(*x.shape[:-1], -1)
 
 
-def linear_parts_triton(x: Tensor, weight: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+@launches(linear_parts)
+def linear_parts_triton(x, weight, peers) -> Tensor | SentRows:
     """``linear_parts`` of ``weft/ops/linear``."""
     config = choose_config(x, weight, silu_mul=False, leaves_sums=True)
     if config is None:

@@ -26,7 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
-from weft.forward_context import Batch, ChunkTable
+from weft.forward_context import ChunkTable
+from weft.ops.backend import launches
+from weft.ops.linear_attention import chunk_linear_attention
 from weft.ops.triton.chunk_scan import (
     METADATA,
     Tile,
@@ -199,18 +201,8 @@ def choose_tile(num_rows: int, head_k_dim: int, head_v_dim: int, dtype: torch.dt
     return Tile(min(64, widest), 4, 2 if fits else 1)
 
 
-def chunk_linear_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    state: Tensor,
-    batch: Batch,
-    *,
-    tile: Tile | None = None,
-) -> Tensor:
+@launches(chunk_linear_attention)
+def chunk_linear_attention_triton(q, k, v, g, beta, skip, state, batch, *, tile: Tile | None = None) -> Tensor:
     """Triton kernels of ``chunk_linear_attention``; float32 inputs are multiplied with float32's accuracy.
 
     ``tile`` overrides the choice of ``choose_tile`` (tests and measurements).

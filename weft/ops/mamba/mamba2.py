@@ -11,10 +11,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.config.mamba2 import Mamba2Config
+from weft.ops.backend import launches
 from weft.ops.convolution.decode import causal_conv1d_update_triton
 from weft.ops.linear_attention.decode import linear_attention_step
-from weft.ops.mamba import Mamba2Weights, split_heads
+from weft.ops.mamba import mamba2_decode, mamba2_gates, split_heads
 from weft.ops.norm.kernels import gated_group_norm_triton
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
@@ -42,9 +42,8 @@ def _gates_kernel(
     tl.store(step + tokens * H + heads, x, mask=mask)
 
 
-def mamba2_gates_triton(
-    dt: Tensor, A_log: Tensor, dt_bias: Tensor, limit: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
+@launches(mamba2_gates)
+def mamba2_gates_triton(dt, A_log, dt_bias, limit) -> tuple[Tensor, Tensor]:
     """Triton kernel of ``mamba2_gates``."""
     assert dt.stride(1) == 1 and A_log.is_contiguous() and dt_bias.is_contiguous()
     num_tokens, num_heads = dt.shape
@@ -59,16 +58,8 @@ def mamba2_gates_triton(
     return g, step
 
 
-def mamba2_decode_triton(
-    projected: Tensor,
-    weights: Mamba2Weights,
-    conv_state: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    geometry: Mamba2Config,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+@launches(mamba2_decode)
+def mamba2_decode_triton(projected, weights, conv_state, state, state_slots, geometry, *, out) -> Tensor:
     """Triton kernels of ``mamba2_decode``; all arithmetic in float32, rounded between the launches."""
     w = weights
     z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
-from weft.forward_context import Batch
+from weft.ops.backend import launches
+from weft.ops.mamba import selective_scan, selective_scan_step
 from weft.ops.triton.chunk_scan import METADATA, find_chunks, metadata, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
@@ -140,20 +141,8 @@ def _selective_scan_kernel(
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
 
 
-def selective_scan_step_triton(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+@launches(selective_scan_step)
+def selective_scan_step_triton(x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, *, out) -> Tensor:
     """Triton kernel of ``selective_scan_step``."""
     (num_rows, channels), size = x.shape, b.shape[1]
     _check(x, z, dt, b, c, A_log, state)
@@ -169,18 +158,8 @@ def selective_scan_step_triton(
     return out
 
 
-def selective_scan_triton(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    batch: Batch,
-) -> Tensor:
+@launches(selective_scan)
+def selective_scan_triton(x, z, dt, b, c, dt_bias, A_log, D, state, batch) -> Tensor:
     """Triton kernel of ``selective_scan``."""
     chunks, (num_rows, channels), size = batch.chunk_table, x.shape, b.shape[1]
     _check(x, z, dt, b, c, A_log, state)

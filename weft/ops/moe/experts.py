@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.backend import launches
+from weft.ops.moe import fused_moe
 from weft.ops.moe.blocks import (
     UNGROUPED_TOKENS,
     Tile,
@@ -242,19 +244,20 @@ def moe_tiles(num_pairs: int, num_experts: int, element_size: int, width: int) -
     return Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4))
 
 
+@launches(fused_moe)
 def fused_moe_triton(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
+    x,
+    gate_up,
+    down,
+    weights,
+    ids,
     *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
+    gate_up_bias,
+    down_bias,
+    alpha,
+    limit,
+    shared,
+    shared_gate,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """``fused_moe`` of ``weft/ops/moe``. ``tiles``: for tuning; None takes ``moe_tiles``."""

@@ -22,8 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.backend import launches
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.fp8.quantize import prepare_pass, scale_of, to_e4m3
+from weft.ops.moe import fp8_fused_moe
 from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, is_half_full, load_tile
 from weft.ops.moe.combine import sum_experts
 from weft.ops.moe.fp8_pairs import pairs_product
@@ -283,20 +285,21 @@ def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
     return Tiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4))
 
 
+@launches(fp8_fused_moe)
 def fp8_fused_moe_triton(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    weights: Tensor,
-    ids: Tensor,
+    x,
+    gate_up,
+    gate_up_scale,
+    down,
+    down_scale,
+    weights,
+    ids,
     *,
-    gate_up_input_scale: Tensor | None = None,
-    down_input_scale: Tensor | None = None,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    block: int,
+    gate_up_input_scale,
+    down_input_scale,
+    shared,
+    shared_gate,
+    block,
     config: Tiles | HopperPairs | None = None,
 ) -> Tensor:
     """``fp8_fused_moe`` of ``weft/ops/moe``. ``config``: overrides the choice (tests and measurements)."""

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.backend import launches
+from weft.ops.moe import topk_router
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
@@ -187,22 +189,23 @@ def _router_kernel(
     _store_chosen(weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids, FIXED)
 
 
+@launches(topk_router)
 def topk_router_triton(
-    logits: Tensor,
-    top_k: int,
+    logits,
+    top_k,
     *,
-    renormalize: bool,
-    num_tokens: int | Tensor,
-    first_expert: int = 0,
-    num_experts: int | None = None,
-    shared_expert: bool = False,
-    shared_gate: Tensor | None = None,
-    sigmoid: bool = False,
-    bias: Tensor | None = None,
-    epsilon: float = 0.0,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
+    renormalize,
+    num_tokens,
+    first_expert,
+    num_experts,
+    shared_expert,
+    shared_gate,
+    sigmoid,
+    bias,
+    epsilon,
+    scale,
+    num_groups,
+    top_groups,
 ) -> tuple[Tensor, Tensor]:
     """``topk_router`` of ``weft/ops/moe``."""
     num_rows, all_experts = logits.shape

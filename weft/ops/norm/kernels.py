@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.backend import launches
 from weft.ops.linear.few_rows import add_parts
+from weft.ops.norm import gated_group_norm, gated_rms_norm, rms_norm, split_rms_norm
 from weft.ops.triton.early_launch import ALWAYS, early_launch, enter, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
@@ -40,9 +42,8 @@ def _rms_norm_kernel(
     tl.store(y + row * WIDTH + columns, (values * inverse * scale).to(y.dtype.element_ty), mask=mask)
 
 
-def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+@launches(rms_norm)
+def rms_norm_triton(x, weight, eps, *, zero_centered, residual) -> Tensor | tuple[Tensor, Tensor]:
     """``rms_norm`` of ``weft/ops/norm``."""
     width, like = x.shape[-1], x if residual is None else residual
     parts = len(x) if x.dim() > like.dim() else 1
@@ -101,9 +102,8 @@ def _gated_rms_norm_kernel(
     tl.store(out + inside, y.to(out.dtype.element_ty), mask=mask)
 
 
-def gated_rms_norm_triton(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu", tile: Tile | None = None
-) -> Tensor:
+@launches(gated_rms_norm)
+def gated_rms_norm_triton(x, gate, weight, eps, *, activation, tile: Tile | None = None) -> Tensor:
     """Triton kernel of ``gated_rms_norm``.
 
     ``x`` is contiguous. A three-dimensional gate ``[T, HV, V]`` may be a slice of a wider projection (strided tokens).
@@ -160,16 +160,9 @@ def _group_norm_kernel(
     tl.store(p_out, y.to(out.dtype.element_ty), mask=mask)
 
 
+@launches(gated_group_norm)
 def gated_group_norm_triton(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    num_groups: int,
-    *,
-    norm_before_gate: bool = False,
-    state_slots: Tensor | None = None,
-    out: Tensor | None = None,
+    x, gate, weight, eps, num_groups, *, norm_before_gate, state_slots: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Triton kernel of ``gated_group_norm``. With ``state_slots [N]``, rows with slot 0 are zero, or left as they are
     in a given ``out``."""
@@ -221,7 +214,8 @@ def _split_norm_kernel(
         _norm_part(x, weight, third, i_row, stride_x, eps, A + B, C, BLOCK_C)
 
 
-def split_rms_norm_triton(x: Tensor, weight: Tensor, eps: float, sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
+@launches(split_rms_norm)
+def split_rms_norm_triton(x, weight, eps, sizes) -> tuple[Tensor, ...]:
     """Triton kernel of ``split_rms_norm``."""
     assert x.stride(1) == 1 and weight.is_contiguous() and x.shape[1] == sum(sizes)
     outs = tuple(x.new_empty(x.shape[0], size) for size in sizes)

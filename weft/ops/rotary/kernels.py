@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.backend import launches
 from weft.ops.fp8 import E4M3_MAX
-from weft.ops.rotary import split_qkv
+from weft.ops.rotary import qk_norm_rope, split_qkv
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -212,24 +213,25 @@ def _qk_norm_rope_kernel(
     _store((v_cache + stored)[:, None] + dims, values.to(tl.float32) * v_factor, inner)
 
 
+@launches(qk_norm_rope)
 def qk_norm_rope_triton(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    cos_sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
+    qkv,
+    q_norm,
+    k_norm,
+    eps,
+    zero_centered,
+    cos_sin,
+    positions,
+    k_cache,
+    v_cache,
+    slot_mapping,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    gated: bool,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    gated,
+    k_scale,
+    v_scale,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``qk_norm_rope`` of ``weft/ops/rotary``. ``tile`` overrides that of ``TILES``."""

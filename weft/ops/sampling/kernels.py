@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.backend import launches
+from weft.ops.sampling import sample
 from weft.ops.sampling.random_numbers import exponential, random_words, uniform
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
@@ -345,18 +347,19 @@ def _choose_kernel(
         tl.store(out + index, tl.min(tl.where(wins, tokens, _NO_TOKEN), 0).to(tl.int64))
 
 
+@launches(sample)
 def sample_triton(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    positions,
     *,
-    all_greedy: bool,
-    candidates: int,
-    uses_min_p: bool,
+    all_greedy,
+    candidates,
+    uses_min_p,
     thresholds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sample`` of ``weft/ops/sampling``; logits may have any float dtype.

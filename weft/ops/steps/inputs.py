@@ -7,8 +7,9 @@ It is launched as an ordinary kernel: what it writes is metadata, which kernels 
 from __future__ import annotations
 
 import triton.language as tl
-from torch import Tensor
 
+from weft.ops.backend import launches
+from weft.ops.steps import load_step_inputs
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv
 
@@ -41,9 +42,8 @@ def _load_kernel(
         tl.store(block + at, tl.load(host + at, mask=mask), mask=mask)
 
 
-def load_step_inputs_triton(
-    host: Tensor, block: Tensor, page_table: Tensor, num_arrays: int, stride: int, num_tokens: int, num_updates: int
-) -> None:
+@launches(load_step_inputs)
+def load_step_inputs_triton(host, block, page_table, num_arrays, stride, num_tokens, num_updates) -> None:
     """``load_step_inputs`` of ``weft/ops/steps``, with one launch."""
     size = block.shape[0]
     rest = cdiv(size - num_arrays * stride, _BLOCK)

@@ -6,8 +6,9 @@ It is launched as an ordinary kernel: when the host may read is said by an event
 from __future__ import annotations
 
 import triton.language as tl
-from torch import Tensor
 
+from weft.ops.backend import launches
+from weft.ops.steps import store_step_results
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv
 
@@ -35,9 +36,8 @@ def _store_kernel(
     tl.store(host + 4 * stride + at, next_drafts, mask=at < num_drafts)
 
 
-def store_step_results_triton(
-    host: Tensor, token_ids: Tensor, failed: Tensor, counted: Tensor, prefill_failed: Tensor, drafts: Tensor
-) -> None:
+@launches(store_step_results)
+def store_step_results_triton(host, token_ids, failed, counted, prefill_failed, drafts) -> None:
     """``store_step_results`` of ``weft/ops/steps``, with one launch."""
     results = (token_ids, failed, counted, prefill_failed, drafts)
     sizes = [values.numel() for values in results]

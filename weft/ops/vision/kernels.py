@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
+from weft.ops.vision import add_layer_norm, add_media_features, bounded_attention, grid_positions, rotate_patches
 
 _HIDDEN = tl.constexpr(-1e30)
 """Score of a key that a patch does not see; finite, so that a patch that sees none stays finite."""
@@ -57,7 +59,8 @@ def _bounded_attention_kernel(
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=valid[:, None] & inside)
 
 
-def bounded_attention_triton(qkv: Tensor, bounds: Tensor) -> Tensor:
+@launches(bounded_attention)
+def bounded_attention_triton(qkv, bounds) -> Tensor:
     """Some patches of one head over the keys that any of them sees, softmax online."""
     num_patches, _, heads, head_dim = qkv.shape
     assert qkv.is_contiguous() and bounds.stride(1) == 1 and bounds.dtype == torch.int32
@@ -107,7 +110,8 @@ def _grid_positions_kernel(
     tl.store(out + patch * SIZE + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def grid_positions_triton(weight: Tensor, places: Tensor) -> Tensor:
+@launches(grid_positions)
+def grid_positions_triton(weight, places) -> Tensor:
     """A program has one patch."""
     count, columns = places.shape
     assert weight.is_contiguous() and places.is_contiguous() and places.dtype == torch.int32
@@ -141,7 +145,8 @@ def _rotate_kernel(
     tl.store(place + half, (second * cos + first * sin).to(qkv.dtype.element_ty), mask=mask)
 
 
-def rotate_patches_triton(qkv: Tensor, cos_sin: Tensor) -> Tensor:
+@launches(rotate_patches)
+def rotate_patches_triton(qkv, cos_sin) -> Tensor:
     """One program turns all queries and keys of one patch."""
     num_patches, _, heads, head_dim = qkv.shape
     assert qkv.is_contiguous() and cos_sin.is_contiguous() and cos_sin.shape == (num_patches, head_dim)
@@ -176,7 +181,8 @@ def _add_layer_norm_kernel(
     tl.store(out + place, (centred * scale * w + b).to(out.dtype.element_ty), mask=inside)
 
 
-def add_layer_norm_triton(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@launches(add_layer_norm)
+def add_layer_norm_triton(x, y, weight, bias, eps) -> tuple[Tensor, Tensor]:
     """A program has one row."""
     rows, size = x.shape
     assert x.is_contiguous() and y.is_contiguous() and x.shape == y.shape
@@ -206,7 +212,8 @@ def _add_kernel(
     tl.store(out + token * HIDDEN + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
-def add_media_features_triton(x: Tensor, ids: Tensor, features: Tensor, first_id: int) -> Tensor:
+@launches(add_media_features)
+def add_media_features_triton(x, ids, features, first_id) -> Tensor:
     """Features are read only for the tokens that have some."""
     num_tokens, hidden_size = x.shape
     assert x.is_contiguous() and features.is_contiguous()

@@ -19,13 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.forward_context import Batch
 from weft.ops.attention.prefill import prefill_tile
 from weft.ops.attention.tiles import accumulate, sequence_of_block, start_softmax
+from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
+from weft.ops.window_attention import window_attention, window_attention_decode
 
 _LOWEST = tl.constexpr(-1e30)
 """Where the running maximum starts: a row's first tiles may hold no key that it sees."""
@@ -304,19 +305,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, k_window: Tensor, v_window: Tensor) 
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and k.dtype == v.dtype == q.dtype
 
 
-def window_attention_decode_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_window: Tensor,
-    v_window: Tensor,
-    state_slots: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+@launches(window_attention_decode)
+def window_attention_decode_triton(q, k, v, k_window, v_window, state_slots, positions, *, scale, sinks, out) -> Tensor:
     """``window_attention_decode`` of ``weft/ops/window_attention``."""
     _check(q, k, v, k_window, v_window)
     keep, out = out is not None, torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -348,17 +338,8 @@ def window_split(window: int, num_programs: int) -> int:
     return min(window, max(_LEAST_SPLIT, next_power_of_2(cdiv(window * num_programs, _FILLED))))
 
 
-def window_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_window: Tensor,
-    v_window: Tensor,
-    batch: Batch,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
+@launches(window_attention)
+def window_attention_triton(q, k, v, k_window, v_window, batch, *, scale, sinks) -> Tensor:
     """``window_attention`` of ``weft/ops/window_attention``."""
     _check(q, k, v, k_window, v_window)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
