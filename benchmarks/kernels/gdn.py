@@ -28,7 +28,7 @@ from weft.bench import report
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.convolution.prefill import causal_conv1d_triton
-from weft.ops.delta_rule import gdn_decode, gdn_gates
+from weft.ops.delta_rule import DeltaWeights, gdn_decode, gdn_gates
 from weft.ops.delta_rule import gdn_prefill as gdr
 from weft.ops.delta_rule.decode import Shape, gdn_decode_triton
 from weft.ops.norm.kernels import gated_rms_norm_triton
@@ -135,11 +135,13 @@ def check_chunk(dtype: torch.dtype, tile: gdr.Tile | None, lens: list[int]) -> d
 def decode_arguments(rows: int, slots: int, state_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "projected": torch.randn(rows, CONV_DIM + HV * V + 2 * HV, device=DEVICE).to(dtype),
-        "conv_weight": torch.randn(CONV_DIM, W, device=DEVICE).to(dtype),
-        "A_log": torch.empty(HV, device=DEVICE).uniform_(-5, 2),
-        "dt_bias": torch.empty(HV, device=DEVICE).uniform_(-4, 1),
-        "norm_weight": torch.randn(V, device=DEVICE).to(dtype),
-        "eps": 1e-6,
+        "weights": DeltaWeights(
+            torch.randn(CONV_DIM, W, device=DEVICE).to(dtype),
+            torch.empty(HV, device=DEVICE).uniform_(-5, 2),
+            torch.empty(HV, device=DEVICE).uniform_(-4, 1),
+            torch.randn(V, device=DEVICE).to(dtype),
+            1e-6,
+        ),
         "conv_state": torch.randn(slots, CONV_DIM, W - 1, device=DEVICE).to(dtype),
         "state": torch.randn(slots, HV, K, V, device=DEVICE).to(state_dtype),
     }
@@ -148,11 +150,18 @@ def decode_arguments(rows: int, slots: int, state_dtype: torch.dtype, dtype: tor
 GEOMETRY = GatedDeltaNetConfig(HK, HV, K, V, W)
 
 
+def wide(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Copies of a decode operation's arguments in float32."""
+    copies = {name: x.float().clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    conv_weight, a_log, dt_bias, norm_weight, eps = arguments["weights"]
+    return copies | {"weights": DeltaWeights(conv_weight.float(), a_log, dt_bias, norm_weight.float(), eps)}
+
+
 def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape | None) -> dict[str, float]:
     arguments = decode_arguments(5, 12, state_dtype, dtype)
     arguments["projected"][4] = torch.nan
     slots = torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
-    upcast = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    upcast = wide(arguments)
     expected = gdn_decode.reference(**upcast, state_slots=slots, geometry=GEOMETRY)
     out = gdn_decode_triton(**arguments, state_slots=slots, geometry=GEOMETRY, shape=shape)
     assert (out[4] == 0).all(), "padding rows must be zero"

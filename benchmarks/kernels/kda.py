@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.gdn import attempt, make_batch, shape_name
+from benchmarks.kernels.gdn import attempt, make_batch, shape_name, wide
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, time_us
 from weft.bench import report
 from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Batch
 from weft.ops.attention.latent import latent_attention_triton
-from weft.ops.delta_rule import chunk_gated_delta_rule, kda_decode, kda_gates
+from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates
 from weft.ops.delta_rule import kda_prefill as kda
 from weft.ops.delta_rule.decode import Shape, kda_decode_triton
 from weft.ops.delta_rule.kda_prefill import chunk_kda_triton, kda_gates_triton
@@ -80,11 +80,13 @@ def decode_arguments(rows: int, slots: int, dtype: torch.dtype) -> dict[str, Any
         "projected": random(rows, 3 * H * K + H + 2 * K, dtype=dtype),
         "f": random(rows, H * K, dtype=dtype),
         "gate": random(rows, H * K, dtype=dtype),
-        "conv_weight": random(3 * H * K, W, dtype=dtype),
-        "A_log": torch.empty(H, device=DEVICE).uniform_(-5, 2),
-        "dt_bias": torch.empty(H * K, device=DEVICE).uniform_(-4, 1),
-        "norm_weight": random(K, dtype=dtype),
-        "eps": 1e-5,
+        "weights": DeltaWeights(
+            random(3 * H * K, W, dtype=dtype),
+            torch.empty(H, device=DEVICE).uniform_(-5, 2),
+            torch.empty(H * K, device=DEVICE).uniform_(-4, 1),
+            random(K, dtype=dtype),
+            1e-5,
+        ),
         "conv_state": random(slots, 3 * H * K, W - 1, dtype=dtype),
         "state": torch.randn(slots, H, K, K, device=DEVICE),
     }
@@ -92,7 +94,7 @@ def decode_arguments(rows: int, slots: int, dtype: torch.dtype) -> dict[str, Any
 
 def check_decode(dtype: torch.dtype) -> dict[str, float]:
     arguments, slots = decode_arguments(5, 12, dtype), torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
-    upcast: dict[str, Any] = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    upcast = wide(arguments)
     want = kda_decode.reference(**upcast, state_slots=slots, geometry=GEOMETRY)
     errors = {}
     for shape in SHAPES:

@@ -23,8 +23,8 @@ from weft.ops.convolution import causal_conv1d
 from weft.ops.convolution import prefill as conv
 from weft.ops.moe import combine as moe_sum
 from weft.ops.norm import kernels as norm
+from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads, qk_norm_rope
 from weft.ops.rotary import kernels as rope
-from weft.ops.rotary import qk_norm_rope
 from weft.ops.triton.tile_table import choose_tile
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -112,20 +112,22 @@ def rope_inputs(num_tokens: int, sizes: dict[str, Any]) -> tuple[Any, ...]:
     cos_sin = torch.randn(4096, 64 if gated else dim, device=DEVICE)
     positions = torch.arange(num_tokens, device=DEVICE) % 4096
     slots = torch.arange(num_tokens, device=DEVICE) + 16
-    return (qkv, randn(dim), randn(dim), 1e-6, gated, cos_sin, positions, *caches, slots)
+    norms = HeadNorms(randn(dim), randn(dim), 1e-6, gated)
+    return qkv, QkvHeads(**sizes), norms, cos_sin, positions, CacheSlots(caches[0], caches[1], slots)
 
 
 def rope_call(num_tokens: int, sizes: dict[str, Any]) -> Call:
-    return partial(rope.qk_norm_rope_triton, *rope_inputs(num_tokens, sizes), **sizes)
+    return partial(rope.qk_norm_rope_triton, *rope_inputs(num_tokens, sizes))
 
 
 def check_rope(tile: rope.Tile, sizes: dict[str, Any]) -> float:
-    given = rope_inputs(CHECKED, sizes)
-    doubles = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
+    qkv, heads, norms, cos_sin, positions, cache = rope_inputs(CHECKED, sizes)
+    wide_norms = norms._replace(q_weight=norms.q_weight.double(), k_weight=norms.k_weight.double())
+    wide = cache._replace(k_cache=cache.k_cache.double(), v_cache=cache.v_cache.double())
     with poisoned():
-        q, _ = rope.qk_norm_rope_triton(*given, **sizes, tile=tile)
-    want, _ = qk_norm_rope.reference(*doubles, **sizes)
-    return max(error(q, want), error(given[7], doubles[7]), error(given[8], doubles[8]))
+        q, _ = rope.qk_norm_rope_triton(qkv, heads, norms, cos_sin, positions, cache, tile=tile)
+    want, _ = qk_norm_rope.reference(qkv.double(), heads, wide_norms, cos_sin.double(), positions, wide)
+    return max(error(q, want), error(cache.k_cache, wide.k_cache), error(cache.v_cache, wide.v_cache))
 
 
 def sum_inputs(num_tokens: int) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from weft.ops.activation.kernels import sigmoid_mul_triton, silu_and_mul_triton
 from weft.ops.attention.pages import PageCopier
 from weft.ops.norm import rms_norm_reference
 from weft.ops.norm.kernels import rms_norm_triton
+from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads
 from weft.ops.rotary.kernels import qk_norm_rope_triton
 from weft.ops.sampling import sample
 from weft.ops.sampling.kernels import sample_triton
@@ -77,13 +78,12 @@ def small_rows(num_tokens: int) -> list[dict[str, Any]]:
         cos_sin = torch.randn(4096, rotary, device=DEVICE)
         positions = torch.arange(num_tokens, device=DEVICE) % 4096
         slots = torch.arange(num_tokens, device=DEVICE) + 16
-        norms = [torch.randn(dim, device=DEVICE, dtype=DTYPE) for _ in range(2)]
+        weights = [torch.randn(dim, device=DEVICE, dtype=DTYPE) for _ in range(2)]
         attended = torch.randn(num_tokens, hq * dim, device=DEVICE, dtype=DTYPE)
 
-        rope = partial(
-            qk_norm_rope_triton, qkv, norms[0], norms[1], 1e-6, bool(gated), cos_sin, positions, caches[0], caches[1],
-            slots, num_heads=hq, num_kv_heads=hkv, head_dim=dim, gated=bool(gated),
-        )  # fmt: skip
+        heads, norms = QkvHeads(hq, hkv, dim, bool(gated)), HeadNorms(weights[0], weights[1], 1e-6, bool(gated))
+        cache = CacheSlots(caches[0], caches[1], slots)
+        rope = partial(qk_norm_rope_triton, qkv, heads, norms, cos_sin, positions, cache)
         calls: dict[str, tuple[Callable[[], Any], int]] = {
             "residual + norm": (partial(rms_norm_triton, x, weight, 1e-6, residual=residual), 8 * hidden),
             "silu and mul": (partial(silu_and_mul_triton, wide), 3 * 6144),

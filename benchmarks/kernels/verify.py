@@ -49,7 +49,7 @@ def gdn_row(num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
     places = [slots_of(1 + i * num_seqs * tokens, num_seqs, tokens) for i in range(sets)]
     working, table = places[0]
     out = gdn_verify_triton(**arguments, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
-    wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in before.items()}
+    wide = gdn.wide(before)
     want = gdn_verify.reference(**wide, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
     errors = {
         "out": error(out, want),

@@ -10,7 +10,7 @@ from tests.ops.interpreter import DEVICE
 from weft.ops.activation.kernels import sigmoid_mul_triton, silu_and_mul_triton
 from weft.ops.attention.pages import PageCopier
 from weft.ops.norm.kernels import rms_norm_triton
-from weft.ops.rotary import qk_norm_rope
+from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads, qk_norm_rope
 from weft.ops.rotary.kernels import TILES as ROPE_TILES
 from weft.ops.rotary.kernels import Tile as RopeTile
 from weft.ops.rotary.kernels import qk_norm_rope_triton
@@ -75,11 +75,13 @@ def check_qk_norm_rope(dtype: torch.dtype, case: RopeCase, tile: RopeTile | None
     positions, slots = torch.randint(0, 50, (tokens,), device=DEVICE), torch.randperm(20, device=DEVICE)[:tokens]
     caches = [torch.full((5, 4, hkv, dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
     want_caches = [cache.double() for cache in caches]
-    sizes = {"num_heads": hq, "num_kv_heads": hkv, "head_dim": dim, "gated": gated}
-    given = (zero_centered, cos_sin, positions)
-    q, gate = qk_norm_rope_triton(qkv, q_norm, k_norm, 1e-6, *given, *caches, slots, **sizes, tile=tile)
+    heads, norms = QkvHeads(hq, hkv, dim, gated), HeadNorms(q_norm, k_norm, 1e-6, zero_centered)
+    q, gate = qk_norm_rope_triton(
+        qkv, heads, norms, cos_sin, positions, CacheSlots(caches[0], caches[1], slots), tile=tile
+    )
     doubles = [None if t is None else t.double() for t in (q_norm, k_norm)]
-    want, want_gate = qk_norm_rope.reference(qkv.double(), *doubles, 1e-6, *given, *want_caches, slots, **sizes)
+    want_norms, want_slots = HeadNorms(*doubles, 1e-6, zero_centered), CacheSlots(want_caches[0], want_caches[1], slots)
+    want, want_gate = qk_norm_rope.reference(qkv.double(), heads, want_norms, cos_sin, positions, want_slots)
     scale = want.abs().max()
     assert (q.double() - want).abs().max() < TOLERANCE[dtype] * scale
     assert (caches[0].double() - want_caches[0]).abs().max() < TOLERANCE[dtype] * want_caches[0].abs().max()

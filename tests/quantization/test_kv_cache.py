@@ -22,7 +22,7 @@ from weft.forward_context import Batch
 from weft.ops.attention import copy_pages, paged_attention
 from weft.ops.backend import Backend
 from weft.ops.fp8 import E4M3
-from weft.ops.rotary import qk_norm_rope
+from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads, qk_norm_rope
 
 SETTINGS: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "cpu_cache_gib": 0.05, "max_num_seqs": 3}
 PROMPT = list(range(40, 110))
@@ -36,11 +36,11 @@ def caches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def store(cache: tuple[Tensor, Tensor], qkv: Tensor, backend: Backend, scale: Tensor | None = None) -> Tensor:
     tokens = qkv.shape[0]
-    q, _ = qk_norm_rope(
-        qkv, None, None, 1e-6, False, torch.cat([torch.ones(64, 8), torch.zeros(64, 8)], 1).to(DEVICE),
-        torch.arange(tokens, device=DEVICE), *cache, torch.arange(4, 4 + tokens, device=DEVICE),
-        num_heads=4, num_kv_heads=2, head_dim=16, gated=False, k_scale=scale, v_scale=scale, backend=backend,
-    )  # fmt: skip
+    cos_sin = torch.cat([torch.ones(64, 8), torch.zeros(64, 8)], 1).to(DEVICE)
+    slots = CacheSlots(*cache, torch.arange(4, 4 + tokens, device=DEVICE), scale, scale)
+    heads, norms = QkvHeads(4, 2, 16, gated=False), HeadNorms(None, None, 1e-6, zero_centered=False)
+    positions = torch.arange(tokens, device=DEVICE)
+    q, _ = qk_norm_rope(qkv, heads, norms, cos_sin, positions, slots, backend=backend)
     return q
 
 

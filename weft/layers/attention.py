@@ -23,7 +23,7 @@ from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, spli
 from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
 from weft.ops.fp8 import E4M3
-from weft.ops.rotary import qk_norm_rope
+from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads, qk_norm_rope
 
 
 class PagedAttention(WeightModule):
@@ -57,7 +57,6 @@ class Attention(PagedAttention):
         self.name, self._backend = name, context.backend
         self.head_dim, self._scale = geometry.head_dim, geometry.scale or geometry.head_dim**-0.5
         self._in_multiplier, self._out_multiplier = geometry.in_multiplier, geometry.out_multiplier
-        self._gated = geometry.output_gate
         self._eps, self._zero_centered = config.rms_norm_eps, config.zero_centered_norm
         self._cos_sin = context.rotary.get(
             geometry.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
@@ -71,6 +70,8 @@ class Attention(PagedAttention):
             bias=geometry.qkv_bias,
             context=context,
         )
+        local_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self._heads = QkvHeads(*local_heads, geometry.head_dim, geometry.output_gate)
         self.output_width = self.qkv_proj.num_heads * geometry.head_dim
         self.o_proj = RowParallelLinear(
             geometry.num_heads * geometry.head_dim,
@@ -177,25 +178,11 @@ class Attention(PagedAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Queries and the output gate as attention takes them; keys and values into the cache. See ``qk_norm_rope``."""
         q_norm, k_norm = (None, None) if self._norm_spans_heads else (self.q_norm, self.k_norm)
-        return qk_norm_rope(
-            qkv,
-            q_norm.weight if q_norm is not None else None,
-            k_norm.weight if k_norm is not None else None,
-            self._eps,
-            self._zero_centered,
-            self._cos_sin,
-            positions,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            num_heads=self.qkv_proj.num_heads,
-            num_kv_heads=self.qkv_proj.num_kv_heads,
-            head_dim=self.head_dim,
-            gated=self._gated,
-            k_scale=self.k_scale if scaled else None,
-            v_scale=self.v_scale if scaled else None,
-            backend=self._backend,
-        )
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
+        norms = HeadNorms(q_weight, k_weight, self._eps, self._zero_centered)
+        k_scale, v_scale = (self.k_scale, self.v_scale) if scaled else (None, None)
+        slots = CacheSlots(k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        return qk_norm_rope(qkv, self._heads, norms, self._cos_sin, positions, slots, backend=self._backend)
 
     def _normalize_whole(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """The projection with all query heads normalised together, and all key heads."""

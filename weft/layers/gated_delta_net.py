@@ -34,7 +34,7 @@ from weft.layers.weight import (
     stacked,
 )
 from weft.ops.convolution import causal_conv1d
-from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_decode, gdn_gates, gdn_verify
+from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, gdn_decode, gdn_gates, gdn_verify
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 
@@ -129,20 +129,17 @@ class GatedDeltaNet(WeightModule):
             [projected],
             batch,
             [self.local.value_dim],
-            lambda x, *, slots, out: gdn_decode(
-                x, *weights, *states, slots, self.local, backend=self._backend, out=out
-            ),
+            lambda x, *, slots, out: gdn_decode(x, weights, *states, slots, self.local, backend=self._backend, out=out),
             lambda x: self._prefill(x, batch, cache),
         )
 
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-        """All that stands between the two projections."""
-        return self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps
+    def _weights(self) -> DeltaWeights:
+        return DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps)
 
     def _verify(self, projected: Tensor, cache: LayerCache, state_slots: Tensor, slots: Tensor) -> Tensor:
         """As many rows of each sequence as ``slots [S, T]`` has columns; these slots keep the states after each row."""
         states = (cache["conv"], cache["recurrent"], state_slots, slots)
-        return gdn_verify(projected, *self._weights(), *states, self.local, backend=self._backend)
+        return gdn_verify(projected, self._weights(), *states, self.local, backend=self._backend)
 
     def _prefill(self, projected: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""

@@ -34,7 +34,7 @@ from weft.layers.weight import (
     whole_rows,
 )
 from weft.ops.convolution import causal_conv1d
-from weft.ops.delta_rule import chunk_gated_delta_rule, kda_decode, kda_gates
+from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 
@@ -87,14 +87,14 @@ class KimiDelta(WeightModule):
         """Everything between the projections: ``[T, q | k | v | b | ...]`` and two ``[T, width] -> [T, width]``."""
         context = get_forward_context()
         batch, cache, local = context.batch, context.caches[self.name], self.local
-        weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps)
+        weights = DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps)
         states = cache["conv"], cache["recurrent"]
         return mix_rows(
             [projected, forget, gate],
             batch,
             [local.width],
             lambda x, forget, gate, *, slots, out: kda_decode(
-                x, forget, gate, *weights, *states, slots, local, backend=self._backend, out=out
+                x, forget, gate, weights, *states, slots, local, backend=self._backend, out=out
             ),
             lambda x, forget, gate: self._prefill(x, forget, gate, batch, cache),
         )

@@ -24,8 +24,8 @@ from tests.ops.interpreter import DEVICE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.kimi import KimiDeltaConfig
 from weft.ops.backend import Backend
+from weft.ops.delta_rule import DeltaWeights, gdn_decode, gdn_verify, kda_decode
 from weft.ops.delta_rule import decode_gluon as gdn_decode_gluon
-from weft.ops.delta_rule import gdn_decode, gdn_verify, kda_decode
 from weft.ops.delta_rule import verify as gdn_verify_kernels
 from weft.ops.delta_rule import verify_gluon as gdn_verify_gluon
 from weft.ops.triton.launch import launches_handled
@@ -47,9 +47,9 @@ def emulated(launched: list[str]) -> Iterator[None]:
         yield
 
 
-def weights_of(num_channels: int, dt_bias: Tensor) -> list[Any]:
-    """Convolution, A_log, dt_bias, norm and its eps, of two heads."""
-    return [torch.randn(num_channels, 4), torch.tensor([-3.0, 1.0]), dt_bias, torch.randn(128), 1e-6]
+def weights_of(num_channels: int, dt_bias: Tensor) -> DeltaWeights:
+    """Weights of two heads."""
+    return DeltaWeights(torch.randn(num_channels, 4), torch.tensor([-3.0, 1.0]), dt_bias, torch.randn(128), 1e-6)
 
 
 def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +64,9 @@ def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     conv, state = torch.randn(8, geometry.conv_dim, 3), torch.randn(8, 2, 128, 128)
     state[[5, 6, 3]] = torch.nan  # what is only written may hold anything
     want: list[Tensor] = [conv.clone(), state.clone()]
-    expected = gdn_verify(projected, *weights, *want, working, slots, geometry, backend=Backend.TORCH)
+    expected = gdn_verify(projected, weights, *want, working, slots, geometry, backend=Backend.TORCH)
     with emulated([]):
-        out = gdn_verify(projected, *weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
+        out = gdn_verify(projected, weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
     assert (out[3:6] == 0).all(), "padding rows must be zero"
     close(out / expected.std(), expected / expected.std(), torch.float32)
     close(state[1:], want[1][1:], torch.float32)
@@ -85,13 +85,13 @@ def test_decode_step_of_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> N
     state[5] = torch.nan
     reserved = state[0].clone()
     want = conv.clone(), state.clone()
-    expected = gdn_verify(projected, *weights, *want, working, slots, geometry, backend=Backend.TORCH)
+    expected = gdn_verify(projected, weights, *want, working, slots, geometry, backend=Backend.TORCH)
     monkeypatch.setattr(gdn_decode_gluon, "runs_gluon", lambda device: True)  # few rows are the other kernel's
     assert gdn_decode_gluon.takes(state, torch.bfloat16, 4)
     assert not gdn_decode_gluon.takes(state.float(), torch.bfloat16, 4)
     launched: list[str] = []
     with emulated(launched):
-        out = gdn_verify(projected, *weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
+        out = gdn_verify(projected, weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
     assert launched == ["_decode_states_kernel"]
     assert (out[1] == 0).all(), "padding rows must be zero"
     close(out / expected.std(), expected / expected.std(), torch.bfloat16)
@@ -99,9 +99,9 @@ def test_decode_step_of_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(state[[1, 3, 4, 6]], want[1][[1, 3, 4, 6]]), "untouched slots"
     assert torch.equal(state[0], reserved), "nothing is kept of rows without a slot"
     want = conv.clone(), state.clone()
-    expected = gdn_decode(projected, *weights, *want, working, geometry, backend=Backend.TORCH)
+    expected = gdn_decode(projected, weights, *want, working, geometry, backend=Backend.TORCH)
     with emulated(launched):
-        out = gdn_decode(projected, *weights, conv, state, working, geometry, backend=Backend.TRITON)
+        out = gdn_decode(projected, weights, conv, state, working, geometry, backend=Backend.TRITON)
     assert len(launched) == 2
     close(out / expected.std(), expected / expected.std(), torch.bfloat16)
     close(state[1:], want[1][1:], torch.bfloat16)
@@ -116,11 +116,11 @@ def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = torch.tensor([4, 0, 2], dtype=torch.int32)
     conv, state = torch.randn(6, geometry.conv_dim, 3), torch.randn(6, 2, 128, 128)
     want = conv.clone(), state.clone()
-    expected = gdn_decode(projected, *weights, *want, slots, geometry, backend=Backend.TORCH)
+    expected = gdn_decode(projected, weights, *want, slots, geometry, backend=Backend.TORCH)
     monkeypatch.setattr(gdn_verify_gluon, "runs_gluon", lambda device: True)
     launched: list[str] = []
     with emulated(launched):
-        out = gdn_decode(projected, *weights, conv, state, slots, geometry, backend=Backend.TRITON)
+        out = gdn_decode(projected, weights, conv, state, slots, geometry, backend=Backend.TRITON)
     assert launched == ["_verify_states_kernel"]
     assert (out[1] == 0).all(), "padding rows must be zero"
     close(out / expected.std(), expected / expected.std(), torch.float32)
@@ -128,7 +128,7 @@ def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(conv[1:], want[0][1:])
     given = out.new_full(out.shape, 7.0)
     with emulated(launched):
-        gdn_decode(projected, *weights, conv, state, slots, geometry, backend=Backend.TRITON, out=given)
+        gdn_decode(projected, weights, conv, state, slots, geometry, backend=Backend.TRITON, out=given)
     assert (given[1] == 7).all() and len(launched) == 1
 
 
@@ -144,7 +144,7 @@ def test_decode_step_with_a_decay_per_channel(monkeypatch: pytest.MonkeyPatch, f
     slots = torch.tensor([4, 0, 2], dtype=torch.int32)
     conv, state = torch.randn(6, 3 * width, 3).to(dtype), torch.randn(6, 2, 128, 128).to(dtype)
     want = conv.clone(), state.clone()
-    inputs, reserved = (projected, f, gate, *weights), state[0].clone()
+    inputs, reserved = (projected, f, gate, weights), state[0].clone()
     expected = kda_decode(*inputs, *want, slots, geometry, backend=Backend.TORCH)
     monkeypatch.setattr(gdn_verify_gluon if few else gdn_decode_gluon, "runs_gluon", lambda device: True)
     launched: list[str] = []

@@ -14,7 +14,7 @@ from tests.ops.oracles import PAGE_SIZE, make_batch
 from weft.config.kimi import KimiDeltaConfig
 from weft.ops.attention import latent_attention
 from weft.ops.backend import Backend
-from weft.ops.delta_rule import chunk_gated_delta_rule, kda_decode, kda_gates
+from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates
 from weft.ops.norm import gated_rms_norm
 
 pytest.importorskip("triton")
@@ -109,14 +109,14 @@ def test_decode_step(heads: tuple[int, int], given_out: bool, rows: int, dtype: 
     for backend in Backend:
         states = conv_before.clone(), before.clone()
         out = torch.full((rows, h * dim), 7.0, device=DEVICE, dtype=dtype) if given_out else None
-        out = kda_decode(projected, f, gate, *weights, *states, slots, geometry, backend=backend, out=out)
+        out = kda_decode(projected, f, gate, DeltaWeights(*weights), *states, slots, geometry, backend=backend, out=out)
         results[backend] = (out, *states)
     (out, conv, state), expected = results[TRITON], results[TORCH]
     assert (out[last] == (7.0 if given_out else 0.0)).all()
     for prefetch in (False, True):  # tiles of part of the columns
         states = conv_before.clone(), before.clone()
         shape = Shape(16, 4, prefetch, None)
-        tiled = kda_decode_triton(projected, f, gate, *weights, *states, slots, geometry, shape=shape)
+        tiled = kda_decode_triton(projected, f, gate, DeltaWeights(*weights), *states, slots, geometry, shape=shape)
         close(tiled[:last], expected[0][:last], dtype)
         close(states[1][1:], expected[2][1:], dtype)
     close(out, expected[0], dtype)

@@ -17,6 +17,7 @@ from weft.ops.backend import Backend
 from weft.ops.convolution import causal_conv1d
 from weft.ops.convolution import prefill as conv
 from weft.ops.delta_rule import (
+    DeltaWeights,
     chunk_gated_delta_rule,
     gdn_decode,
     gdn_gates,
@@ -155,7 +156,7 @@ def test_decode_step(
         given = [x.float() if backend is TORCH and isinstance(x, Tensor) else x for x in (projected, *weights)]
         states = [x.float() if backend is TORCH else x for x in (conv.clone(), recurrent.clone())]
         kept = torch.full((4, hv * dv), 7.0, dtype=given[0].dtype, device=DEVICE) if kernel == 2 else None
-        out = gdn_decode(*given, *states, slots, geometry, backend=backend, out=kept)
+        out = gdn_decode(given[0], DeltaWeights(*given[1:]), *states, slots, geometry, backend=backend, out=kept)
         results[backend] = (out, *states)
     (out, conv, state), expected = results[TRITON], results[TORCH]
     assert (out[3] == (7 if kernel == 2 else 0)).all(), "padding rows are zero, or left as they are"
@@ -199,11 +200,13 @@ def test_verify_step(
         state[[slot for slot in written.tolist() if slot not in working.tolist()]] = torch.nan
     geometry = GatedDeltaNetConfig(hk, hv, dk, dv, kernel, negative_eigenvalues=kernel == 2)
     got_conv, got_state = conv.clone(), recurrent.clone()
-    out = gdn_verify(projected, *weights, got_conv, got_state, working, slots, geometry, backend=TRITON)
+    out = gdn_verify(projected, DeltaWeights(*weights), got_conv, got_state, working, slots, geometry, backend=TRITON)
     # The reference in float32: it rounds between its operations, the kernel at the end alone.
     wide = [w.float() if isinstance(w, Tensor) else w for w in weights]
     want_conv, want_state = conv.float(), recurrent.clone()
-    want = gdn_verify(projected.float(), *wide, want_conv, want_state, working, slots, geometry, backend=TORCH)
+    want = gdn_verify(
+        projected.float(), DeltaWeights(*wide), want_conv, want_state, working, slots, geometry, backend=TORCH
+    )
     assert (out[2 * num_tokens : 3 * num_tokens] == 0).all(), "padding rows must be zero"
     close(out / want.std(), want / want.std(), dtype)
     assert torch.equal(got_conv[written].float(), want_conv[written])
@@ -226,9 +229,9 @@ def test_a_verified_token_leaves_the_state_of_a_decode_step() -> None:
     slots = torch.tensor([[5, 6, 1], [3, 7, 2]], dtype=torch.int32, device=DEVICE)
     working = slots[:, -1].contiguous()
     stepwise = conv.clone(), state.clone()
-    gdn_verify(projected.flatten(0, 1), *weights, conv, state, working, slots, geometry, backend=TRITON)
+    gdn_verify(projected.flatten(0, 1), DeltaWeights(*weights), conv, state, working, slots, geometry, backend=TRITON)
     for i in range(3):
-        gdn_decode(projected[:, i], *weights, *stepwise, working, geometry, backend=TRITON)
+        gdn_decode(projected[:, i], DeltaWeights(*weights), *stepwise, working, geometry, backend=TRITON)
         after = slots[:, i].long()
         assert torch.equal(conv[after], stepwise[0][working.long()])
         error = (state[after] - stepwise[1][working.long()]).float().norm() / state[after].float().norm()

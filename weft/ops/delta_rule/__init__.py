@@ -18,6 +18,8 @@ projections themselves, slots' owners, or which drafts will be accepted.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -192,14 +194,28 @@ def _channel_scores(writes: Tensor, queries: Tensor, keys: Tensor, log_decay: Te
     return scores[:, :, 0], scores[:, :, 1]
 
 
+class DeltaWeights(NamedTuple):
+    """One rank's weights between the projections of a layer.
+
+    Attributes:
+        conv_weight: ``[C, W]``, with ``C = 2 * HK * K + HV * V`` channels.
+        A_log: ``[HV]``.
+        dt_bias: ``[HV]``; with gates per channel ``[HV * K]``.
+        norm_weight: ``[V]``, of the gated output norm.
+        eps: of that norm.
+    """
+
+    conv_weight: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm_weight: Tensor
+    eps: float
+
+
 @with_kernel("weft.ops.delta_rule.decode")
 def gdn_decode(
     projected: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
+    weights: DeltaWeights,
     conv_state: Tensor,
     state: Tensor,
     state_slots: Tensor,
@@ -212,10 +228,6 @@ def gdn_decode(
 
     Args:
         projected: ``[N, C + HV * V + 2 * HV]``, ``q | k | v | z | b | a`` with ``C = 2 * HK * K + HV * V``.
-        conv_weight: ``[C, W]``.
-        A_log, dt_bias: ``[HV]``.
-        norm_weight: ``[V]``, of the gated output norm.
-        eps: of that norm.
         conv_state: ``[num_slots, C, W - 1]``.
         state: ``[num_slots, HV, K, V]``, float32 or bfloat16.
         state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, or as it is in a given ``out``;
@@ -229,24 +241,22 @@ def gdn_decode(
     # The operations that the kernel fuses, one after the other.
     key_dim, value_dim, num_v_heads = geometry.key_dim, geometry.value_dim, geometry.num_v_heads
     qkv, z, b, a = projected.split([geometry.conv_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
-    g, beta = gdn_gates.reference(a, b, A_log, dt_bias, negative_eigenvalues=geometry.negative_eigenvalues)
-    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
+    doubled = geometry.negative_eigenvalues
+    g, beta = gdn_gates.reference(a, b, weights.A_log, weights.dt_bias, negative_eigenvalues=doubled)
+    qkv = causal_conv1d_update_reference(qkv, weights.conv_weight, conv_state, state_slots)
     q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
     q, k = (x.unflatten(-1, (geometry.num_k_heads, geometry.head_k_dim)) for x in (q, k))
     v = v.unflatten(-1, (num_v_heads, geometry.head_v_dim))
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
-    normed = gated_rms_norm.reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
+    z = z.reshape(-1, geometry.head_v_dim)
+    normed = gated_rms_norm.reference(o.flatten(0, 1), z, weights.norm_weight, weights.eps)
     return settle_padding(normed.view(-1, value_dim), state_slots, out)
 
 
 @with_kernel("weft.ops.delta_rule.verify")
 def gdn_verify(
     projected: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
+    weights: DeltaWeights,
     conv_state: Tensor,
     state: Tensor,
     state_slots: Tensor,
@@ -261,7 +271,6 @@ def gdn_verify(
     Args:
         projected: ``[S * T, C + HV * V + 2 * HV]``, ``q | k | v | z | b | a`` with ``C = 2 * HK * K + HV * V``, the
             tokens of a sequence side by side.
-        conv_weight, A_log, dt_bias, norm_weight, eps, geometry: as in ``gdn_decode``.
         conv_state: ``[num_slots, C, W - 1]``.
         state: ``[num_slots, HV, K, V]``, float32 or bfloat16; rounded to that after every token, as decoding does.
         state_slots: ``[S]`` int32, the slots that hold the states before these tokens. Slot 0: the sequence is padding,
@@ -275,13 +284,12 @@ def gdn_verify(
     # Decode steps on copies of the states, which go to their slots after each.
     num_seqs, query_len = slots.shape
     rows = projected.view(num_seqs, query_len, -1)
-    weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
     first = state_slots.new_zeros(1)
     read = torch.cat([first, state_slots]).long()  # entry 0 is reserved, as in the caches
     local = torch.arange(1, num_seqs + 1, dtype=state_slots.dtype, device=state_slots.device) * (state_slots > 0)
     conv, running, outputs = conv_state[read], state[read], []
     for i in range(query_len):
-        outputs.append(gdn_decode.reference(rows[:, i], *weights, conv, running, local, geometry))
+        outputs.append(gdn_decode.reference(rows[:, i], weights, conv, running, local, geometry))
         after = slots[:, i].long()
         conv_state[after], state[after] = conv[1:], running[1:]
     return torch.stack(outputs, dim=1).flatten(0, 1)
@@ -309,11 +317,7 @@ def kda_decode(
     projected: Tensor,
     f: Tensor,
     gate: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
+    weights: DeltaWeights,
     conv_state: Tensor,
     state: Tensor,
     state_slots: Tensor,
@@ -327,9 +331,7 @@ def kda_decode(
     Args:
         projected: ``[N, 3 * H * K + H + ...]``, ``q | k | v | b``; more columns may follow.
         f, gate: ``[N, H * K]``, projections of the forget gate and of the output gate.
-        conv_weight: ``[3 * H * K, W]``.
-        A_log, dt_bias: see ``kda_gates``.
-        norm_weight: ``[K]``, of the output norm, whose gate is a sigmoid; eps of that norm.
+        weights: the gate of the output norm is a sigmoid.
         conv_state: ``[num_slots, 3 * H * K, W - 1]``.
         state: ``[num_slots, H, K, K]``, float32 or bfloat16.
         state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, or as it is in a given ``out``;
@@ -343,11 +345,12 @@ def kda_decode(
     # The operations that the kernel fuses, one after the other.
     heads, dim = geometry.num_heads, geometry.head_dim
     qkv, b = projected[:, : 3 * heads * dim], projected[:, 3 * heads * dim : 3 * heads * dim + heads]
-    g, beta = kda_gates.reference(f, b, A_log, dt_bias)
-    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
+    g, beta = kda_gates.reference(f, b, weights.A_log, weights.dt_bias)
+    qkv = causal_conv1d_update_reference(qkv, weights.conv_weight, conv_state, state_slots)
     q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
+    gate = gate.reshape(-1, dim)
     normed = gated_rms_norm.reference(
-        o.flatten(0, 1), gate.reshape(-1, dim), norm_weight, eps, activation="sigmoid"
+        o.flatten(0, 1), gate, weights.norm_weight, weights.eps, activation="sigmoid"
     )  # fmt: skip
     return settle_padding(normed.view(-1, heads * dim), state_slots, out)

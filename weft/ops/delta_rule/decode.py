@@ -244,11 +244,7 @@ def _gdn_decode_kernel(
 @launches(gdn_decode)
 def gdn_decode_triton(
     projected,
-    conv_weight,
-    A_log,
-    dt_bias,
-    norm_weight,
-    eps,
+    weights,
     conv_state,
     state,
     state_slots,
@@ -262,9 +258,9 @@ def gdn_decode_triton(
     ``shape`` overrides the choice of ``choose_shape`` (tests and measurements).
     """
     num_rows, g = projected.shape[0], geometry
+    conv_weight, A_log, dt_bias, norm_weight, eps = weights
     if shape is None and out is None and serves_decodes(state, projected.dtype, num_rows):
-        weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
-        return gdn_verify_triton(projected, *weights, conv_state, state, state_slots, state_slots[:, None], geometry)
+        return gdn_verify_triton(projected, weights, conv_state, state, state_slots, state_slots[:, None], geometry)
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
     keep, out = out is not None, projected.new_empty(num_rows, g.value_dim) if out is None else out
@@ -310,11 +306,7 @@ def kda_decode_triton(
     projected,
     f,
     gate,
-    conv_weight,
-    A_log,
-    dt_bias,
-    norm_weight,
-    eps,
+    weights,
     conv_state,
     state,
     state_slots,
@@ -328,6 +320,7 @@ def kda_decode_triton(
     ``shape`` overrides the choice of ``choose_kda_shape`` (tests and measurements).
     """
     heads, dim, num_rows = geometry.num_heads, geometry.head_dim, projected.shape[0]
+    conv_weight, A_log, dt_bias, norm_weight, eps = weights
     assert projected.stride(1) == f.stride(1) == gate.stride(1) == 1
     assert state.is_contiguous() and conv_state.is_contiguous() and conv_weight.is_contiguous()
     assert out is None or out.is_contiguous()

@@ -213,11 +213,7 @@ def serves_decodes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool
 @launches(gdn_verify)
 def gdn_verify_triton(
     projected,
-    conv_weight,
-    A_log,
-    dt_bias,
-    norm_weight,
-    eps,
+    weights,
     conv_state,
     state,
     state_slots,
@@ -231,6 +227,7 @@ def gdn_verify_triton(
     ``num_warps`` overrides ``choose_warps`` (measurements).
     """
     (num_seqs, num_tokens), g = slots.shape, geometry
+    conv_weight, A_log, dt_bias, norm_weight, eps = weights
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous()
     assert state_slots.is_contiguous() and slots.is_contiguous()

@@ -10,7 +10,7 @@ projection, or attention.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,60 +140,78 @@ def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tu
     return out[:, :num_q_heads], out[:, num_q_heads:]
 
 
+class QkvHeads(NamedTuple):
+    """Parts of a merged projection's output: queries, the output gate if ``gated``, keys, values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    gated: bool
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of every query head and every key head (see ``rms_norm``); weights ``[D]``, or both None: no norm."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    zero_centered: bool
+
+
+class CacheSlots(NamedTuple):
+    """The slots of a paged cache that receive a step's keys and values.
+
+    Attributes:
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in the inputs' dtype or e4m3, written in place.
+        slot_mapping: ``[T]`` int64; padding tokens name a slot of page 0.
+        k_scale, v_scale: ``[1]`` float32, or both None: the caches get keys and values divided by these, and queries
+            are multiplied by ``k_scale``, so that scores are what they were; ``paged_attention`` takes ``v_scale``.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
 @with_kernel("weft.ops.rotary.kernels")
 def qk_norm_rope(
     qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    zero_centered: bool,
+    heads: QkvHeads,
+    norms: HeadNorms,
     cos_sin: Tensor,
     positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
+    cache: CacheSlots,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    gated: bool,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     backend: Backend,
 ) -> tuple[Tensor, Tensor | None]:
     """Split a merged projection, normalise and rotate queries and keys, and store keys and values in their pages.
 
     Args:
         qkv: ``[T, (Hq + Hq if gated + 2 * Hkv) * D]``: queries, gate, keys, values, one after the other.
-        q_norm, k_norm: ``[D]`` RMSNorm weights of every head, or both None.
-        eps, zero_centered: as for ``rms_norm``.
         cos_sin: ``[max_len, rotary_dim]`` float32 from ``rotary_table``; the first rotary_dim dimensions turn.
         positions: ``[T]`` int64.
-        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in qkv's dtype or e4m3, written in place.
-        slot_mapping: ``[T]`` int64; padding tokens name a slot of page 0.
-        gated: whether ``qkv`` holds an output gate.
-        k_scale, v_scale: ``[1]`` float32, or both None: the caches get keys and values divided by these, and queries
-            are multiplied by ``k_scale``, so that scores are what they were; ``paged_attention`` takes ``v_scale``.
 
     Returns:
         ``q [T, Hq, D]`` in qkv's dtype, and the gate ``[T, Hq * D]``, a view of ``qkv`` (None unless ``gated``).
     """
-    q, k, v, gate = split_qkv(qkv, num_heads, num_kv_heads, head_dim, gated)
-    if q_norm is not None and k_norm is not None:
-        q = rms_norm_reference(q, q_norm, eps, zero_centered=zero_centered)
-        k = rms_norm_reference(k, k_norm, eps, zero_centered=zero_centered)
+    q, k, v, gate = split_qkv(qkv, heads)
+    if norms.q_weight is not None and norms.k_weight is not None:
+        q = rms_norm_reference(q, norms.q_weight, norms.eps, zero_centered=norms.zero_centered)
+        k = rms_norm_reference(k, norms.k_weight, norms.eps, zero_centered=norms.zero_centered)
         assert isinstance(q, Tensor) and isinstance(k, Tensor)
     q, k = apply_rotary(q, k, positions, cos_sin)
+    k_cache, v_cache, slot_mapping, k_scale, v_scale = cache
     if k_scale is not None and v_scale is not None:
         q, k, v = ((x.float() * scale).to(x.dtype) for x, scale in ((q, k_scale), (k, 1 / k_scale), (v, 1 / v_scale)))
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q, gate
 
 
-def split_qkv(
-    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, gated: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def split_qkv(qkv: Tensor, heads: QkvHeads) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Views ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]``, and the output gate ``[T, Hq * D]`` or None."""
+    num_heads, num_kv_heads, head_dim, gated = heads
     q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
     sizes = [q_size, q_size, kv_size, kv_size] if gated else [q_size, kv_size, kv_size]
     parts = list(qkv.split(sizes, dim=-1))

@@ -215,39 +215,25 @@ def _qk_norm_rope_kernel(
 
 @launches(qk_norm_rope)
 def qk_norm_rope_triton(
-    qkv,
-    q_norm,
-    k_norm,
-    eps,
-    zero_centered,
-    cos_sin,
-    positions,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    *,
-    num_heads,
-    num_kv_heads,
-    head_dim,
-    gated,
-    k_scale,
-    v_scale,
-    tile: Tile | None = None,
+    qkv, heads, norms, cos_sin, positions, cache, *, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """``qk_norm_rope`` of ``weft/ops/rotary``. ``tile`` overrides that of ``TILES``."""
+    num_heads, num_kv_heads, head_dim, _ = heads
+    q_norm, k_norm, eps, zero_centered = norms
+    k_cache, v_cache, slot_mapping, k_scale, v_scale = cache
     assert (q_norm is None) == (k_norm is None) and qkv.stride(1) == 1
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.is_contiguous()
-    q, k, v, gate = split_qkv(qkv, num_heads, num_kv_heads, head_dim, gated)
+    q, k, v, gate = split_qkv(qkv, heads)
     q_out = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
     tile = tile or choose_tile(TILES, num_tokens)
     block_d = next_power_of_2(head_dim)
-    heads = max(1, tile.heads * 128 // block_d)
-    heads, kv_heads = (min(heads, next_power_of_2(count)) for count in (num_heads, num_kv_heads))
-    q_programs = cdiv(num_heads, heads)
+    tile_heads = max(1, tile.heads * 128 // block_d)
+    q_heads, kv_heads = (min(tile_heads, next_power_of_2(count)) for count in (num_heads, num_kv_heads))
+    q_programs = cdiv(num_heads, q_heads)
     fixed = Fixed(
-        num_heads, num_kv_heads, head_dim, rotary_dim, q_norm is not None, zero_centered, tile.tokens, heads, kv_heads,
-        q_programs, block_d, k_scale is not None,
+        num_heads, num_kv_heads, head_dim, rotary_dim, q_norm is not None, zero_centered, tile.tokens, q_heads,
+        kv_heads, q_programs, block_d, k_scale is not None,
     )  # fmt: skip
     _qk_norm_rope_kernel[(q_programs + cdiv(num_kv_heads, kv_heads), cdiv(num_tokens, tile.tokens))](
         q, k, v, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
