@@ -11,7 +11,7 @@ from benchmarks.kernels.fp8_weights import DTYPE, FP8_FLOP_PER_S, fp8_weight, li
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms
 from weft.layers.moe import MOST_ROUTED_ROWS
 from weft.ops.activation import silu_and_mul
-from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
+from weft.ops.fp8 import Fp8Matrix, dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.moe.blocks import Tile, Tiles
 from weft.ops.moe.fp8_experts import SINGLE, HopperPairs, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
 
@@ -99,14 +99,17 @@ class Experts:
             routings.append((torch.rand(ids.shape, device=device), ids))
         return x, routings
 
-    def matrices(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gate and up, their scales, down, its scales."""
+    def matrices(self, tokens: int) -> tuple[Fp8Matrix, Fp8Matrix]:
+        """Gate and up; down."""
         count = self.num_experts + (tokens <= MOST_ROUTED_ROWS)
         (gate_up, gate_up_scale), (down, down_scale) = self.gate_up, self.down
-        return gate_up[:count], gate_up_scale[:count], down[:count], down_scale[:count]
+        return (
+            Fp8Matrix(gate_up[:count], gate_up_scale[:count], None, 128),
+            Fp8Matrix(down[:count], down_scale[:count], None, 128),
+        )
 
     def run(self, x: Tensor, routing: tuple[Tensor, Tensor], config: Tiles | HopperPairs | None) -> Tensor:
-        return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, block=128, config=config)
+        return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, config=config)
 
     def want(self, x: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
         """Of the first tokens."""
@@ -144,7 +147,7 @@ def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, An
     _num_experts, _top_k, hidden, width = EXPERTS
     for tokens in EXPERT_TOKENS:
         x, routings = experts.inputs(tokens)
-        down, few = experts.matrices(tokens)[2], min(tokens, 4)
+        down, few = experts.matrices(tokens)[1].weight, min(tokens, 4)
         want = experts.want(x[:few], (routings[0][0][:few], routings[0][1][:few]))
         chosen = choose_config(down, tokens, routings[0][1].shape[1], 128)
         tried = []

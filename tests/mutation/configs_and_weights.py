@@ -253,7 +253,7 @@ CONFIGS_AND_WEIGHTS = (
     ),
     mutant(
         "sigmoids-without-epsilon", "a small number is added to the sum of sigmoids", "weft/ops/moe/__init__.py",
-        "weights = weights / (weights.sum(-1, keepdim=True) + epsilon)",
+        "weights = weights / (weights.sum(-1, keepdim=True) + rule.epsilon)",
         "weights = weights / weights.sum(-1, keepdim=True)", "tests/ops/moe/test_moe.py",
     ),
     mutant(

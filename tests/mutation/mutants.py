@@ -290,7 +290,7 @@ MUTANTS = (
     ),
     _mutant(
         "experts-scale-unused", "experts with a static input scale are quantised by it", "weft/quantization/fp8.py",
-        "down_input_scale=down.input_scale", "down_input_scale=None",
+        '_optional(experts, f"{name}_input_scale"), block)', "None, block)",
         "tests/quantization/test_parity.py",
     ),
     _mutant(

@@ -8,7 +8,7 @@ sharded, by their width or one by one. Does not know: which layers are sparse, h
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from weft.layers.weight import (
     whole,
 )
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
-from weft.ops.moe import topk_router
+from weft.ops.moe import SOFTMAX, RoutingRule, topk_router
 
 
 class Routed(NamedTuple):
@@ -224,11 +224,10 @@ class SparseMoe(WeightModule):
         them."""
         moe, batch, local = self._moe, get_forward_context().batch, self.experts.local_experts
         num_tokens = batch.num_tokens if batch.token_count is None else batch.token_count
-        scoring: dict[str, Any] = {}
-        if moe.sigmoid is not None:
-            rule = moe.sigmoid
-            scoring = {"sigmoid": True, "bias": self.correction_bias, "epsilon": rule.epsilon, "scale": rule.scale}
-            scoring |= {"num_groups": rule.num_groups, "top_groups": rule.top_groups}
+        rule = SOFTMAX
+        if (sigmoid := moe.sigmoid) is not None:
+            groups = sigmoid.num_groups, sigmoid.top_groups
+            rule = RoutingRule(True, self.correction_bias, sigmoid.epsilon, sigmoid.scale, *groups)
         return topk_router(
             logits,
             moe.num_experts_per_tok,
@@ -238,8 +237,8 @@ class SparseMoe(WeightModule):
             num_experts=len(local),
             shared_expert=shared,
             shared_gate=shared_gate,
+            rule=rule,
             backend=self._backend,
-            **scoring,
         )
 
     def layouts(self) -> tuple[WeightLayout, ...]:

@@ -46,8 +46,9 @@ def traced_op(
         fake: shapes and dtypes of the results, called as the reference. Default: the reference, which then must run on
             fake tensors.
 
-    The function takes tensors, numbers, truth values and enumerations of texts, and returns tensors that are new. A
-    parameter that is a number or a tensor has to be a tensor in a trace: a number would be frozen.
+    The function takes tensors, numbers, truth values, enumerations of texts and named tuples of these, and returns
+    tensors that are new. A parameter that is a number or a tensor has to be a tensor in a trace: a number would be
+    frozen. The operator takes field ``f`` of a named tuple ``p`` as a parameter ``p_f``.
 
     In a trace, the call is an operator if the ``breaks`` of the forward context name the function, else the reference.
     """
@@ -66,8 +67,10 @@ def traced_op(
             breaks = get_forward_context().breaks
             if breaks is not None and name not in breaks.names:
                 return plain_function(*args, **{p: v for p, v in kwargs.items() if p not in dropped})
-            plain = {p: _plain(v) for p, v in kwargs.items()}
-            results = operator(*(_plain(v) for v in args), **plain)
+            plain: dict[str, Any] = {}
+            for p, v in kwargs.items():
+                plain |= {f"{p}_{field}": x for field, x in v._asdict().items()} if _is_group(v) else {p: _plain(v)}
+            results = operator(*(x for v in args for x in (v if _is_group(v) else [_plain(v)])), **plain)
             return results[0] if len(results) == 1 else tuple(results)
 
         return cast(Function, call)
@@ -92,17 +95,42 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
+def _is_group(value: Any) -> bool:
+    """Whether a value is a named tuple, or a type is one of named tuples."""
+    return hasattr(value, "_fields")
+
+
+def _as_declared(
+    parameters: Sequence[inspect.Parameter], hints: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The function's arguments from those of its operator: enumerations and named tuples are made of their parts."""
+    rest, given, named = list(args), [], dict(kwargs)
+    for name, kind, hint, default in ((p.name, p.kind, hints[p.name], p.default) for p in parameters):
+        if _is_group(hint) and kind is not inspect.Parameter.KEYWORD_ONLY:
+            given.append(hint(*rest[: len(hint._fields)]))
+            del rest[: len(hint._fields)]
+        elif _is_group(hint):
+            values = {f: named.pop(f"{name}_{f}") for f in hint._fields if f"{name}_{f}" in named}
+            named[name] = hint(**values) if default is inspect.Parameter.empty else default._replace(**values)
+        elif kind is not inspect.Parameter.KEYWORD_ONLY and rest:
+            given.append(rest.pop(0))
+        elif name in named and isinstance(hint, type) and issubclass(hint, Enum):
+            named[name] = hint(named[name])
+    return given, named
+
+
 def _register(function: Callable[..., Any], dropped: Set[str], fake: Callable[..., Any]) -> Callable[..., Any]:
     """The operator of a function, with its fake, which does not take the parameters in ``dropped``."""
     name, hints = function.__name__, typing.get_type_hints(function)
-    enums = {p: hint for p, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Enum)}
+    parameters = list(inspect.signature(function).parameters.values())
 
     def run(*args: Any, **kwargs: Any) -> list[Tensor]:
-        return _listed(function(*args, **{p: enums[p](v) if p in enums else v for p, v in kwargs.items()}))
+        given, named = _as_declared(parameters, hints, args, kwargs)
+        return _listed(function(*given, **named))
 
     def shapes(*args: Any, **kwargs: Any) -> list[Tensor]:
-        given = {p: v for p, v in kwargs.items() if p not in dropped}
-        return [x.contiguous() for x in _listed(fake(*args, **given))]
+        given, named = _as_declared(parameters, hints, args, kwargs)
+        return [x.contiguous() for x in _listed(fake(*given, **{p: v for p, v in named.items() if p not in dropped}))]
 
     _LIBRARY.define(f"{name}({_schema(function, hints)}) -> Tensor[]")
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -121,9 +149,18 @@ def _schema(function: Callable[..., Any], hints: dict[str, Any]) -> str:
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
             parts.append("*")
             keyword_only = True
-        default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default}"
-        parts.append(f"{_type_name(hints[parameter.name])} {parameter.name}{default}")
+        name, hint, default = parameter.name, hints[parameter.name], parameter.default
+        if _is_group(hint):
+            of_fields = typing.get_type_hints(hint)
+            values = {} if default is inspect.Parameter.empty else default._asdict()
+            parts += [_declaration(of_fields[f], f"{name}_{f}", values.get(f, default)) for f in hint._fields]
+        else:
+            parts.append(_declaration(hint, name, default))
     return ", ".join(parts)
+
+
+def _declaration(hint: Any, name: str, default: Any) -> str:
+    return f"{_type_name(hint)} {name}" + ("" if default is inspect.Parameter.empty else f"={default}")
 
 
 _TYPE_NAMES: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}

@@ -157,21 +157,9 @@ class Fp8Experts(ExpertsMethod):
         )
         if peers is not None:
             return send_fp8_fused_moe(x, gate_up, down, *routed, peers=peers)
-        return fp8_fused_moe(
-            x,
-            gate_up.weight,
-            gate_up.scale,
-            down.weight,
-            down.scale,
-            routed.weights,
-            routed.ids,
-            gate_up_input_scale=gate_up.input_scale,
-            down_input_scale=down.input_scale,
-            shared=routed.shared,
-            shared_gate=routed.shared_gate,
-            block=block,
-            backend=self._context.backend,
-        )
+        weights, ids, shared, gate = routed
+        backend = self._context.backend
+        return fp8_fused_moe(x, gate_up, down, weights, ids, shared=shared, shared_gate=gate, backend=backend)
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
         for matrix, shard in _matrices(layer):

@@ -13,7 +13,7 @@ from weft.layers.moe import Experts, ExpertsMethod, Routed
 from weft.layers.weight import CopyTarget, Interleaved, Slices, WeightLayout, WeightPiece, empty_parameter
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import linear, linear_parts, linear_silu_mul
-from weft.ops.moe import fused_moe, send_fused_moe
+from weft.ops.moe import ExpertExtras, fused_moe, send_fused_moe
 
 
 class UnquantizedLinear(LinearMethod):
@@ -74,6 +74,8 @@ class UnquantizedExperts(ExpertsMethod):
 
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         matrices, clamped = experts.matrices(routed.shared is None), experts.clamped
+        alpha, limit = (1.0, None) if clamped is None else (clamped.alpha, clamped.limit)
+        extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, alpha, limit)
         own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
         run: Callable[..., Tensor | SentRows] = fused_moe if peers is None else send_fused_moe
         return run(
@@ -82,10 +84,7 @@ class UnquantizedExperts(ExpertsMethod):
             matrices["down"],
             routed.weights,
             routed.ids,
-            gate_up_bias=experts.gate_up_bias,
-            down_bias=experts.down_bias,
-            alpha=1.0 if clamped is None else clamped.alpha,
-            limit=None if clamped is None else clamped.limit,
+            extras=extras,
             shared=routed.shared,
             shared_gate=routed.shared_gate,
             **own,

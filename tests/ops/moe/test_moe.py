@@ -10,7 +10,7 @@ from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from weft.ops.backend import Backend
-from weft.ops.moe import fused_moe, topk_router
+from weft.ops.moe import RoutingRule, fused_moe, topk_router
 
 TORCH = Backend.TORCH
 
@@ -29,8 +29,9 @@ def loop_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Ten
 def test_sigmoid_weights_by_hand() -> None:
     """The sum that weights are divided by, their factor, and experts that are elsewhere."""
     logits = torch.tensor([[0.0, 1.0, 2.0, -3.0]])
-    rule = {"sigmoid": True, "renormalize": True, "epsilon": 0.5, "scale": 3.0, "num_tokens": 1}
-    weights, ids = topk_router(logits, 3, first_expert=2, num_experts=1, backend=TORCH, **rule)
+    rule = RoutingRule(sigmoid=True, epsilon=0.5, scale=3.0)
+    here = {"first_expert": 2, "num_experts": 1, "num_tokens": 1}
+    weights, ids = topk_router(logits, 3, renormalize=True, **here, rule=rule, backend=TORCH)
     scores = torch.sigmoid(torch.tensor([2.0, 1.0, 0.0]))
     torch.testing.assert_close(weights[0], 3.0 * scores / (scores.sum() + 0.5))
     assert ids.tolist() == [[0, -1, -1]]

@@ -22,8 +22,8 @@ from tests.ops.linear.test_triton_fp8 import (
 )
 from tests.ops.moe.test_triton_moe import expected_moe, routing
 from weft.ops.backend import Backend
+from weft.ops.fp8 import Fp8Matrix, quantize_inputs_reference, quantize_rows
 from weft.ops.fp8 import quantize as fp8_quantize
-from weft.ops.fp8 import quantize_inputs_reference, quantize_rows
 from weft.ops.fp8.quantize import prepare_pass
 from weft.ops.moe import fp8_fused_moe
 from weft.ops.moe.blocks import Tile, Tiles
@@ -49,11 +49,11 @@ def check_moe(
     gate_up, gate_up_scale = fp8_matrix(2 * width, hidden, block, num_experts)
     down, down_scale = fp8_matrix(hidden, width, block, num_experts)
     want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block)
-    given = (x, gate_up, gate_up_scale, down, down_scale, weights, ids)
-    scales = {"gate_up_input_scale": static and static[0], "down_input_scale": static and static[1]}
-    references = [] if ON_GPU else [fp8_fused_moe(*given, block=block, **scales, backend=Backend.TORCH)]
+    up = Fp8Matrix(gate_up, gate_up_scale, static and static[0], block)
+    given = (x, up, Fp8Matrix(down, down_scale, static and static[1], block), weights, ids)
+    references = [] if ON_GPU else [fp8_fused_moe(*given, backend=Backend.TORCH)]
     x[num_tokens - padding :] = torch.nan
-    for out in (*references, fp8_fused_moe_triton(*given, block=block, config=config, **scales)):
+    for out in (*references, fp8_fused_moe_triton(*given, config=config)):
         assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
         real = slice(num_tokens - padding)
         error, size = (out[real].double() - want[real]).norm(), want[real].norm()
@@ -106,14 +106,16 @@ def test_experts_of_awkward_widths(num_tokens: int, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [2, 9], ids=["single", "grouped"])
-@pytest.mark.parametrize("name", ["gate_up_input_scale", "down_input_scale"])
-def test_each_product_has_input_scales_of_its_own(num_tokens: int, name: str) -> None:
+@pytest.mark.parametrize("scaled", [0, 1], ids=["gate_up", "down"])
+def test_each_product_has_input_scales_of_its_own(num_tokens: int, scaled: int) -> None:
     """One for all inputs is given for one product alone; the other finds those of its rows."""
     (weights, ids), x = routing(num_tokens, 4, 2, 0), torch.randn(num_tokens, 128, device=DEVICE)
-    given = (x, *fp8_matrix(256, 128, 0, 4), *fp8_matrix(128, 128, 0, 4), weights, ids)
-    scale = {name: torch.tensor([0.02], device=DEVICE)}
-    want = fp8_fused_moe(*given, block=0, **scale, backend=Backend.TORCH)
-    error = (fp8_fused_moe_triton(*given, block=0, **scale) - want).norm()
+    scales = [torch.tensor([0.02], device=DEVICE) if place == scaled else None for place in range(2)]
+    gate_up, down = (
+        Fp8Matrix(*fp8_matrix(n, 128, 0, 4), scale, 0) for n, scale in zip((256, 128), scales, strict=True)
+    )
+    want = fp8_fused_moe(x, gate_up, down, weights, ids, backend=Backend.TORCH)
+    error = (fp8_fused_moe_triton(x, gate_up, down, weights, ids) - want).norm()
     assert error <= ROUNDED_TWICE[torch.float32] * want.norm()
 
 
@@ -168,9 +170,8 @@ def test_down_product_through_tiles_of_columns(rows: int, scheme: str, hidden: i
 def check_same_bits(scheme: str, hidden: int, *configs: Tiles) -> None:
     weights, ids = routing(70, 3, 2, 3)
     block, (x, static) = block_of(scheme), inputs(70, hidden, torch.float32, scheme)
-    given = (x, *fp8_matrix(512, hidden, block, 3), *fp8_matrix(hidden, 256, block, 3), weights, ids)
-    scales = {"gate_up_input_scale": static, "down_input_scale": static}
-    want, out = (fp8_fused_moe_triton(*given, block=block, config=config, **scales) for config in configs)
+    up, down = (Fp8Matrix(*fp8_matrix(*size, block, 3), static, block) for size in ((512, hidden), (hidden, 256)))
+    want, out = (fp8_fused_moe_triton(x, up, down, weights, ids, config=config) for config in configs)
     assert want[:67].any(1).all() and torch.equal(out, want)
 
 
@@ -178,15 +179,14 @@ def test_experts_quantise_alike_in_both_products() -> None:
     """A wide up tile quantises its hidden values itself; the down product would have done the same."""
     weights, ids = routing(9, 4, 2, 0)
     x = torch.randn(9, 128, device=DEVICE)
-    gate_up, down = fp8_matrix(256, 128, 128, 4), fp8_matrix(128, 128, 128, 4)
+    gate_up, down = (Fp8Matrix(*fp8_matrix(n, 128, 128, 4), None, 128) for n in (256, 128))
     outs = [
         fp8_fused_moe_triton(
             x,
-            *gate_up,
-            *down,
+            gate_up,
+            down,
             weights,
             ids,
-            block=128,
             config=Tiles(Tile(16, columns, 128, 4, 2), Tile(16, 64, 128, 4, 2)),
         )
         for columns in (32, 128)
@@ -197,11 +197,11 @@ def test_experts_quantise_alike_in_both_products() -> None:
 def test_a_shared_expert_is_gated_and_added() -> None:
     weights, ids = routing(5, 4, 2, 1)
     x = torch.randn(5, 128, device=DEVICE)
-    gate_up, down = fp8_matrix(256, 128, 128, 4), fp8_matrix(128, 128, 128, 4)
+    gate_up, down = (Fp8Matrix(*fp8_matrix(n, 128, 128, 4), None, 128) for n in (256, 128))
     shared, logits = torch.randn(5, 128, device=DEVICE), torch.randn(5, 9, device=DEVICE)
-    plain = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=128)
+    plain = fp8_fused_moe_triton(x, gate_up, down, weights, ids)
     gated = logits[:, 8:]
-    out = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=128, shared=shared, shared_gate=gated)
+    out = fp8_fused_moe_triton(x, gate_up, down, weights, ids, shared=shared, shared_gate=gated)
     torch.testing.assert_close(out, plain + torch.sigmoid(gated) * shared)
 
 
@@ -210,7 +210,7 @@ def test_unquantised_experts_are_near() -> None:
     weights, ids = routing(33, 4, 2, 0)
     x, wide_up, wide_down = (torch.randn(s, device=DEVICE) for s in ((33, 256), (4, 256, 256), (4, 256, 128)))
     wide_up, wide_down = wide_up / 16, wide_down / 11
-    gate_up, down = quantize_rows(wide_up), quantize_rows(wide_down)
-    out = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=0)
+    gate_up, down = (Fp8Matrix(*quantize_rows(wide), None, 0) for wide in (wide_up, wide_down))
+    out = fp8_fused_moe_triton(x, gate_up, down, weights, ids)
     want = expected_moe(x, wide_up, wide_down, weights, ids)
     assert (out - want).norm() < 0.08 * want.norm()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.moe import clamped_swiglu, fused_moe, topk_router
+from weft.ops.moe import ExpertExtras, RoutingRule, clamped_swiglu, fused_moe, topk_router
 from weft.ops.moe import combine as moe_sum
 from weft.ops.moe import groups as moe_groups
 from weft.ops.moe.blocks import Tile, Tiles
@@ -116,12 +116,12 @@ def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
             for s in ((num_tokens, 40), (3, 40, 40), (3, 40, 20), (3, 40), (3, 40))
         )
         want = expected_moe(x, gate_up, down, weights, ids, (biases[0], biases[1]))
-        options = {"gate_up_bias": biases[0], "down_bias": biases[1], **CLAMPED}
+        extras = ExpertExtras(biases[0], biases[1], **CLAMPED)
         tall = Tiles(Tile(128, 16, 16, 4, 2), Tile(128, 16, 16, 4, 2))
         for tiles in (None, tall):
-            out = fused_moe_triton(x, gate_up, down, weights, ids, tiles=tiles, **options)
+            out = fused_moe_triton(x, gate_up, down, weights, ids, extras=extras, tiles=tiles)
             assert (out.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
-        reference = fused_moe.reference(x, gate_up, down, weights, ids, **options)
+        reference = fused_moe.reference(x, gate_up, down, weights, ids, extras=extras)
         assert (reference.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
 
 
@@ -239,12 +239,12 @@ def test_routers_add_the_shared_expert(gated: bool) -> None:
     rows = torch.randn(5, 13, device=DEVICE)
     logits, gate = rows[:, :12], rows[:, 12:] if gated else None
     local = {"num_tokens": 4, "first_expert": 4, "num_experts": 4, "renormalize": True}
-    sigmoid = {"sigmoid": True, "epsilon": 1e-3, "scale": 2.5}
+    sigmoid = RoutingRule(sigmoid=True, epsilon=1e-3, scale=2.5)
     for route in (
         lambda **more: topk_router_triton(logits, 3, **local, **more),
         lambda **more: topk_router.reference(logits, 3, **local, **more),
-        lambda **more: topk_router_triton(logits, 3, **sigmoid, **local, **more),
-        lambda **more: topk_router.reference(logits, 3, **sigmoid, **local, **more),
+        lambda **more: topk_router_triton(logits, 3, rule=sigmoid, **local, **more),
+        lambda **more: topk_router.reference(logits, 3, rule=sigmoid, **local, **more),
     ):
         without, (weights, ids) = route(), route(shared_expert=True, shared_gate=gate)
         assert torch.equal(weights[:, :3], without[0]) and torch.equal(ids[:, :3], without[1])
@@ -267,14 +267,12 @@ def test_router_takes_the_lower_id_of_equals(dtype: torch.dtype) -> None:
     [(5, 2, (1, 1), True), (12, 3, (4, 2), True), (12, 4, (6, 3), False), (7, 7, (1, 1), False), (4, 2, (4, 2), True)],
 )
 def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], biased: bool) -> None:
-    num_groups, top_groups = groups
     logits = torch.randn(9, num_experts + 3, device=DEVICE)[:, :num_experts]
     bias = torch.randn(num_experts, device=DEVICE) if biased else None
     count = torch.tensor([7], dtype=torch.int32, device=DEVICE)
-    settings = {"sigmoid": True, "bias": bias, "epsilon": 1e-3, "scale": 2.5}
-    settings |= {"num_groups": num_groups, "top_groups": top_groups}
+    rule = RoutingRule(True, bias, 1e-3, 2.5, *groups)
     for renormalize, num_tokens, local in ((True, 7, {}), (False, count, {"first_expert": 1, "num_experts": 2})):
-        options = {**settings, **local, "renormalize": renormalize, "num_tokens": num_tokens}
+        options = {"rule": rule, **local, "renormalize": renormalize, "num_tokens": num_tokens}
         want = topk_router.reference(logits, top_k, **options)
         got = topk_router_triton(logits, top_k, **options)
         assert torch.equal(got[1], want[1])
@@ -284,7 +282,7 @@ def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], b
 def test_sigmoid_router_keeps_to_the_best_groups() -> None:
     """The best expert of all stands in a group whose second is poor."""
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.2]], device=DEVICE)
-    settings = {"sigmoid": True, "renormalize": False, "num_groups": 3, "top_groups": 1, "num_tokens": 1}
+    rule = RoutingRule(sigmoid=True, num_groups=3, top_groups=1)
     for router in (topk_router.reference, topk_router_triton):
-        _, ids = router(scores.logit(), 2, **settings)
+        _, ids = router(scores.logit(), 2, renormalize=False, num_tokens=1, rule=rule)
         assert ids.tolist() == [[2, 3]]

@@ -8,7 +8,7 @@ shared experts, or how experts are sharded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,30 @@ from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.linear import fp8_linear
 from weft.ops.traced import traced_op
+
+
+class RoutingRule(NamedTuple):
+    """How experts are scored: by a float32 softmax over all experts, or by sigmoids (DeepSeek-V3, arXiv 2412.19437).
+
+    Attributes:
+        sigmoid: choose the experts with the highest ``sigmoid(logit) + bias``, weighted by the sigmoid alone. All other
+            fields are for sigmoids only.
+        bias: ``[E]`` float32, or None.
+        epsilon: added to the sum by which ``renormalize`` divides.
+        scale: factor of the routed experts' weights, after that division.
+        num_groups, top_groups: experts stand in ``num_groups`` equal groups. Only experts of the ``top_groups`` groups
+            whose two best experts have the highest sum can be chosen.
+    """
+
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    epsilon: float = 0.0
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+SOFTMAX = RoutingRule()
 
 
 @traced_op()
@@ -34,17 +58,10 @@ def topk_router(
     num_experts: int | None = None,
     shared_expert: bool = False,
     shared_gate: Tensor | None = None,
-    sigmoid: bool = False,
-    bias: Tensor | None = None,
-    epsilon: float = 0.0,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
+    rule: RoutingRule = SOFTMAX,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each token: the likeliest ones by a float32 softmax over all experts; or, with
-    ``sigmoid``, those with the highest ``sigmoid(logit) + bias``, weighted by the sigmoid alone (DeepSeek-V3, arXiv
-    2412.19437).
+    """Choose the ``top_k`` experts of each token.
 
     Args:
         logits: ``[T, E]``.
@@ -56,26 +73,22 @@ def topk_router(
         shared_expert: one more place per token, for an expert that sees all of them and stands behind those that are
             here: its id is their number.
         shared_gate: ``[T, 1]``: its weight is ``sigmoid(shared_gate)``; None: 1.
-        bias, epsilon, scale, num_groups, top_groups: with ``sigmoid`` alone. ``bias``: ``[E]`` float32, or None.
-            ``epsilon``: added to the sum that ``renormalize`` divides by. ``scale``: factor of the routed experts'
-            weights, after that. Experts stand in ``num_groups`` equal groups; only those of the ``top_groups`` groups
-            whose two best experts have the highest sum can be chosen.
 
     Returns:
         ``(weights [T, k] float32, ids [T, k] int32)``, k being ``top_k``, or one more; padding rows have weight 0 and
         id -1.
     """
-    if sigmoid:
+    if rule.sigmoid:
         scores = logits.float().sigmoid()
-        choice = scores if bias is None else scores + bias
-        ids = _of_best_groups(choice, num_groups, top_groups).topk(top_k, dim=-1)[1]
+        choice = scores if rule.bias is None else scores + rule.bias
+        ids = _of_best_groups(choice, rule.num_groups, rule.top_groups).topk(top_k, dim=-1)[1]
         weights = scores.gather(1, ids)
     else:
         weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
-    if sigmoid:
-        weights = weights * scale
+        weights = weights / (weights.sum(-1, keepdim=True) + rule.epsilon)
+    if rule.sigmoid:
+        weights = weights * rule.scale
     ids = _local_ids(ids, first_expert, num_experts)
     if shared_expert:
         weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
@@ -198,6 +211,23 @@ _LIBRARY.define(
 _LIBRARY.impl("experts_reference", _experts, "CompositeExplicitAutograd")
 
 
+class ExpertExtras(NamedTuple):
+    """What experts have besides their matrices.
+
+    Attributes:
+        gate_up_bias, down_bias: ``[E, 2 * I]`` and ``[E, H]`` to add to the projections, or None.
+        alpha, limit: with a limit the activation is ``clamped_swiglu`` of both.
+    """
+
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    alpha: float = 1.0
+    limit: float | None = None
+
+
+NO_EXTRAS = ExpertExtras()
+
+
 @traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
 @with_kernel("weft.ops.moe.experts")
 def fused_moe(
@@ -207,10 +237,7 @@ def fused_moe(
     weights: Tensor,
     ids: Tensor,
     *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    alpha: float = 1.0,
-    limit: float | None = None,
+    extras: ExpertExtras = NO_EXTRAS,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     backend: Backend,
@@ -224,8 +251,6 @@ def fused_moe(
         down: ``[E, H, I]``.
         weights: ``[T, k]``.
         ids: ``[T, k]`` integers (int32 for the kernel); -1 means no expert.
-        gate_up_bias, down_bias: ``[E, 2 * I]`` and ``[E, H]`` to add to the projections, or None.
-        alpha, limit: with a limit the activation is ``clamped_swiglu`` of both.
         shared: ``[T, H]``, output of a shared expert to add, times ``sigmoid(shared_gate)``.
         shared_gate: ``[T, 1]``, or None: the shared expert is added as it is.
 
@@ -234,7 +259,7 @@ def fused_moe(
     """
     # The host reads which experts were hit, so the experts are one operation to the dispatcher: who records operations
     # (the graph emulator) sees them as a unit and never a frozen list of experts.
-    out = torch.ops.weft.experts_reference(x, gate_up, down, weights, ids, gate_up_bias, down_bias, alpha, limit)
+    out = torch.ops.weft.experts_reference(x, gate_up, down, weights, ids, *extras)
     return add_shared(out, shared, shared_gate)
 
 
@@ -245,59 +270,48 @@ def send_fused_moe(
     weights: Tensor,
     ids: Tensor,
     *,
+    extras: ExpertExtras = NO_EXTRAS,
     shared: Tensor | None,
     shared_gate: Tensor | None,
     peers: PeerBuffers,
-    **options: Any,
 ) -> SentRows:
     """``fused_moe`` on a GPU, whose sums over experts are a rank's parts of what ``all_reduce_rms_norm`` forms next:
-    they are sent to ``peers``. ``options``: the others of ``fused_moe``."""
+    they are sent to ``peers``."""
     from weft.ops.moe.combine import send_experts
     from weft.ops.moe.experts import pair_outputs
 
-    return send_experts(pair_outputs(x, gate_up, down, ids, **options), weights, ids, shared, shared_gate, peers)
+    return send_experts(pair_outputs(x, gate_up, down, ids, extras), weights, ids, shared, shared_gate, peers)
 
 
 @traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
 @with_kernel("weft.ops.moe.fp8_experts")
 def fp8_fused_moe(
     x: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
+    gate_up: Fp8Matrix,
+    down: Fp8Matrix,
     weights: Tensor,
     ids: Tensor,
     *,
-    gate_up_input_scale: Tensor | None = None,
-    down_input_scale: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
-    block: int,
     backend: Backend,
 ) -> Tensor:
     """``sum_j weights[t, j] * down[e] (silu(gate[e] x_t) * (up[e] x_t))`` with ``e = ids[t, j]``.
 
     Args:
         x: ``[T, H]``.
-        gate_up, down: ``[E, 2 * I, H]`` (gate rows, then up rows) and ``[E, H, I]``, e4m3.
-        gate_up_scale, down_scale: float32; ``[E, 2 * I / block, H / block]`` and ``[E, H / block, I / block]``, or
-            ``[E, 2 * I, 1]`` and ``[E, H, 1]`` if ``block`` is 0.
+        gate_up, down: ``[E, 2 * I, H]`` (gate rows, then up rows) and ``[E, H, I]``, of the same ``block``: 128, or 0
+            for scales by row and token.
         weights: ``[T, k]``.
         ids: ``[T, k]`` integers (int32 for the kernel); -1 means no expert.
-        gate_up_input_scale, down_input_scale: ``[1]`` float32: the scale of all inputs of a product; None: found for
-            each token (and group).
         shared: ``[T, H]``, output of a shared expert to add, times ``sigmoid(shared_gate)``.
         shared_gate: ``[T, 1]``, or None: the shared expert is added as it is.
-        block: 128, or 0 for scales by row and token.
 
     Returns:
         ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
     """
     # The experts are one operation to the dispatcher, as in ``fused_moe``.
-    out = torch.ops.weft.fp8_experts_reference(
-        x, gate_up, gate_up_scale, down, down_scale, weights, ids, gate_up_input_scale, down_input_scale, block
-    )
+    out = torch.ops.weft.fp8_experts_reference(x, *gate_up, *down, weights, ids)
     return add_shared(out, shared, shared_gate)
 
 
@@ -323,13 +337,14 @@ def _fp8_experts(
     x: Tensor,
     gate_up: Tensor,
     gate_up_scale: Tensor,
+    gate_up_input_scale: Tensor | None,
+    _block: int,
     down: Tensor,
     down_scale: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up_input_scale: Tensor | None,
     down_input_scale: Tensor | None,
     block: int,
+    weights: Tensor,
+    ids: Tensor,
 ) -> Tensor:
     def run(expert: int, rows: Tensor) -> Tensor:
         both = fp8_linear.reference(
@@ -342,7 +357,8 @@ def _fp8_experts(
 
 
 _LIBRARY.define(
-    "fp8_experts_reference(Tensor x, Tensor gate_up, Tensor gate_up_scale, Tensor down, Tensor down_scale, "
-    "Tensor weights, Tensor ids, Tensor? gate_up_input_scale, Tensor? down_input_scale, int block) -> Tensor"
+    "fp8_experts_reference(Tensor x, Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_input_scale, "
+    "int gate_up_block, Tensor down, Tensor down_scale, Tensor? down_input_scale, int down_block, Tensor weights, "
+    "Tensor ids) -> Tensor"
 )
 _LIBRARY.impl("fp8_experts_reference", _fp8_experts, "CompositeExplicitAutograd")

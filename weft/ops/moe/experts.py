@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.backend import launches
-from weft.ops.moe import fused_moe
+from weft.ops.moe import ExpertExtras, fused_moe
 from weft.ops.moe.blocks import (
     UNGROUPED_TOKENS,
     Tile,
@@ -246,41 +246,20 @@ def moe_tiles(num_pairs: int, num_experts: int, element_size: int, width: int) -
 
 @launches(fused_moe)
 def fused_moe_triton(
-    x,
-    gate_up,
-    down,
-    weights,
-    ids,
-    *,
-    gate_up_bias,
-    down_bias,
-    alpha,
-    limit,
-    shared,
-    shared_gate,
-    tiles: Tiles | None = None,
+    x, gate_up, down, weights, ids, *, extras, shared, shared_gate, tiles: Tiles | None = None
 ) -> Tensor:
     """``fused_moe`` of ``weft/ops/moe``. ``tiles``: for tuning; None takes ``moe_tiles``."""
-    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    outputs = pair_outputs(x, gate_up, down, ids, **biases, alpha=alpha, limit=limit, tiles=tiles)
+    outputs = pair_outputs(x, gate_up, down, ids, extras, tiles)
     # Of one token, kernels of a whole layer would wait side by side, and load weights before those that come first.
     released = Release.AT_END if len(ids) == 1 else Release.BY_KERNEL
     return sum_experts(outputs, weights, ids, shared, shared_gate, released=released)
 
 
 def pair_outputs(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    *,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    alpha: float,
-    limit: float | None,
-    tiles: Tiles | None = None,
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, extras: ExpertExtras, tiles: Tiles | None = None
 ) -> Tensor:
     """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
+    gate_up_bias, down_bias, alpha, limit = extras
     tiles = moe_tiles(ids.numel(), gate_up.shape[0], x.element_size(), down.shape[2]) if tiles is None else tiles
     assert tiles.up.rows == tiles.down.rows
     assert gate_up.is_contiguous() and down.is_contiguous() and ids.is_contiguous()

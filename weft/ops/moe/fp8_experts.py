@@ -287,27 +287,10 @@ def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
 
 @launches(fp8_fused_moe)
 def fp8_fused_moe_triton(
-    x,
-    gate_up,
-    gate_up_scale,
-    down,
-    down_scale,
-    weights,
-    ids,
-    *,
-    gate_up_input_scale,
-    down_input_scale,
-    shared,
-    shared_gate,
-    block,
-    config: Tiles | HopperPairs | None = None,
+    x, gate_up, down, weights, ids, *, shared, shared_gate, config: Tiles | HopperPairs | None = None
 ) -> Tensor:
     """``fp8_fused_moe`` of ``weft/ops/moe``. ``config``: overrides the choice (tests and measurements)."""
-    matrices = (
-        Fp8Matrix(gate_up, gate_up_scale, gate_up_input_scale, block),
-        Fp8Matrix(down, down_scale, down_input_scale, block),
-    )
-    return sum_experts(pair_outputs(x, ids, *matrices, config), weights, ids, shared, shared_gate)
+    return sum_experts(pair_outputs(x, ids, gate_up, down, config), weights, ids, shared, shared_gate)
 
 
 def pair_outputs(

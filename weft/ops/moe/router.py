@@ -191,23 +191,10 @@ def _router_kernel(
 
 @launches(topk_router)
 def topk_router_triton(
-    logits,
-    top_k,
-    *,
-    renormalize,
-    num_tokens,
-    first_expert,
-    num_experts,
-    shared_expert,
-    shared_gate,
-    sigmoid,
-    bias,
-    epsilon,
-    scale,
-    num_groups,
-    top_groups,
+    logits, top_k, *, renormalize, num_tokens, first_expert, num_experts, shared_expert, shared_gate, rule
 ) -> tuple[Tensor, Tensor]:
     """``topk_router`` of ``weft/ops/moe``."""
+    sigmoid, bias, epsilon, scale, num_groups, top_groups = rule
     num_rows, all_experts = logits.shape
     assert logits.stride(1) == 1 and top_k <= all_experts // num_groups * top_groups
     places = top_k + shared_expert
