@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
 from weft.forward_context import Batch
-from weft.ops.attention.decode import decode_tile, launch_decode
+from weft.ops.attention.decode import DecodeChoice, decode_tile, launch_decode
 from weft.ops.attention.paged import GLUON_IS_KNOWN
 from weft.ops.attention.prefill import launch_prefill, prefill_tile
 from weft.ops.attention.tiles import Tile
@@ -124,7 +124,7 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
             i: int, tile: Tile = tile, outs: list[Tensor] = outs, options: dict[str, Any] = options
         ) -> Callable[[], None]:
             q, k, v, batch = sets[i]
-            return lambda: launch_decode(q, k, v, batch, dim**-0.5, outs[i], tile, **options)
+            return lambda: launch_decode(q, k, v, batch, dim**-0.5, outs[i], DecodeChoice(tile, **options))
 
         ms = graph_ms([call(i) for i in range(len(sets))] * (4 if size < 8 and ON_GPU else 1))
         worst = worst_error(outs[-1], *sets[-1], sorted({0, size // 2, size - 1}))

@@ -27,7 +27,7 @@ from weft.config.mamba2 import Mamba2Config
 from weft.ops.convolution.decode import causal_conv1d_update_triton
 from weft.ops.convolution.prefill import causal_conv1d_triton
 from weft.ops.linear_attention import chunk_linear_attention
-from weft.ops.linear_attention.decode import StepTile, linear_attention_step
+from weft.ops.linear_attention.decode import StepTile, TimeSteps, linear_attention_step
 from weft.ops.linear_attention.prefill import (
     Tile,
     choose_tile,
@@ -161,9 +161,7 @@ def time_mamba_ssm_step(geometry: Mamba2Config, rows: int) -> dict[str, float]:
         for slots in order
     ]  # fmt: skip
     ours = state.transpose(2, 3).contiguous()
-    step = partial(
-        linear_attention_step, c, b, x, w.A_log, ours, dt=dt, dt_bias=w.dt_bias, skip=w.D, dt_limit=(0.0, math.inf)
-    )
+    step = partial(linear_attention_step, c, b, x, w.A_log, ours, steps=TimeSteps(dt, w.dt_bias, w.D, (0.0, math.inf)))
     return {"mamba_ssm": time_us(theirs), "weft": time_us([partial(step, s) for s in order])}
 
 
@@ -185,9 +183,7 @@ def time_decode(geometry: Mamba2Config, rows: int, state_dtype: torch.dtype) -> 
         rows * (sum(geometry.part_sizes) + geometry.inner_size + 2 * geometry.conv_dim * (geometry.conv_kernel - 1)) * 2
     )
     floor = (rows * row_bytes + other) / COPY_BYTES_PER_S * 1e6
-    step = partial(
-        linear_attention_step, c, b, x, w.A_log, state, dt=dt, dt_bias=w.dt_bias, skip=w.D, dt_limit=(0.0, 9.0)
-    )
+    step = partial(linear_attention_step, c, b, x, w.A_log, state, steps=TimeSteps(dt, w.dt_bias, w.D, (0.0, 9.0)))
     times = {"us": total, "floor_us": floor, "share": floor / total if total else 0.0}
     for tile in STEP_TILES:
         times[f"step {tuple(tile)}"] = attempt(partial(time_us, [partial(step, s, tile=tile) for s in slots]))

@@ -28,6 +28,7 @@ from weft.ops.convolution.decode import causal_conv1d_update_triton, short_conv_
 from weft.ops.convolution.prefill import causal_conv1d_triton
 from weft.ops.linear_attention.decode import linear_attention_step
 from weft.ops.linear_attention.prefill import chunk_linear_attention_triton
+from weft.ops.mamba import ScanWeights
 from weft.ops.mamba.scan import selective_scan_step_triton, selective_scan_triton
 
 MAMBA_C, MAMBA_N, MAMBA_W = (8192, 16, 4) if ON_GPU else (32, 4, 4)
@@ -58,10 +59,9 @@ def scan_inputs(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return x, z, dt, random(rows, MAMBA_N), random(rows, MAMBA_N)
 
 
-def scan_weights() -> tuple[Tensor, Tensor, Tensor]:
-    """dt_bias, A_log, D."""
+def scan_weights() -> ScanWeights:
     a_log = torch.arange(1, MAMBA_N + 1, device=DEVICE).log()[:, None].repeat(1, MAMBA_C)
-    return torch.empty(MAMBA_C, device=DEVICE).uniform_(-7, -2), a_log, torch.ones(MAMBA_C, device=DEVICE)
+    return ScanWeights(torch.empty(MAMBA_C, device=DEVICE).uniform_(-7, -2), a_log, torch.ones(MAMBA_C, device=DEVICE))
 
 
 def scan_decode(rows: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def scan_decode(rows: int) -> dict[str, Any]:
     num_slots, slots = slots_of(rows, state_bytes)
     state, inputs = random(num_slots, MAMBA_N, MAMBA_C, dtype=torch.float32), scan_inputs(rows)
     conv, weight = random(num_slots, MAMBA_C, MAMBA_W - 1), random(MAMBA_C, MAMBA_W)
-    step = [partial(selective_scan_step_triton, *inputs, *scan_weights(), state, s) for s in slots]
+    step = [partial(selective_scan_step_triton, *inputs, scan_weights(), state, s) for s in slots]
     update = [partial(causal_conv1d_update_triton, inputs[0], weight, None, conv, s) for s in slots]
     row_bytes = (4 * MAMBA_C + 2 * MAMBA_N) * 2
     weights = MAMBA_C * (MAMBA_N + 2) * 4
@@ -83,7 +83,7 @@ def scan_decode(rows: int) -> dict[str, Any]:
 def scan_prefill(lens: list[int]) -> dict[str, Any]:
     batch, rows = make_batch(lens), sum(lens)
     state, weights = random(len(lens) + 2, MAMBA_N, MAMBA_C, dtype=torch.float32), scan_weights()
-    calls = [partial(selective_scan_triton, *scan_inputs(rows), *weights, state, batch) for _ in range(3)]
+    calls = [partial(selective_scan_triton, *scan_inputs(rows), weights, state, batch) for _ in range(3)]
     return times_of(calls, rows * (4 * MAMBA_C + 2 * MAMBA_N) * 2)
 
 

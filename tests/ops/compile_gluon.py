@@ -26,11 +26,12 @@ from weft.ops.attention import decode_hopper as attention_decode_hopper
 from weft.ops.attention.prefill_hopper import launch_prefill_hopper
 from weft.ops.delta_rule.decode_gluon import launch_decode_states
 from weft.ops.delta_rule.scan_hopper import launch_delta_scan
-from weft.ops.delta_rule.vectors import vectors_of
+from weft.ops.delta_rule.vectors import PreparedChunks, vectors_of
 from weft.ops.delta_rule.verify_gluon import launch_verify_states
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.linear.fp8_few_rows import HopperRows
 from weft.ops.linear.fp8_few_rows_hopper import few_rows_hopper_product
+from weft.ops.mamba import ScanWeights
 from weft.ops.mamba.scan_gluon import launch_selective_scan
 from weft.ops.moe import fp8_experts as fp8_moe
 from weft.ops.moe.blocks import Tile, Tiles
@@ -67,7 +68,8 @@ def launch_decodes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         state_slots=numbers[1:],
     )  # fmt: skip
     args = (q, cache, cache, batch, 0.1, torch.zeros_like(q))
-    attention_decode.launch_decode(*args, attention_decode_hopper.TILE, on_hopper=True)
+    choice = attention_decode.DecodeChoice(attention_decode_hopper.TILE, on_hopper=True)
+    attention_decode.launch_decode(*args, choice)
 
 
 def chunked_batch(num_seqs: int) -> Batch:
@@ -86,7 +88,8 @@ def launch_selective(num_seqs: int) -> None:
     b = torch.zeros(64, 16).bfloat16()
     state = torch.zeros(9, 16, 128)
     launch_selective_scan(
-        *x.chunk(2, dim=-1), dt, b, b, numbers, state[0], numbers, state, torch.zeros_like(dt), chunked_batch(num_seqs)
+        *x.chunk(2, dim=-1), dt, b, b, ScanWeights(numbers, state[0], numbers), state, torch.zeros_like(dt),
+        chunked_batch(num_seqs),
     )  # fmt: skip
 
 
@@ -94,10 +97,9 @@ def launch_scan(num_seqs: int, *, per_channel: bool = False) -> None:
     """The recurrent rule of Qwen3-Next or of Kimi-Linear."""
     v, square = torch.zeros(64, 32, 128, dtype=torch.bfloat16), torch.zeros(9, 32, 64, 64, dtype=torch.bfloat16)
     q, keys = v if per_channel else v[:, :16], torch.zeros(9, 32, 3, 64, 128, dtype=torch.bfloat16)
-    launch_delta_scan(
-        q, q, v, v, torch.zeros(9, 32, 128, 128), square, square, torch.zeros(9, 32, 4 if per_channel else 8, 64),
-        chunked_batch(num_seqs), keys=keys if per_channel else None,
-    )  # fmt: skip
+    vectors = torch.zeros(9, 32, 4 if per_channel else 8, 64)
+    prepared = PreparedChunks(square, square, vectors, keys if per_channel else None)
+    launch_delta_scan(q, q, v, v, torch.zeros(9, 32, 128, 128), prepared, chunked_batch(num_seqs))
 
 
 def launch_verify() -> None:

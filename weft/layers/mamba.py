@@ -23,7 +23,7 @@ from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLi
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import RECURRENCE_RANGES, WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows
 from weft.ops.convolution import causal_conv1d, causal_conv1d_update
-from weft.ops.mamba import selective_scan, selective_scan_step
+from weft.ops.mamba import ScanWeights, selective_scan, selective_scan_step
 from weft.ops.norm import split_rms_norm
 
 
@@ -103,7 +103,7 @@ class Mamba(WeightModule):
         )
         bias = self.dt_proj.bias
         assert bias is not None, "dt_proj has a bias, which is added in float32"
-        scan = bias, self.A_log, self.D, cache["recurrent"]
+        scan = ScanWeights(bias, self.A_log, self.D), cache["recurrent"]
         return mix_rows(
             [x, z, *self._time_steps(x)],
             batch,

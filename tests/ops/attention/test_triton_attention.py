@@ -14,7 +14,7 @@ from weft.forward_context import Batch, Mixture, Verification
 
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
-from weft.ops.attention.decode import MOST_ROWS, launch_decode  # isort: skip
+from weft.ops.attention.decode import MOST_ROWS, DecodeChoice, launch_decode  # isort: skip
 from weft.ops.attention.merge import most_splits  # isort: skip
 from weft.ops.attention.tiles import Tile  # isort: skip
 from weft.ops.triton.sizes import next_power_of_2  # isort: skip
@@ -143,7 +143,7 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     pipelined = Tile(max(16, next_power_of_2(rows)), 64, 4, 2, False)
     for tile in (pipelined, pipelined._replace(held_splits=16, held_keys=256, warps=8)):
         out = torch.full_like(q, torch.nan)
-        launch_decode(q, cache, cache, batch, dim**-0.5, out, tile, query_len=query_len, sinks=sinks)
+        launch_decode(q, cache, cache, batch, dim**-0.5, out, DecodeChoice(tile), query_len=query_len, sinks=sinks)
         assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype], tile
 
 
@@ -177,7 +177,7 @@ def test_every_decode_schedule_gives_the_same_bits(ahead: bool, stages: int, aim
     q = torch.randn(3, 4, 16, device=DEVICE)
     want = paged_attention(q, cache, cache, batch, scale=0.2, backend=Backend.TRITON)
     out = torch.full_like(q, torch.nan)
-    launch_decode(q, cache, cache, batch, 0.2, out, Tile(16, 64, 4, stages, ahead), aim=aim)
+    launch_decode(q, cache, cache, batch, 0.2, out, DecodeChoice(Tile(16, 64, 4, stages, ahead), aim=aim))
     assert torch.equal(out, want)
 
 
@@ -200,7 +200,8 @@ def test_splits_that_are_loaded_before_the_wait(heads: tuple[int, int, int], hel
     out = torch.full_like(q, torch.nan)
     sinks, v_scale = sinks_of(heads, dtype), torch.tensor([0.5], device=DEVICE)
     tile = Tile(16, 64, 8, 2, True, held_splits=4, held_keys=held_keys)
-    launch_decode(q, cache, cache, batch, dim**-0.5, out, tile, sinks=sinks, v_scale=v_scale, double_from=550)
+    choice = DecodeChoice(tile, double_from=550)
+    launch_decode(q, cache, cache, batch, dim**-0.5, out, choice, sinks=sinks, v_scale=v_scale)
     for s, values in enumerate(keys):
         want = plain_attention(q[s : s + 1], values, values, dim**-0.5, sinks) / 2
         assert (out[s : s + 1].double() - want).norm() / want.norm() < TOLERANCE[dtype], lens[s]

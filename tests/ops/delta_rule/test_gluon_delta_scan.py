@@ -26,6 +26,7 @@ from weft.ops.delta_rule import kda_prefill as kda
 from weft.ops.delta_rule import scan_hopper as delta_scan_hopper
 from weft.ops.delta_rule.scan_hopper import launch_delta_scan
 from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
+from weft.ops.delta_rule.vectors import PreparedChunks
 from weft.ops.triton.launch import jit, launches_handled
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="emulated")
@@ -53,18 +54,18 @@ def test_chunked_rule(per_channel: bool, consumers: int) -> None:
     wide = (x.float() for x in (q, k, v))
     expected = chunk_gated_delta_rule(*wide, g, beta, expected_state, batch, backend=Backend.TORCH)
     halves = [x.half() for x in (q, k)]  # the interpreter's products are wrong for bfloat16
-    keys = None
     if per_channel:
-        keys, *squares, vectors = kda._prepare(*halves, g, beta, chunks, kda._choose_shape(torch.float16))
-        keys, vectors = keys.bfloat16(), vectors.view(*vectors.shape[:2], -1, CHUNK_SIZE)
+        prepared = kda._prepare(*halves, g, beta, chunks, kda._choose_shape(torch.float16))
     else:
-        *squares, vectors = gated_delta_rule._prepare(*halves, g, beta, chunks)
+        prepared = gated_delta_rule._prepare(*halves, g, beta, chunks)
+    solve, attention, vectors, keys = prepared
+    prepared = PreparedChunks(
+        solve.bfloat16(), attention.bfloat16(), vectors.view(*vectors.shape[:2], -1, CHUNK_SIZE),
+        None if keys is None else keys.bfloat16(),
+    )  # fmt: skip
     out = torch.full((n + 3, 2, 128), torch.nan).bfloat16()
     with launches_handled(Emulator().handle):
-        launch_delta_scan(
-            q, k, v, out, state, *(x.bfloat16() for x in squares), vectors, batch,
-            keys=keys, consumers=consumers,
-        )  # fmt: skip
+        launch_delta_scan(q, k, v, out, state, prepared, batch, consumers=consumers)
     close(out[2:], expected[2:], torch.bfloat16)
     assert (out[n:] == 0).all(), "padding rows must be zero"
     assert (out[:2] == 0).all(), "rows of decodes"

@@ -12,34 +12,35 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from weft.ops.backend import Backend
 from weft.ops.convolution import causal_conv1d_update
-from weft.ops.mamba import selective_scan, selective_scan_step
+from weft.ops.mamba import ScanWeights, selective_scan, selective_scan_step
 from weft.ops.norm import split_rms_norm
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 CHANNELS, SIZE = (8192, 16) if ON_GPU else (70, 5)
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, ScanWeights]
 
 
 def scan_inputs(rows: int, dtype: torch.dtype, channels: int = CHANNELS, size: int = SIZE) -> Inputs:
-    """x, z, dt, b, c of ``rows`` tokens; dt_bias, A_log, D. z is half of a projection, x comes from a convolution."""
+    """x, z, dt, b, c of ``rows`` tokens, and the weights. z is half of a projection, x comes from a convolution."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=DEVICE)
 
     x, z = random(rows, channels).to(dtype), random(rows, 2 * channels).to(dtype)[:, channels:]
     dt, b, c = (random(rows, n).to(dtype) for n in (channels, size, size))
-    return x, z, dt, b, c, random(channels), random(size, channels), random(channels)
+    return x, z, dt, b, c, ScanWeights(random(channels), random(size, channels), random(channels))
 
 
 def test_chunks_and_steps_equal_the_formula() -> None:
     """Outputs, the final state, and the states stored after 1, 2 and 64 tokens, written out as in the paper."""
     batch = make_batch([66, 70], [0, 5], checkpoints={0: {1: 7, 2: 8, 64: 9}})
-    inputs = [t.cpu() for t in scan_inputs(136, torch.float32, 6, 3)]
-    x, z, dt, b, c, bias, a_log, skip = inputs
+    *tokens, weights = scan_inputs(136, torch.float32, 6, 3)
+    x, z, dt, b, c = (t.cpu() for t in tokens)
+    bias, a_log, skip = weights = ScanWeights(*(t.cpu() for t in weights))
     state = torch.randn(13, 3, 6)
     before = state.clone()
-    got = selective_scan(*inputs, state, batch, backend=TORCH)  # type: ignore[arg-type]
+    got = selective_scan(x, z, dt, b, c, weights, state, batch, backend=TORCH)
     for i, span in enumerate((range(66), range(66, 136))):
         live = torch.zeros(3, 6) if i == 0 else before[2].clone()
         for n, t in enumerate(span, start=1):

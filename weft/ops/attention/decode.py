@@ -323,14 +323,30 @@ def decode_release(num_seqs: int, num_kv_heads: int, tile: Tile) -> Release:
     return Release.AT_END if num_seqs * num_kv_heads > _RELEASED_SEQUENCES else Release.BY_KERNEL
 
 
+class DecodeChoice(NamedTuple):
+    """How decode rows are computed.
+
+    Attributes:
+        tile: of the kernel.
+        on_hopper: use the kernel of ``decode_hopper.py``.
+        split: tokens of the shortest split.
+        double_from, aim: override ``most_short_tokens`` and the number of programs (measurements).
+    """
+
+    tile: Tile
+    on_hopper: bool = False
+    split: int = _SPLIT
+    double_from: int | None = None
+    aim: int | None = None
+
+
 def launch_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, sinks: Tensor | None = None, v_scale: Tensor | None = None, query_len: int = 1, split: int = _SPLIT,
-    double_from: int | None = None, aim: int | None = None, on_hopper: bool = False,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, choice: DecodeChoice,
+    *, sinks: Tensor | None = None, v_scale: Tensor | None = None, query_len: int = 1,
 ) -> None:  # fmt: skip
-    """Sequences with ``query_len`` query tokens, with a given tile; if that is 1, padding rows below the number of
-    sequences too. ``split``: tokens of the shortest; ``double_from``: in place of ``most_short_tokens``; ``on_hopper``:
-    by the kernel of ``decode_hopper.py``."""
+    """Attend from sequences with ``query_len`` query tokens each. With one, rows of padding below the number of
+    sequences are computed as well."""
+    tile, on_hopper, split, double_from, aim = choice
     check_layout(q, k_cache, v_cache, out)
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape

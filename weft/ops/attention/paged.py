@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.attention import paged_attention
-from weft.ops.attention.decode import MOST_ROWS, decode_tile, launch_decode
+from weft.ops.attention.decode import MOST_ROWS, DecodeChoice, decode_tile, launch_decode
 from weft.ops.attention.prefill import launch_prefill, prefill_tile
 from weft.ops.backend import launches
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -121,7 +121,7 @@ def _decode(
     sizes = q.element_size(), k_cache.element_size()
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
     on_hopper = GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
+    choice = DecodeChoice(decode_hopper.TILE if on_hopper else tile, on_hopper)
     launch_decode(
-        q, k_cache, v_cache, batch, scale, out, decode_hopper.TILE if on_hopper else tile,
-        query_len=query_len, sinks=sinks, v_scale=v_scale, on_hopper=on_hopper,
+        q, k_cache, v_cache, batch, scale, out, choice, query_len=query_len, sinks=sinks, v_scale=v_scale
     )  # fmt: skip

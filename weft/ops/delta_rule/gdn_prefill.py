@@ -36,6 +36,7 @@ from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_gates
 from weft.ops.delta_rule.kda_prefill import chunk_kda_triton
 from weft.ops.delta_rule.scan import VECTORS, scan_chunks
 from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
+from weft.ops.delta_rule.vectors import PreparedChunks
 from weft.ops.triton.chunk_scan import METADATA, Tile, check_rows
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E, sigmoid, softplus
@@ -128,13 +129,12 @@ def chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, *, tile: Tile 
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous()
-    out, prepared = v.new_empty(v.shape), _prepare(q, k, g, beta, chunks)
-    scan_chunks(q, k, v, out, state, *prepared, batch, tile=tile)
+    out = v.new_empty(v.shape)
+    scan_chunks(q, k, v, out, state, _prepare(q, k, g, beta, chunks), batch, tile=tile)
     return out
 
 
-def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) -> tuple[Tensor, Tensor, Tensor]:
-    """``solve``, ``attention`` ``[chunks, HV, 64, 64]`` in q's dtype and ``vectors [chunks, HV, 8, 64]`` float32."""
+def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) -> PreparedChunks:
     num_chunks, num_heads, (_, num_k_heads, head_dim) = chunks.start.shape[0], g.shape[1], k.shape
     solve = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
     attention = torch.empty_like(solve)
@@ -148,7 +148,7 @@ def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) 
         CHUNK=CHUNK_SIZE, INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=precision(q),
         num_warps=4, num_stages=1, maxnreg=128 if is_crowded else None, **early_launch(q.device),
     )  # fmt: skip
-    return solve, attention, vectors
+    return PreparedChunks(solve, attention, vectors)
 
 
 _ELEMENTS = 512

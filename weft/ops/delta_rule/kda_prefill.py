@@ -41,6 +41,7 @@ from weft.ops.backend import launches
 from weft.ops.delta_rule import kda_gates
 from weft.ops.delta_rule.scan import scan_chunks
 from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
+from weft.ops.delta_rule.vectors import PreparedChunks
 from weft.ops.triton.chunk_scan import METADATA, Tile, check_rows
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E, sigmoid, softplus
@@ -240,17 +241,12 @@ def chunk_kda_triton(
         check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous() and k.shape[1] == v.shape[1]
     out = v.new_empty(v.shape)
-    keys, solve, attention, vectors = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
-    scan_chunks(q, k, v, out, state, solve, attention, vectors, batch, keys=keys, tile=tile)
+    prepared = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
+    scan_chunks(q, k, v, out, state, prepared, batch, tile=tile)
     return out
 
 
-def _prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, shape: Shape
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``keys [chunks, H, 3, 64, K]`` (with the decay from the chunk's start, queries with the same, keys with the decay
-    to its end), ``solve`` and ``attention [chunks, H, 64, 64]`` in q's dtype; ``vectors [chunks, H, 64 + 64 + K]``
-    float32: write strength and effect of a token on itself, for each token, and the chunk's decay, for each channel."""
+def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, shape: Shape) -> PreparedChunks:
     num_chunks, (_, heads, dim) = chunks.start.shape[0], k.shape
     keys = q.new_empty(num_chunks, heads, 3, CHUNK_SIZE, dim)
     sums = g.new_empty(num_chunks, heads, 2, CHUNK_SIZE, dim)
@@ -272,4 +268,4 @@ def _prepare(
         CHUNK=CHUNK_SIZE, PRECISION=precision(q), num_warps=4, num_stages=1,
         **early_launch(q.device),
     )  # fmt: skip
-    return keys, solve, attention, vectors
+    return PreparedChunks(solve, attention, vectors, keys)

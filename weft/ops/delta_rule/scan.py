@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
+from weft.ops.delta_rule.vectors import PreparedChunks
 from weft.ops.triton.chunk_scan import METADATA, Tile, find_chunks, metadata, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -167,38 +168,29 @@ def scan_chunks(
     v: Tensor,
     out: Tensor,
     state: Tensor,
-    solve: Tensor,
-    attention: Tensor,
-    vectors: Tensor,
+    prepared: PreparedChunks,
     batch: Batch,
     *,
-    keys: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Outputs and states of all sequences that have chunks.
 
     Args:
-        q, k: ``[T, HK, K]``; without a meaning where there are ``keys``.
+        q, k: ``[T, HK, K]``; not read if the prepared chunks have ``keys``.
         v, out: ``[T, HV, V]``, ``out`` contiguous.
         state: ``[slots, HV, K, V]``.
-        solve, attention: ``[chunks, HV, 64, 64]``: ``(I + A)^-1 - I``, and P below its diagonal.
-        vectors: float32. Without ``keys`` ``[chunks, HV, 8, 64]``: scale of keys and of queries with the decay from the
-            chunk's start, keys with the decay to its end, decay of the whole chunk (from its first token), write
-            strength, effect of a token on itself, two of no meaning. Else ``[chunks, HV, 64 + 64 + K]``: write
-            strength, effect of a token on itself, and the decay of the whole chunk for each channel.
-        keys: ``[chunks, HV, 3, 64, K]``: keys with their decays from the chunk's start, queries, keys to its end.
         tile: overrides the choice of kernel and tile (tests and measurements).
     """
     chunks, (num_rows, num_heads, head_v_dim) = batch.chunk_table, v.shape
     if tile is None and GLUON_IS_KNOWN and hopper.takes(q, k, v):
-        lines = vectors.view(*vectors.shape[:2], -1, CHUNK_SIZE)
-        hopper.launch_delta_scan(q, k, v, out, state, solve, attention, lines, batch, keys=keys)
+        lines = prepared.vectors.view(*prepared.vectors.shape[:2], -1, CHUNK_SIZE)
+        hopper.launch_delta_scan(q, k, v, out, state, prepared._replace(vectors=lines), batch)
         return
     if tile is None:
         # A captured graph does not know how many sequences there will be; short latency is for the case of one.
         num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
         tile = _choose_tile(num_seqs * num_heads, head_v_dim, q.dtype)
-        if keys is not None:  # a third stage of the three forms of keys would not fit
+        if prepared.keys is not None:  # a third stage of the three forms of keys would not fit
             tile = tile._replace(stages=min(tile.stages, 2))
     block_v = max(16, tile.block_v)
     fixed = Fixed(
@@ -206,7 +198,7 @@ def scan_chunks(
         precision(q), tile.stages,
     )  # fmt: skip
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
-        q, k, v, out, state, keys, solve, attention, vectors,
+        q, k, v, out, state, prepared.keys, prepared.solve, prepared.attention, prepared.vectors,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
         FIXED=fixed, CHUNK=CHUNK_SIZE, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
     )  # fmt: skip

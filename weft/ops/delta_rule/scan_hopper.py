@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
+from weft.ops.delta_rule.vectors import PreparedChunks
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
@@ -352,17 +353,18 @@ def takes(*inputs: Tensor) -> bool:
 
 
 def launch_delta_scan(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Tensor, solve: Tensor, attention: Tensor, vectors: Tensor,
-    batch: Batch, *, keys: Tensor | None = None, consumers: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Tensor, prepared: PreparedChunks, batch: Batch,
+    *, consumers: int | None = None,
 ) -> None:  # fmt: skip
-    """Outputs and states from what the first kernels have left, for values that the kernel ``takes``.
+    """Compute outputs and states from prepared chunks, for values that the kernel ``takes``.
 
     Args:
-        q, k, v, out, state, solve, attention, batch, keys: as of ``scan_chunks``, K and V being 128.
-        vectors: as there, ``[chunks, HV, 8, 64]``, or with ``keys`` ``[chunks, HV, 4, 64]``.
+        q, k, v, out, state, prepared, batch: see ``scan_chunks``; K and V are 128. With ``keys`` the vectors are viewed
+            as ``[chunks, HV, 4, 64]``.
         consumers: 1 or 2, overrides the choice (tests and measurements).
     """
     chunks: ChunkTable = batch.chunk_table
+    solve, attention, vectors, keys = prepared
     num_rows, num_heads, head_v_dim = v.shape
     num_squares, num_lines = solve.shape[0] * num_heads, vectors.shape[2]
     num_seqs = 1 if batch.mixture is not None else chunks.max_seqs

@@ -1,11 +1,32 @@
-"""What decode kernels of the delta rule leave of a token before its state is read: vectors of float32 numbers.
+"""Intermediate values that one kernel of the delta rule writes and another reads.
 
-Job: where they lie, for the kernels that write them and those that read them. Does not know: any kernel.
+Job: their layout: vectors of a decoded token, and the prepared chunks of a prefill. Does not know: any kernel.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from torch import Tensor
+
+
+class PreparedChunks(NamedTuple):
+    """Everything the state pass needs of the chunks besides queries, keys and values.
+
+    Attributes:
+        solve, attention: ``[chunks, HV, 64, 64]`` in q's dtype: ``(I + A)^-1 - I``, and P below its diagonal.
+        vectors: float32. Without ``keys`` ``[chunks, HV, 8, 64]``: scale of keys and of queries with the decay from the
+            chunk's start, keys with the decay to its end, decay of the whole chunk (from its first token), write
+            strength, effect of a token on itself, two of no meaning. Else ``[chunks, HV, 64 + 64 + K]``: write
+            strength, effect of a token on itself, and the decay of the whole chunk for each channel.
+        keys: with decays per channel, ``[chunks, HV, 3, 64, K]``: keys with their decays from the chunk's start,
+            queries with the same, keys with the decay to the chunk's end. The state pass then reads no q and k.
+    """
+
+    solve: Tensor
+    attention: Tensor
+    vectors: Tensor
+    keys: Tensor | None = None
 
 
 class Vectors(NamedTuple):

@@ -156,8 +156,7 @@ def lightning_attention_step(
     if backend is not Backend.TORCH:
         from weft.ops.linear_attention.decode import linear_attention_step
 
-        keep = out is not None
-        return linear_attention_step(q, k, v, log_decay, state, state_slots, out=out, keep_padding=keep)
+        return linear_attention_step(q, k, v, log_decay, state, state_slots, out=out)
     g = log_decay.expand(q.shape[0], -1)
     y = linear_attention_step_reference(q, k, v, g, None, None, state, state_slots)
     return settle_padding(y, state_slots, out)

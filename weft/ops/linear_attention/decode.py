@@ -106,6 +106,21 @@ def choose_step_tile(head_k_dim: int, head_v_dim: int) -> StepTile:
     return StepTile(max(1, min(widest, next_power_of_2(head_v_dim))), 2)
 
 
+class TimeSteps(NamedTuple):
+    """Mamba-2's time steps, from which decays and write strengths come.
+
+    Attributes:
+        dt: ``[N, H]`` before bias and softplus, rows may be strided.
+        bias, skip: ``[H]`` float32; ``skip`` is D.
+        limit: least and greatest time step.
+    """
+
+    dt: Tensor
+    bias: Tensor
+    skip: Tensor
+    limit: tuple[float, float]
+
+
 def linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -114,29 +129,24 @@ def linear_attention_step(
     state: Tensor,
     state_slots: Tensor,
     *,
-    dt: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    skip: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, 0.0),
+    steps: TimeSteps | None = None,
     out: Tensor | None = None,
-    keep_padding: bool = False,
     tile: StepTile | None = None,
 ) -> Tensor:
-    """``linear_attention_step_reference`` in one launch; rows with slot 0 are zero, or kept.
+    """``linear_attention_step_reference`` in one launch; rows with slot 0 are zero, or left as they are in ``out``.
 
     Args:
         q, k: ``[N, G, K]``, rows may be strided. v: ``[N, H, V]``, as well.
-        rate: ``[H]`` float32: the log of A where ``dt`` is given, else the log decay of each head.
-        dt: ``[N, H]`` before bias and softplus, rows may be strided; with ``dt_bias [H]``, ``skip [H]`` float32.
-        dt_limit: least and greatest time step.
+        rate: ``[H]`` float32: the log of A with time ``steps``, else the log decay of each head.
         out: ``[N, H, V]`` or ``[N, H * V]`` to write to, contiguous, optional.
         tile: overrides the choice of ``choose_step_tile`` (tests and measurements).
     """
     (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
+    dt, dt_bias, skip, limit = (None, None, None, (0.0, 0.0)) if steps is None else steps
     assert state.is_contiguous() and state_slots.is_contiguous() and (dt is None or dt.stride(1) == 1)
-    out = v.new_empty(v.shape) if out is None else out
+    keep_padding, out = out is not None, v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
         tile = tile or choose_step_tile(head_k_dim, head_v_dim)
@@ -146,7 +156,7 @@ def linear_attention_step(
         )  # fmt: skip
         _step_kernel[(num_heads, num_rows)](
             q, k, v, dt, rate, dt_bias, skip, state, state_slots, out,
-            q.stride(0), k.stride(0), v.stride(0), 0 if dt is None else dt.stride(0), *dt_limit,
+            q.stride(0), k.stride(0), v.stride(0), 0 if dt is None else dt.stride(0), *limit,
             FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
         )  # fmt: skip
     return out

@@ -30,6 +30,14 @@ from weft.ops.norm import gated_group_norm
 from weft.ops.padding import settle_padding
 
 
+class ScanWeights(NamedTuple):
+    """Weights of the selective scan: ``dt_bias`` and ``D``: ``[C]``; ``A_log``: ``[N, C]``, transposed as the state."""
+
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+
 @with_kernel("weft.ops.mamba.scan")
 def selective_scan_step(
     x: Tensor,
@@ -37,9 +45,7 @@ def selective_scan_step(
     dt: Tensor,
     b: Tensor,
     c: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
+    weights: ScanWeights,
     state: Tensor,
     state_slots: Tensor,
     *,
@@ -51,7 +57,6 @@ def selective_scan_step(
     Args:
         x, z, dt: ``[R, C]``; rows may be strided.
         b, c: ``[R, N]``.
-        dt_bias, D: ``[C]``. A_log: ``[N, C]``, transposed as the state is.
         state: ``[num_slots, N, C]``.
         state_slots: ``[R]`` int32; rows with slot 0 are padding: zero, or left as they are in a given ``out [R, C]``.
 
@@ -59,15 +64,16 @@ def selective_scan_step(
         ``[R, C]`` in x's dtype.
     """
     slots = state_slots.long()
-    new, y = _step(state.index_select(0, slots).float(), x, z, dt, b, c, dt_bias, A_log, D)
+    new, y = _step(state.index_select(0, slots).float(), x, z, dt, b, c, weights)
     state.index_copy_(0, slots, new.to(state.dtype))
     return settle_padding(y.to(x.dtype), state_slots, out)
 
 
 def _step(
-    old: Tensor, x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor
+    old: Tensor, x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, weights: ScanWeights
 ) -> tuple[Tensor, Tensor]:
     """One token of each row from states ``[R, N, C]``: the new states, and ``y [R, C]`` float32."""
+    dt_bias, A_log, D = weights
     step, values = F.softplus(dt.float() + dt_bias.float()), x.float()
     decay = (-A_log.float().exp() * step[:, None]).exp()  # [R, N, C]
     new = old * decay + b.float()[..., None] * (step * values)[:, None]
@@ -82,9 +88,7 @@ def selective_scan(
     dt: Tensor,
     b: Tensor,
     c: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
+    weights: ScanWeights,
     state: Tensor,
     batch: Batch,
     *,
@@ -101,18 +105,25 @@ def selective_scan(
     # The sequences side by side, token by token.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
-        given = {"x": x, "z": z, "dt": dt, "b": b, "c": c, "dt_bias": dt_bias, "A_log": A_log, "D": D}
-        return device_work(selective_scan.reference, batch, out, given, {"state": state})
+        given = {"x": x, "z": z, "dt": dt, "b": b, "c": c, **weights._asdict()}
+        return device_work(_scan_of_tensors, batch, out, given, {"state": state})
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, state)
     for step, live in walk.steps():
         for t in range(int(walk.valid[step].sum(1).max())):
             rows, inside = walk.tokens[step, t], walk.valid[step, t]
-            new, y = _step(live, x[rows], z[rows], dt[rows], b[rows], c[rows], dt_bias, A_log, D)
+            new, y = _step(live, x[rows], z[rows], dt[rows], b[rows], c[rows], weights)
             live.copy_(torch.where(inside[:, None, None], new, live))
             out[rows[inside]] = y[inside].to(out.dtype)
     return out
+
+
+def _scan_of_tensors(
+    x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, batch: Batch, **weights: Tensor
+) -> Tensor:
+    """``selective_scan`` as device work, which takes tensors alone."""
+    return selective_scan.reference(x, z, dt, b, c, ScanWeights(**weights), state, batch)
 
 
 class Mamba2Weights(NamedTuple):

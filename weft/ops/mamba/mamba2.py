@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.ops.backend import launches
 from weft.ops.convolution.decode import causal_conv1d_update_triton
-from weft.ops.linear_attention.decode import linear_attention_step
+from weft.ops.linear_attention.decode import TimeSteps, linear_attention_step
 from weft.ops.mamba import mamba2_decode, mamba2_gates, split_heads
 from weft.ops.norm.kernels import gated_group_norm_triton
 from weft.ops.triton.early_launch import early_launch, enter
@@ -65,9 +65,8 @@ def mamba2_decode_triton(projected, weights, conv_state, state, state_slots, geo
     z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)
     xbc = causal_conv1d_update_triton(xbc, w.conv_weight, w.conv_bias, conv_state, state_slots)
     x, b, c = split_heads(xbc, geometry)
-    y = linear_attention_step(
-        c, b, x, w.A_log, state, state_slots, dt=dt, dt_bias=w.dt_bias, skip=w.D, dt_limit=geometry.dt_limit
-    )
+    steps = TimeSteps(dt, w.dt_bias, w.D, geometry.dt_limit)
+    y = linear_attention_step(c, b, x, w.A_log, state, state_slots, steps=steps)
     return gated_group_norm_triton(
         y.flatten(1), z, w.norm_weight, w.eps, geometry.num_groups, norm_before_gate=geometry.norm_before_gate,
         state_slots=state_slots, out=out,

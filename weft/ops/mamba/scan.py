@@ -142,9 +142,10 @@ def _selective_scan_kernel(
 
 
 @launches(selective_scan_step)
-def selective_scan_step_triton(x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, *, out) -> Tensor:
+def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, out) -> Tensor:
     """Triton kernel of ``selective_scan_step``."""
     (num_rows, channels), size = x.shape, b.shape[1]
+    dt_bias, A_log, D = weights
     _check(x, z, dt, b, c, A_log, state)
     keep, out = out is not None, x.new_empty(x.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
@@ -159,13 +160,14 @@ def selective_scan_step_triton(x, z, dt, b, c, dt_bias, A_log, D, state, state_s
 
 
 @launches(selective_scan)
-def selective_scan_triton(x, z, dt, b, c, dt_bias, A_log, D, state, batch) -> Tensor:
+def selective_scan_triton(x, z, dt, b, c, weights, state, batch) -> Tensor:
     """Triton kernel of ``selective_scan``."""
     chunks, (num_rows, channels), size = batch.chunk_table, x.shape, b.shape[1]
+    dt_bias, A_log, D = weights
     _check(x, z, dt, b, c, A_log, state)
     out = x.new_empty(x.shape)
     if GLUON_IS_KNOWN and gluon.takes(x, b):
-        gluon.launch_selective_scan(x, z, dt, b, c, dt_bias, A_log, D, state, out, batch)
+        gluon.launch_selective_scan(x, z, dt, b, c, weights, state, out, batch)
         return out
     block = min(_BLOCK_C, next_power_of_2(channels))
     _selective_scan_kernel[(cdiv(channels, block), chunks.max_seqs)](

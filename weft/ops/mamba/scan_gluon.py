@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from weft.forward_context import Batch
+from weft.ops.mamba import ScanWeights
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
@@ -226,8 +227,8 @@ def takes(x: Tensor, b: Tensor) -> bool:
 
 
 def launch_selective_scan(
-    x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor, state: Tensor,
-    out: Tensor, batch: Batch, shape: Shape | None = None,
+    x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, weights: ScanWeights, state: Tensor, out: Tensor,
+    batch: Batch, shape: Shape | None = None,
 ) -> None:  # fmt: skip
     """As ``selective_scan``, into ``out [T, C]``, for inputs that the kernel ``takes``.
 
@@ -237,7 +238,7 @@ def launch_selective_scan(
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
     shape = shape or choose_shape(1 if batch.mixture is not None else chunks.max_seqs)
     _selective_scan_gluon_kernel[(channels // shape.channels, chunks.max_seqs)](
-        x, z, dt, b, c, dt_bias, A_log, D, state, out,
+        x, z, dt, b, c, *weights, state, out,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
         C=channels, SHAPE=shape, num_warps=shape.warps, **early_launch(x.device),
     )  # fmt: skip
