@@ -1,13 +1,13 @@
 """Errors that Weft raises for its users.
 
-Messages say what was given, what is allowed and what to do. Invariants of Weft itself are checked with ``assert``;
-anything a user can cause raises a ``WeftError``.
+Messages say what was given, what is allowed and what to do. Anything a user can cause raises a ``WeftError``.
+Invariants of Weft itself are checked with ``assert``.
 """
 
 from __future__ import annotations
 
 _LONGEST_MESSAGE = 1000
-"""Characters of a message about a request; they go into logs and answers."""
+"""Upper bound on characters in a message about a request, since messages go into logs and answers."""
 
 
 class WeftError(Exception):
@@ -15,7 +15,7 @@ class WeftError(Exception):
 
 
 class ConfigError(WeftError, ValueError):
-    """A setting, a combination of settings, or the checkpoint they name cannot be used, however often it is tried."""
+    """A setting, a combination of settings, or their checkpoint cannot be used. A retry will fail as well."""
 
 
 class UnsupportedModelError(ConfigError):
@@ -30,8 +30,8 @@ class RequestError(WeftError, ValueError):
     """One request is not valid. Other requests are not affected.
 
     Args:
-        message: what was given, what is allowed, what to do. A long one, which repeats what was given, is cut in the
-            middle.
+        message: what was given, what is allowed, what to do. A long message, which repeats what was given, is cut in
+            the middle.
         param: the name of the offending request field, if one field is to blame (the OpenAI error's ``param``).
     """
 
@@ -43,11 +43,11 @@ class RequestError(WeftError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """A prompt is too long for the model's context, or for what the cache can hold of it."""
+    """A prompt is too long for the model's context, or for the cache."""
 
 
 class NotSupportedError(WeftError, AttributeError):
-    """A method of vLLM's ``LLM`` that Weft does not have, and what to do instead."""
+    """A method of vLLM's ``LLM`` that Weft lacks. The message names the alternative."""
 
 
 class CapacityError(WeftError, RuntimeError):
@@ -55,8 +55,8 @@ class CapacityError(WeftError, RuntimeError):
 
 
 class EngineDeadError(WeftError, RuntimeError):
-    """The engine loop has died; no request can be served by it any more."""
+    """The engine loop has died. The engine can serve no more requests."""
 
 
 class EngineFrozenError(WeftError, RuntimeError):
-    """The engine process gives no sign of life. It may go on later."""
+    """The engine process gives no sign of life. It may recover later."""

@@ -1,9 +1,9 @@
 """The forward context: the batch's metadata and each layer's cache, for one forward pass.
 
-Job: carry the metadata of the running batch, the caches and the layer table to the layers that need them without
-threading them through every ``forward``: token mixers read all three, a mixture of experts how many rows are real.
-Owns: the scope (exactly one context at a time; nesting is refused). Does not know: how batches are built, what a
-scheduler or a graph is. torch is imported for type checking only.
+Job: give the layers access to the metadata of the running batch, the caches and the layer table, without passing them
+through every ``forward``. Token mixers read all three; a mixture of experts reads the number of real rows. Owns: the
+scope (exactly one context at a time; nesting is refused). Does not know: how batches are built, schedulers, graphs.
+torch is imported for type checking only.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """How the prefill sequences of a batch are cut into chunks, for recurrent layers.
+    """The chunks of the prefill sequences of a batch, for recurrent layers.
 
-    All tensors are int32 on the batch's device. Chunks of one sequence are consecutive and in order; sequences appear
-    in batch order. A chunk boundary stands at absolute multiples of ``CHUNK_SIZE`` and wherever a state has to be
-    stored, so chunks may be shorter.
+    All tensors are int32 on the batch's device. Chunks of one sequence are consecutive and in order; sequences are in
+    batch order. Chunks end at absolute multiples of ``CHUNK_SIZE``, and wherever a state has to be stored, so chunks
+    may be shorter.
 
     Attributes:
         seq: ``[num_chunks]`` index of the chunk's sequence in the batch (row of ``cu_seqlens_q``, ``state_slots``).
@@ -31,7 +31,7 @@ class ChunkTable:
         length: ``[num_chunks]`` tokens in the chunk, 1 to ``CHUNK_SIZE``; 0 for padding chunks.
         checkpoint_slot: ``[num_chunks]`` slot that receives the state *after* the chunk's last token, or -1.
         first: ``[num_seqs + 1]`` index of the first chunk of each sequence (a prefix sum; decode rows have none).
-        max_seqs: most sequences that have chunks (a captured graph serves any number up to that).
+        max_seqs: upper bound on sequences with chunks. A captured graph serves any number up to it.
     """
 
     seq: Tensor
@@ -44,12 +44,13 @@ class ChunkTable:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Real sizes of a batch in a captured graph that serves any mixture of sequences, as the device reads them.
+    """Real sizes of a batch, read on the device, in a captured graph that serves any mixture of sequences.
 
     Attributes:
-        counts: ``[3]`` int32: tokens, sequences, and how many of these decode (they come first).
+        counts: ``[3]`` int32: numbers of tokens, of sequences, and of sequences that decode (they come first).
         decode_slots: ``[S]`` int32, state slots of the sequences that decode, and 0 for the others.
-        max_prefills: most sequences that do not decode; 0: all sequences do, and what padding rows get is arbitrary.
+        max_prefills: upper bound on sequences that do not decode. 0: all sequences decode, and the values of padding
+            rows are arbitrary.
     """
 
     counts: Tensor
@@ -59,13 +60,14 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A batch in which drafts are verified: every sequence brings the same number of tokens and continues a state.
+    """A batch in which drafts are verified: every sequence has the same number of tokens and continues a state.
 
     Attributes:
-        query_len: tokens of each sequence, its drafts and one more; token ``i`` belongs to sequence ``i // query_len``.
-        slots: ``[S, query_len]`` int32, the slot that receives the state after each token; 0: nothing is kept. A
-            sequence with fewer drafts ends in tokens that are padding. Its working slot, which holds the state before
-            the step, may be among its slots. Padding sequences: all 0.
+        query_len: number of tokens of each sequence: its drafts and one more. Token ``i`` belongs to sequence ``i //
+            query_len``.
+        slots: ``[S, query_len]`` int32, the slot for the state after each token; 0: the state is not stored. A sequence
+            with fewer drafts ends in padding tokens. Its working slot, which holds the state before the step, may be
+            among its slots. Padding sequences: all 0.
     """
 
     query_len: int
@@ -75,10 +77,10 @@ class Verification:
 @dataclass(frozen=True, slots=True)
 class LogitsRows:
     """The rows of a batch from which a token may be sampled: the last token of every sequence. The last layer computes
-    no others beyond what its caches need.
+    no other rows beyond what its caches need.
 
     Attributes:
-        indices: ``[S]`` int64, on the flat token axis; of padding sequences that of any row but these.
+        indices: ``[S]`` int64, on the flat token axis. A padding sequence has the index of any other row.
         batch: these rows as a batch of their own, of sequences with one token each.
     """
 
@@ -86,7 +88,7 @@ class LogitsRows:
     batch: Batch
 
     def of(self, x: Tensor, dim: int = 0) -> Tensor:
-        """These rows of ``[T, *]``, or of another dimension."""
+        """Select these rows of ``[T, *]``, or of another dimension."""
         return x.index_select(dim, self.indices)
 
 
@@ -94,39 +96,39 @@ class LogitsRows:
 class Batch:
     """One step's metadata. ``T`` and ``S`` are padded token and sequence counts; the real ones are host integers.
 
-    Tokens of one sequence are contiguous; sequences that decode (one token, a state already there, no checkpoint to
-    store) come first, so token ``i`` belongs to sequence ``i`` for ``i < num_decodes``.
+    Tokens of one sequence are contiguous. Sequences that decode (one token, an existing state, no checkpoint to store)
+    come first, so token ``i`` belongs to sequence ``i`` for ``i < num_decodes``.
 
-    Padding comes in two forms. A batch padded for a decode graph has padding *sequences* that count as real: one token
-    each, state slot 0, position 0 of page 0 (both are reserved). A batch padded for any other graph has padding
-    *tokens*, which belong to no sequence, and padding sequences without tokens: attention writes their keys and values
-    to page 0; recurrent layers touch no slot for them and leave zeros in their output; a mixture of experts sends rows
-    from ``num_tokens`` (where it is set, ``token_count``) on to no expert; other layers compute whatever they hold.
+    Padding has two forms. A batch padded for a decode graph has padding *sequences* that count as real: one token each,
+    state slot 0, position 0 of page 0 (both are reserved). A batch padded for any other graph has padding *tokens*,
+    which belong to no sequence, and padding sequences without tokens. Attention writes the keys and values of padding
+    tokens to page 0. Recurrent layers touch no slot for them and leave zeros in their output. A mixture of experts
+    sends rows from ``num_tokens`` (or ``token_count``, if set) on to no expert. Other layers compute arbitrary values.
 
     Attributes:
         num_tokens: real tokens in the batch, at most ``T``.
         num_seqs: real sequences, at most ``S``.
-        num_decodes: leading sequences with exactly one token that only continue their state.
-        max_query_len: most tokens that one sequence brings in this step.
-        max_seq_len: longest sequence after this step, in tokens (bounds the KV that is read).
+        num_decodes: number of leading sequences with exactly one token that only continue their state.
+        max_query_len: upper bound on tokens of one sequence in this step.
+        max_seq_len: length of the longest sequence after this step, in tokens (a bound on the KV that is read).
         positions: ``[T]`` int64, position of each token in its sequence.
-        slot_mapping: ``[T]`` int64, ``page * page_size + offset`` where the token's KV goes.
+        slot_mapping: ``[T]`` int64, ``page * page_size + offset`` of the token's KV.
         cu_seqlens_q: ``[S + 1]`` int32, prefix sum of tokens per sequence; padding sequences have none.
         seq_lens: ``[S]`` int32, length of each sequence after this step (0 for padding).
         page_table: ``[S, max_pages]`` int32, page ids of each sequence; unused entries are 0.
-        state_slots: ``[S]`` int32, working slot of the recurrent state of each sequence. The state in the slot is
-            that of the tokens before this step; where the sequence starts here (``seq_lens`` equals its query length)
-            the slot's content is ignored and a zero state is used.
-        chunks: of the sequences from ``num_decodes`` on; None if the model has no recurrent layers or every sequence
-            decodes.
-        token_count: ``[1]`` int32, the real number of tokens, if rows beyond it are present although the sizes above
-            count them as real (a captured graph, whose host integers are those of its capture); None otherwise.
-        verification: set where every sequence verifies drafts; none of them counts as a decode then.
-        may_have_media: tokens of images may be among them, whose ids come after the vocabulary's (``models/
-            vision_language.py``). A captured graph that serves such tokens says so whether or not there are any.
-        mixture: what the device alone knows where a captured graph serves any mixture of decodes and prefills; None
+        state_slots: ``[S]`` int32, working slot of the recurrent state of each sequence. The slot holds the state after
+            the tokens before this step. If the sequence starts here (``seq_lens`` equals its query length), the slot's
+            content is ignored and a zero state is used.
+        chunks: chunks of the sequences from ``num_decodes`` on; None if the model has no recurrent layers or every
+            sequence decodes.
+        token_count: ``[1]`` int32, the real number of tokens, in a captured graph whose host integers (above) count
+            rows beyond it as real; None otherwise.
+        verification: set if every sequence verifies drafts. No sequence counts as a decode then.
+        may_have_media: whether tokens of images may be among them, whose ids follow the vocabulary's
+            (``models/vision_language.py``). A captured graph that serves such tokens always sets it.
+        mixture: real sizes on the device, in a captured graph that serves any mixture of decodes and prefills; None
             otherwise.
-        logits_rows: set where the model returns the hidden states of these rows alone; None: of all.
+        logits_rows: set if the model returns the hidden states of these rows alone; None: of all rows.
     """
 
     num_tokens: int
@@ -149,13 +151,13 @@ class Batch:
 
     @property
     def chunk_table(self) -> ChunkTable:
-        """``chunks`` of a batch that has some."""
+        """The ``chunks`` of a batch that has some."""
         assert self.chunks is not None, "every sequence of the batch decodes"
         return self.chunks
 
 
 LayerCache = Mapping[str, "Tensor"]
-"""A layer's cache tensors by the names in its ``LayerSpec``: paged ones ``[num_pages, page_size, *shape]``, states
+"""A layer's cache tensors by their names in its ``LayerSpec``: paged ones ``[num_pages, page_size, *shape]``, states
 ``[num_slots, *shape]``."""
 
 
@@ -165,25 +167,25 @@ def cache_tensors(caches: Mapping[str, LayerCache]) -> dict[str, Tensor]:
 
 
 class Breaks(Protocol):
-    """Where a pass that is captured or traced stops being one: at the split ops in ``names``."""
+    """The split ops ``names``, at which a pass is captured or traced in pieces."""
 
     names: frozenset[str]
 
     def at(self, op: Any, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Note the call ``op(layer, *inputs)`` instead of running it. Returns the memory that its output will fill."""
+        """Note the call ``op(layer, *inputs)`` instead of running it. Returns the memory for its output."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What a forward pass may look up.
+    """The values that a forward pass may look up.
 
     Attributes:
         batch: the step's metadata.
         caches, layers: by layer name, the layer's cache and the layer itself.
         breaks: set while pieces are captured or traced; split ops report to it instead of running.
-        any_num_tokens: True if the pass stands for every number of tokens. A layer with a second algorithm for few
-            rows must not choose it then.
+        any_num_tokens: whether the pass stands for every number of tokens. A layer with a second algorithm for few rows
+            must not choose that algorithm then.
     """
 
     batch: Batch
@@ -225,7 +227,8 @@ def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
 
 @contextmanager
 def other_batch(batch: Batch) -> Iterator[None]:
-    """The current context with another batch for the body: a further pass over part of the model, same caches."""
+    """Make the current context with another batch current for the body: a further pass over a part of the model, with
+    the same caches."""
     global _current
     before = get_forward_context()
     _current = replace(before, batch=batch)
@@ -236,7 +239,7 @@ def other_batch(batch: Batch) -> Iterator[None]:
 
 
 def get_forward_context() -> ForwardContext:
-    """The active context.
+    """Return the active context.
 
     Raises:
         RuntimeError: no forward pass is running.

@@ -1,11 +1,11 @@
 """The messages between scheduler and runner: the scheduler output of one step, and its model output.
 
-Job: two frozen, complete, serialisable messages (msgspec), made of plain numbers, never of tensors or references.
-Owns: their fields. Does not know: how either side works.
+Job: two frozen, complete, serialisable messages (msgspec), made of plain numbers, never of tensors or references. Owns:
+their fields. Does not know: how either side works.
 
-The scheduler names *rows* (a request's place in the runner's tables), *pages* (KV) and *slots* (recurrent states); the
-runner executes them. The order of a step: ``new_requests`` fill their rows, ``page_copies`` and ``state_forks``
-run, then the batch, then sampling. ``finished_rows`` are forgotten before anything else.
+The scheduler names *rows* (a request's index in the runner's tables), *pages* (KV) and *slots* (recurrent states); the
+runner executes. The order of a step: ``finished_rows`` are cleared, ``new_requests`` are written to their rows,
+``page_copies`` and ``state_forks`` run, then the batch, then sampling.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weft.multimodal.items import MediaItem
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a row with every default resolved (see ``SamplingParams`` for the meanings).
 
-    ``top_k`` 0 means all. ``seed`` is an unsigned 64-bit number. ``bad_words`` are token-id sequences.
-    ``grammar`` constrains the text (llguidance's format); its masks come with each scheduler output.
-    ``blocked_before_min`` are the EOS and stop ids that may not be sampled before ``min_tokens`` tokens are out.
+    ``top_k`` 0 means all. ``seed`` is an unsigned 64-bit number. ``bad_words`` are token-id sequences. ``grammar``
+    constrains the text (llguidance's format); its masks are part of each scheduler output. ``blocked_before_min`` are
+    the EOS and stop ids that must not be sampled before ``min_tokens`` tokens.
     """
 
     temperature: float = 1.0
@@ -45,8 +45,8 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def edits_logits(self) -> bool:
-        """True if logits change before sampling, by more than temperature, top-k, top-p and min-p: only then do the
-        tokens before a position matter to it. Grammars come on top."""
+        """Whether logits change before sampling by more than temperature, top-k, top-p and min-p. Only then does
+        sampling depend on earlier tokens. Grammars are not included."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         listed = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
         return bool(penalties or listed or self.min_tokens)
@@ -56,13 +56,14 @@ class NewRequest(msgspec.Struct, frozen=True):
     """A request enters (or, after a preemption, re-enters) the runner's tables at ``row``.
 
     Attributes:
-        row: place in the runner's tables, 0 to ``max_num_seqs - 1``.
-        token_ids: every token known: the prompt, and after a preemption also the tokens generated so far. As in
+        row: index in the runner's tables, 0 to ``max_num_seqs - 1``.
+        token_ids: all known tokens: the prompt, and after a preemption also the generated tokens. As in
             ``RequestSpec.prompt_token_ids``.
-        num_prompt_tokens: how many of ``token_ids`` are prompt.
+        num_prompt_tokens: number of ``token_ids`` that are prompt.
         sampling: resolved parameters.
-        media_runs: ``(position, tokens, height, width)`` of each run of placeholders, ascending: a frame's, or an
-            image's, with its height and width in patches. Positions in the decoder follow from them (M-RoPE).
+        media_runs: ``(position, tokens, height, width)`` of each run of placeholders, ascending. A run belongs to a
+            frame or an image of this height and width in patches. Positions in the decoder follow from the runs
+            (M-RoPE).
     """
 
     row: int
@@ -73,35 +74,35 @@ class NewRequest(msgspec.Struct, frozen=True):
 
 
 class Encoding(msgspec.Struct, frozen=True):
-    """An image or video to encode; its embeddings fill the rows of the encoder cache from ``row`` on."""
+    """An image or video to encode. Its embeddings are stored in the encoder cache from ``row`` on."""
 
     item: MediaItem
     row: int
 
 
-class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # made for every request of every step
-    """What one request does in this step.
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # created for every request of every step
+    """One request's part of a step.
 
     Attributes:
         row: its row.
-        start: position of the first token to run; equals the tokens already computed.
-        num_tokens: tokens to run, drafts included. The others come from the row: from ``NewRequest.token_ids`` while
-            those last, after that from the token sampled last, which never has to visit the host.
+        start: position of the first token to run, which equals the number of tokens already computed.
+        num_tokens: number of tokens to run, drafts included. The tokens other than drafts come from the row: from
+            ``NewRequest.token_ids`` first, then from the last sampled token, which need not reach the host.
         new_pages: page ids appended to the row's page table.
         state_slot: working slot of the recurrent state (0 if the model has none).
-        samples: True if the step ends at the last known token, so that a new one is sampled.
-        checkpoints: ``(position, slot)``: the state after exactly ``position`` tokens is stored into ``slot``.
-            ``start < position <= start + num_tokens``, ascending.
-        write_start: KV below this position is there already, in pages that belong to others: it is read, and computed
-            again for the recurrent states only, but must not be written.
-        draft_token_ids: the last tokens of the step, a guess at what will be sampled. A token is sampled after each of
-            them too, and they are accepted as far as they are what was sampled.
-        follows: the step verifies drafts, and was scheduled before it was known how many drafts the row's last step
-            rejected. ``start`` and all positions that follow from it are as if it rejected none; the device subtracts
-            the number of rejected drafts. Its tokens (``draft_token_ids`` only says how many) and the slot that it
-            reads are what that step left on the device.
-        media: ``(position, tokens, row)``: these tokens, from this position on, take their embeddings from the encoder
-            cache, from this row on. Ascending, within the step.
+        samples: whether the step ends at the last known token, so that a new one is sampled.
+        checkpoints: ``(position, slot)``: store the state after exactly ``position`` tokens into ``slot``. ``start <
+            position <= start + num_tokens``, ascending.
+        write_start: KV below this position is stored already, in pages of others. These positions are computed again
+            for the recurrent states only. Their KV is read and must not be written.
+        draft_token_ids: the last tokens of the step, a guess of the next tokens. A token is sampled after each draft as
+            well. Drafts are accepted while they equal the sampled tokens.
+        follows: the step verifies drafts, and was scheduled before the number of rejected drafts of the row's last step
+            was known. ``start`` and all positions derived from it assume no rejection; the device subtracts the number
+            of rejected drafts. Its tokens (``draft_token_ids`` only gives their number) and the slot to read are those
+            that the last step left on the device.
+        media: ``(position, tokens, row)``: these tokens, from this position on, use embeddings of the encoder cache,
+            from this row on. Ascending, within the step.
     """
 
     row: int
@@ -118,27 +119,28 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # made for every
 
     @property
     def num_samples(self) -> int:
-        """Tokens that are sampled: one after each draft, and the one before them."""
+        """Number of sampled tokens: one after each draft, and the one before them."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens that it runs after its prompt: a decode one, with drafts that many more; a prefill none."""
+        """Number of tokens that run after the prompt: one in a decode, more with drafts, none in a prefill."""
         return self.num_tokens if self.draft_token_ids or self.is_decode else 0
 
     @property
     def is_decode(self) -> bool:
-        """It brings one token to an existing state and stores no checkpoint: no drafts either."""
+        """Whether the request adds one token to an existing state and stores no checkpoint. A request with drafts is no
+        decode."""
         return self.num_tokens == 1 and self.start > 0 and not self.checkpoints
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """What one step runs. ``requests`` lists decodes first, and longer sequences before shorter ones: attention begins
-    with what takes longest.
+    """The work of one step. ``requests`` lists decodes first, and longer sequences before shorter ones, since attention
+    starts with the longest.
 
-    ``encodings`` are run first, and may overwrite rows of the encoder cache that earlier steps read.
-    ``token_masks[row]``: for each token that the row samples, bits of those that it may be, lowest bit first; a row
-    that is not in it may sample any.
+    ``encodings`` run first, and may overwrite rows of the encoder cache that earlier steps read. ``token_masks[row]``
+    has, for each token that the row samples, the bits of the allowed tokens, lowest bit first. Rows without a mask may
+    sample any token.
     """
 
     step: int
@@ -152,7 +154,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     @property
     def num_decodes(self) -> int:
-        """How many of ``requests``, the first ones, decode."""
+        """Number of leading ``requests`` that decode."""
         return bisect_left(self.requests, True, key=lambda r: not r.is_decode)
 
     @property
@@ -162,9 +164,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities at one position: of the token itself (with its rank, 1 is the likeliest), then of the top N.
+    """Log probabilities at one position: of the token itself (with its rank; 1 is the most likely), then of the top N.
 
-    ``token_ids[0]`` is the token that stands (or was sampled) there; the others are the likeliest, in order.
+    ``token_ids[0]`` is the token at the position. The others are the most likely tokens, in order.
     """
 
     token_ids: list[int]
@@ -173,16 +175,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class ModelOutput(msgspec.Struct, frozen=True):
-    """One step's results: a token for every request that had ``samples`` set, in batch order; with drafts, those that
-    were accepted and the token after them.
+    """The results of one step. Every request with ``samples`` set has a token, in batch order. With drafts it has the
+    accepted drafts and the token after them.
 
-    ``rows`` and ``token_ids`` run side by side, a row with several tokens as often as it has tokens; ``logprobs`` and
-    ``prompt_logprobs`` hold entries for a row, one per token, only if it asked. ``prompt_logprobs[row]`` covers the
-    prompt tokens whose *predecessor* ran in this step. ``failed_rows`` computed NaN: their token, if they sampled one,
-    and all that the step stored for them are worthless, and the request must fail alone. ``mode`` says how the step ran
-    (NONE, PIECEWISE, FULL), ``num_padding_tokens`` how many padding tokens it computed. ``draft_token_ids``: what
-    was drafted on the device to come after the tokens of a row that sampled. ``encoder_seconds``: how long the
-    step's images took to encode.
+    ``rows`` and ``token_ids`` are parallel; a row with several tokens occurs several times. ``logprobs`` and
+    ``prompt_logprobs`` have entries, one per token, for rows that asked for them. ``prompt_logprobs[row]`` covers the
+    prompt tokens whose *predecessor* ran in this step.
+
+    ``failed_rows`` computed NaN. Their token, if they sampled one, and everything that the step stored for them are
+    invalid, and the request must fail alone.
+
+    ``mode`` is the mode of the step (NONE, PIECEWISE, FULL). ``num_padding_tokens`` counts padding tokens.
+    ``draft_token_ids`` are drafts made on the device, to follow the tokens of a row that sampled. ``encoder_seconds``
+    is the time for encoding the step's images.
     """
 
     step: int

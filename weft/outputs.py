@@ -1,4 +1,4 @@
-"""Results as the user gets them: ``RequestOutput`` and ``CompletionOutput``."""
+"""Results for the user: ``RequestOutput`` and ``CompletionOutput``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Logprob:
     """Log probability of a token at one position.
 
     Attributes:
-        logprob: natural logarithm of its probability before temperature, penalties and masks.
-        rank: 1 for the likeliest token of the vocabulary.
-        decoded_token: its text, None without a tokenizer.
+        logprob: natural logarithm of the probability before temperature, penalties and masks.
+        rank: 1 for the most likely token of the vocabulary.
+        decoded_token: the token's text; None without a tokenizer.
     """
 
     logprob: float
@@ -33,8 +33,8 @@ class CompletionOutput:
         token_ids: generated tokens so far; the stop token is included.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` (its options left no token to generate, the
             model produced NaN, or its step broke), or None while running.
-        stop_reason: the stop string or stop token id that ended it; of an ``"error"`` that the request's options
-            caused, what they were; None for EOS and everything else.
+        stop_reason: the stop string or stop token id that ended the completion. For an ``"error"`` caused by the
+            request's options, these options. None for EOS and everything else.
         logprobs: per generated token, token id -> ``Logprob``; None if not asked for.
         cumulative_logprob: sum over the generated tokens; None if logprobs were not asked for.
     """
@@ -50,16 +50,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times in seconds since the request arrived; None: not reached yet.
+    """Times in seconds since the request arrived; None if not reached yet.
 
     Attributes:
-        time_in_queue: until it was first scheduled.
-        time_to_first_token: until its first token was known.
-        e2e_latency: until its last completion ended.
-        num_preemptions: how often it was preempted and resumed.
-        num_draft_tokens, num_accepted_tokens: with speculative decoding, tokens drafted for it, and how many of them
-            were right.
-        no_drafts_because: why it decoded without drafts although the engine speculates; empty if it did not.
+        time_in_queue: time until the request was first scheduled.
+        time_to_first_token: time until the first token was known.
+        e2e_latency: time until the last completion ended.
+        num_preemptions: number of preemptions.
+        num_draft_tokens, num_accepted_tokens: with speculative decoding, number of tokens drafted for the request, and
+            of accepted ones.
+        no_drafts_because: the reason why the request decoded without drafts although the engine speculates; empty
+            otherwise.
     """
 
     time_in_queue: float | None = None
@@ -73,15 +74,16 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What one request found in the cache, in tokens.
+    """The prefix that one request found in the cache, in tokens.
 
     Attributes:
-        num_prompt_tokens: tokens looked up (after a preemption: the generated ones too).
+        num_prompt_tokens: number of tokens looked up, after a preemption including generated ones.
         num_kv_tokens: leading tokens whose KV was stored.
-        state_position: position of the nearest usable recurrent state; equals the reuse. None: no recurrent layers.
+        state_position: position of the nearest usable recurrent state, which equals the reuse; None without recurrent
+            layers.
         num_reused_tokens: tokens that need not be computed.
-        num_recomputed_tokens: tokens computed again although their KV was there.
-        reason: why not everything was reused, one sentence or two; empty if all but the last token was.
+        num_recomputed_tokens: number of tokens computed again although their KV was stored.
+        reason: the reason why not everything was reused, in one or two sentences; empty if all but the last token was.
     """
 
     num_prompt_tokens: int
@@ -101,16 +103,16 @@ class CacheReport:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything known about one prompt.
+    """The whole output of one prompt.
 
     Attributes:
-        request_id: as given or assigned.
-        prompt: the prompt's text, None if it came as token ids.
+        request_id: the id, given or assigned.
+        prompt: the prompt's text; None if given as token ids.
         prompt_token_ids: its tokens.
         outputs: one entry per completion (``n``).
-        finished: True once every completion has ended.
-        num_cached_tokens: prompt tokens that did not have to be computed.
-        cache_report: what was found in the prefix cache and why not more; None until the request was first scheduled.
+        finished: whether every completion has ended.
+        num_cached_tokens: number of prompt tokens that were not computed.
+        cache_report: the prefix found in the cache; None until the request was first scheduled.
         prompt_logprobs: None for the first token, then token id -> ``Logprob``; None if not asked for.
         metrics: times and counts.
     """

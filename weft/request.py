@@ -1,10 +1,10 @@
 """A request inside the engine: its tokens, its progress, its end.
 
-Job: hold what a request is and how far it has come. Owns: progress counters and the tokens so far.
-Does not know: pages, slots, rows of the runner, text. A prompt with ``n > 1`` is ``n`` requests.
+Job: hold a request's fields and its progress. Owns: progress counters and the tokens so far. Does not know: pages,
+slots, rows of the runner, text. A prompt with ``n > 1`` is ``n`` requests.
 
-Progress, in tokens (``prompt + output`` are known on the host; ``pending`` were sampled by launched steps whose results
-are not back yet; while drafts are verified, as many as there will be if all of them are accepted)::
+Progress, in tokens. ``prompt + output`` are known on the host. ``pending`` were sampled by launched steps whose results
+are not back yet; with drafts, all of them are assumed to be accepted::
 
     |<---------- prompt ---------->|<--- output --->|<- pending ->|
     |<------- num_computed_tokens (fed to the model) ------>|
@@ -36,7 +36,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Moments of a request's life in seconds of ``time.monotonic()``; None: not reached."""
+    """Moments of a request's life in seconds of ``time.monotonic()``; None if not reached."""
 
     arrival: float = 0.0
     first_scheduled: float | None = None
@@ -47,23 +47,23 @@ class RequestTimes:
 
 
 class RequestSpec(msgspec.Struct, frozen=True, tag="add"):
-    """What a request asks for: complete, immutable, and the message by which the server hands it to the engine.
+    """The complete, immutable description of a request, and the message by which the server hands it to the engine.
 
     Attributes:
         request_id: unique among live requests.
-        prompt_token_ids: at least one token; of type code ``"I"``, 4 bytes each, never changed. A list of so many
-            numbers is sent, converted and freed one by one.
+        prompt_token_ids: at least one token, of type code ``"I"`` (4 bytes each), never changed. A list would be sent,
+            converted and freed number by number.
         sampling: resolved sampling parameters, for the runner.
-        max_tokens: most tokens to generate; prompt and output together fit the context.
-        arrival: its number in the order of arrival.
-        stop_token_ids: ids that end the generation as the user's stop token; the id is the ``stop_reason``.
-        eos_token_ids: ids that end it as the model's own end (empty under ``ignore_eos``).
-        priority: smaller goes first under the ``priority`` policy.
-        cache_salt: only cached prefixes under the same salt are reused, and what it computes is cached under it.
-        checkpoint_positions: prompt positions at which later prompts may leave this one, for recurrent states.
+        max_tokens: upper bound on generated tokens. Prompt and output together fit the context.
+        arrival: number of the request in the order of arrival.
+        stop_token_ids: ids that end the generation as the user's stop tokens; the id is the ``stop_reason``.
+        eos_token_ids: ids that end the generation as the model's own end (empty under ``ignore_eos``).
+        priority: priority under the ``priority`` policy; smaller runs first.
+        cache_salt: the request reuses cached prefixes under the same salt only, and its own are cached under it.
+        checkpoint_positions: prompt positions at which later prompts may diverge, for recurrent states.
         media: images and videos of the prompt, in the order of their placeholders.
-        caller: an API key's identity or a connection; callers get fair shares of the engine.
-        arrival_time: when it was accepted, ``time.monotonic()``.
+        caller: identity of an API key, or a connection. Callers get fair shares of the engine.
+        arrival_time: time of acceptance, ``time.monotonic()``.
     """
 
     request_id: str
@@ -82,23 +82,23 @@ class RequestSpec(msgspec.Struct, frozen=True, tag="add"):
 
 
 class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msgspec allows it
-    """A request as the scheduler sees it: its spec, and how far it has come.
+    """A request as the scheduler sees it: its spec, and its progress.
 
     Attributes:
         logits_processors: callables of the user that change its logits, in order; see ``SamplingParams``. They cannot
-            leave the process, so they are no part of the spec.
+            leave the process, so they are not part of the spec.
         num_computed_tokens: tokens fed to the model, counted when a step is launched.
-        num_pending: tokens sampled by launched steps and not back yet.
-        admission: its number in the order of admission; None: it was not admitted yet.
-        num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
-        cache_report: what it found in the cache then, and why not more.
-        num_preemptions: how often it was preempted.
-        draft_token_ids: what was drafted on the device to come after the known tokens.
-        num_draft_tokens, num_accepted_tokens: drafts that were verified for it, and how many of them were right.
-        no_drafts_because: why nothing is drafted for it although the engine speculates.
-        max_computed_tokens: the most that ``num_computed_tokens`` has been: what lies below is computed again.
-        progress_when_preempted: tokens that all requests together had computed for the first time when this one was
-            last preempted.
+        num_pending: number of tokens sampled by launched steps whose results are not back yet.
+        admission: number of the request in the order of admission; None before.
+        num_cached_tokens: number of prompt tokens reused from the cache when it was first scheduled.
+        cache_report: the prefix that it found in the cache then.
+        num_preemptions: number of preemptions.
+        draft_token_ids: drafts made on the device, to follow the known tokens.
+        num_draft_tokens, num_accepted_tokens: number of drafts verified for it, and of accepted ones.
+        no_drafts_because: the reason why nothing is drafted for it although the engine speculates.
+        max_computed_tokens: maximum of ``num_computed_tokens`` so far. Tokens below it are computed again.
+        progress_when_preempted: number of tokens that all requests together had computed for the first time when this
+            one was last preempted.
         prompt_logprobs: entries for prompt positions 1, 2, … as they arrive.
     """
 
@@ -130,12 +130,12 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
 
     @classmethod
     def of(cls, spec: RequestSpec) -> Request:
-        """A fresh request."""
+        """Make a new request."""
         return cls(**{name: getattr(spec, name) for name in RequestSpec.__struct_fields__})
 
     @property
     def spec(self) -> RequestSpec:
-        """What it asks for, as a value of its own."""
+        """The spec as a value of its own."""
         return RequestSpec(**{name: getattr(self, name) for name in RequestSpec.__struct_fields__})
 
     @property
@@ -144,12 +144,12 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the request, those on their way back included."""
+        """Number of tokens of the request, pending ones included."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Tokens that still have to be fed before the next one can be sampled."""
+        """Number of tokens to feed before the next one can be sampled."""
         known = len(self.prompt_token_ids) + len(self.output_token_ids)
         return known + self.num_pending - self.num_computed_tokens
 
@@ -162,7 +162,7 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
 
     @property
     def cache_token_ids(self) -> Sequence[int]:
-        """Prompt and output known on the host as the prefix cache knows them: with images by their content."""
+        """Prompt and output known on the host, with the keys of the prefix cache for images."""
         known = self.known_token_ids
         return cache_token_ids(known, self.media) if self.media else known
 
@@ -172,43 +172,43 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
 
     @property
     def is_broken(self) -> bool:
-        """True if it ended with an error that its own options did not cause."""
+        """Whether the request ended with an error that its own options did not cause."""
         return self.finish_reason == "error" and self.stop_reason is None
 
     @property
     def samples_by_history(self) -> bool:
-        """True if a token can be sampled only when all earlier ones are known on the host."""
+        """Whether sampling a token needs all earlier tokens on the host."""
         return self.sampling.grammar is not None or bool(self.logits_processors)
 
     @property
     def needs_tokens_on_host(self) -> bool:
-        """True if a step of it can be prepared only when all tokens before it are known on the host."""
+        """Whether preparing a step needs all earlier tokens on the host."""
         return self.samples_by_history or self.sampling.edits_logits
 
     @property
     def will_be_full(self) -> bool:
-        """True if the tokens out and on their way already reach ``max_tokens``: no further step may be launched."""
+        """Whether output and pending tokens reach ``max_tokens``, so that no further step may be launched."""
         return len(self.output_token_ids) + self.num_pending >= self.max_tokens
 
     def drop_pixels(self) -> None:
-        """Nothing of it will be encoded any more; only where its images stand, and which they are, is kept."""
-        self.media = [item.without_pixels() for item in self.media]  # type: ignore[misc]  # no field of the spec alone
+        """Drop pixels, since nothing will be encoded any more. The positions and identities of images are kept."""
+        self.media = [item.without_pixels() for item in self.media]  # type: ignore[misc]  # the field belongs to the spec
 
     def end(self, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """The request ends now, from outside."""
+        """End the request now, from outside."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.status = RequestStatus.FINISHED
         self.times.finished = time.monotonic()
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Sampled tokens have come back, with their log probabilities or none; what follows the end is dropped."""
+        """Append sampled tokens, with log probabilities if there are some. Tokens after the end are dropped."""
         for place, token_id in enumerate(token_ids):
             self.append(token_id, logprobs[place] if logprobs else None)
             if self.finish_reason is not None:
                 break
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """A sampled token has come back; sets ``finish_reason`` if it ends the generation."""
+        """Append a sampled token. Sets ``finish_reason`` if it ends the generation."""
         self.output_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)

@@ -1,7 +1,7 @@
 """``SamplingParams``: fields, limits, validation.
 
-Job: one validated value object. Owns: ranges and defaults. Does not know: tokenizers, vocabularies or tensors; what
-depends on those (stop strings, bad words, token ids in range) is checked where the request is accepted.
+Job: one validated value object. Owns: ranges and defaults. Does not know: tokenizers, vocabularies or tensors. Checks
+that depend on those (stop strings, bad words, token ids in range) are made where the request is accepted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weft.errors import RequestError
 MAX_STOPS = 16
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow long before it changed what is sampled."""
+"""Temperatures below this count as greedy. Dividing by them would overflow before it changed what is sampled."""
 
 
 LONGEST_BAD_WORD = 1000
-"""Characters. Every step compares all beginnings of bad words, as long as the longest, with the latest tokens."""
+"""Upper bound on characters of a bad word. Every step compares all beginnings of bad words with the latest tokens."""
 
 SMALLEST_REPETITION_PENALTY = 1e-6
-"""Logits divided by less leave the range of float32."""
+"""Lower bound on the penalty. Logits divided by less leave the range of float32."""
 
 _LARGEST_INTEGER = 2**63 - 1
 _NOT_IN_WEFT = frozenset(
@@ -33,11 +33,11 @@ _NOT_IN_WEFT = frozenset(
         "spaces_between_special_tokens", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
     }
 )  # fmt: skip
-"""Parameters of vLLM's ``SamplingParams`` without a counterpart."""
+"""Parameters of vLLM's ``SamplingParams`` that Weft lacks."""
 
 
 class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]
-    """Names that are no parameter are refused as values are."""
+    """A base class that refuses unknown parameter names as it refuses values."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         try:
@@ -49,14 +49,14 @@ class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]
 class StructuredOutputsParams(
     msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """One constraint on the form of the text; names and meanings as in vLLM. Exactly one field is given.
+    """A constraint on the form of the text; names and meanings as in vLLM. Exactly one field is given.
 
     Attributes:
         json: a JSON schema, as a dict or as text.
         regex: a regular expression in the syntax of Rust's regex crate, without look-around, on one line.
-        choice: one of these texts.
+        choice: a list of texts, one of which is generated.
         grammar: a grammar in llguidance's Lark format.
-        json_object: True: any JSON object.
+        json_object: True for any JSON object.
     """
 
     json: dict[str, Any] | str | bool | None = None
@@ -94,40 +94,41 @@ _FORMS: dict[str, tuple[tuple[type, ...], str]] = {
 class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request; names and meanings as in vLLM and the OpenAI API.
 
-    ``None`` for ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` means: the checkpoint's
-    ``generation_config.json``, and where that is silent 1.0, off, 1.0, 0.0 and 1.0.
+    ``None`` for ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` means the value in the
+    checkpoint's ``generation_config.json``. Without one it means 1.0, off, 1.0, 0.0 and 1.0.
 
     Attributes:
         n: completions per prompt.
         temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches it (after top_k), in (0, 1].
-        min_p: drop tokens less likely than this share of the likeliest one's probability, in [0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches it (after top_k), in (0, 1].
+        min_p: drop tokens below this share of the most likely token's probability, in [0, 1].
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens (OpenAI).
         repetition_penalty: in [1e-6, 100], over prompt and generated tokens (CTRL, arXiv 1909.05858).
         logit_bias: token id -> value added to its logit, in [-100, 100].
-        allowed_token_ids: only these can be generated.
-        bad_words: texts that may not be generated, in the tokenization that they have at the start of a text and in
-            the one after a space.
-        seed: any 64-bit integer; the sample depends on (seed, output position, token id) and on nothing else. Without
-            one, the engine's seed and the request's number give one.
-        stop: strings that end the generation; cut off unless ``include_stop_str_in_output``.
-        stop_token_ids: token ids that end it, like the checkpoint's EOS ids (their text is dropped with the special
-            tokens; kept if ``include_stop_str_in_output``).
-        max_tokens: most tokens to generate; None: the checkpoint's ``max_new_tokens``, else what the context allows.
-        min_tokens: no EOS, stop token or stop string before that many.
+        allowed_token_ids: the only tokens that may be generated.
+        bad_words: texts that must not be generated, tokenized as at the start of a text and as after a space.
+        seed: any 64-bit integer. The sample depends on (seed, output position, token id) alone. The default is derived
+            from the engine's seed and the request's number.
+        stop: strings that end the generation. They are cut off unless ``include_stop_str_in_output``.
+        stop_token_ids: token ids that end the generation, like the checkpoint's EOS ids. Their text is dropped with the
+            special tokens, and kept if ``include_stop_str_in_output``.
+        max_tokens: upper bound on generated tokens; None: the checkpoint's ``max_new_tokens``, else the room in the
+            context.
+        min_tokens: number of tokens before which no EOS, stop token or stop string counts.
         ignore_eos: EOS ids, the checkpoint's and its tokenizer's, do not end the generation.
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: False: token ids only, no text (then no stop strings either).
-        logprobs: report the log probabilities of the sampled token and of the N likeliest (0: of the sampled one only;
-            -1: of the whole vocabulary). At most ``EngineConfig.max_logprobs``.
+        detokenize: False for token ids only, without text (and so without stop strings).
+        logprobs: report the log probabilities of the sampled token and of the N most likely ones (0: of the sampled one
+            only; -1: of the whole vocabulary). At most ``EngineConfig.max_logprobs``.
         prompt_logprobs: the same for every prompt token.
         structured_outputs: a constraint on the form of the text, which decides where it ends.
         logits_processors: callables ``(output_token_ids, logits)`` or ``(prompt_token_ids, output_token_ids, logits)``
-            that return the logits to sample from, ``[vocab_size]`` float32 on the model's device; called in order,
-            before penalties and masks. ``LLM`` with one process only. They cost: the request's next step waits for each
-            token (no overlap), and its row is sampled outside of CUDA graphs, after one Python call per processor.
-        truncate_prompt_tokens: keep only that many of the prompt's tokens, the last ones; -1: as many as leave room for
+            that return the logits to sample from, ``[vocab_size]`` float32 on the model's device. They are called in
+            order, before penalties and masks, in ``LLM`` with one process only. They are slow: the request's next step
+            waits for each token (no overlap), and its row is sampled outside of CUDA graphs, after one Python call per
+            processor.
+        truncate_prompt_tokens: keep only the last tokens of the prompt, this many; -1: as many as leave room for
             ``max_tokens`` (for one token if that is None).
     """
 
@@ -238,7 +239,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
             if value is None:
                 continue
             _list(name, value, "token ids")
-            if all(type(token) is int and token >= 0 for token in value):  # there may be as many as the vocabulary has
+            if all(type(token) is int and token >= 0 for token in value):  # up to the size of the vocabulary
                 continue
             for token in value:
                 _integer(name, token, 0, None, what=f"{name} holds {token!r}; it")
@@ -273,7 +274,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
 
 
 def _unknown(cls: type, args: tuple[Any, ...], given: dict[str, Any], error: TypeError) -> Exception:
-    """What to say of a call with these arguments, which ended with ``error``."""
+    """The error for a call with these arguments, which ended with ``error``."""
     names: tuple[str, ...] = cls.__struct_fields__  # type: ignore[attr-defined]
     if args:
         return RequestError(f"{cls.__name__} was given {args[0]!r} without a name; write {cls.__name__}({names[0]}=…)")

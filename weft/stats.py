@@ -1,6 +1,6 @@
 """Engine statistics: each gauge and counter, defined once.
 
-Counters are since the start of the engine.
+Counters count since the start of the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the cache, in tokens, pages and slots.
 
-    ``num_evictable_*`` hold something that no running request needs. Queries and hits count every admission of a
+    ``num_evictable_*`` count entries that no running request needs. Queries and hits count every admission of a
     request, resumed ones too.
     """
 
@@ -30,11 +30,12 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerStats(CacheStats, frozen=True, kw_only=True):
     """Figures of cache and scheduler. In ``EngineStats`` requests whose grammar is compiled count as waiting.
 
-    ``num_stalls`` counts requests preempted again before any request had computed a new token: it must stay 0.
-    ``spec_decode_*``: how often drafts of a request were verified, tokens of these, how many of them were accepted, and
-    of these how many were a request's first draft ("0"), second ("1"), ….
-    ``num_encoder_*``: images and videos that a step needed embeddings of, and how many were there already;
-    ``encoder_seconds``: what encoding the others took; ``encoder_cache_tokens``: tokens whose embeddings are kept now.
+    ``num_stalls`` counts requests that were preempted again before any request had computed a new token. It must stay
+    0. ``spec_decode_num_drafts`` counts verifications of a request's drafts, the other ``spec_decode_*`` count draft
+    tokens and accepted ones. The accepted ones are also counted by position: first draft ("0"), second ("1"), ….
+    ``num_encoder_queries`` and ``num_encoder_hits`` count images and videos whose embeddings a step needed, and those
+    that were cached. ``encoder_seconds`` is the time for encoding the others. ``encoder_cache_tokens``: tokens whose
+    embeddings are cached now.
     """
 
     num_waiting: int = 0
@@ -52,7 +53,7 @@ class SchedulerStats(CacheStats, frozen=True, kw_only=True):
 
 
 class EngineStats(SchedulerStats, frozen=True, kw_only=True):
-    """With those of the steps. ``steps_by_mode``: steps by how they ran (NONE, PIECEWISE, FULL)."""
+    """Figures of cache, scheduler and steps. ``steps_by_mode``: number of steps by mode (NONE, PIECEWISE, FULL)."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
@@ -65,11 +66,11 @@ GAUGES = (
     "num_free_pages", "num_evictable_pages", "num_free_slots", "num_evictable_slots", "num_waiting", "num_running",
     "encoder_cache_tokens",
 )  # fmt: skip
-"""What is so now; everything else counts since the start of the engine."""
+"""Fields that hold a current value. All other fields count events since the engine started."""
 
 
 def counters(stats: EngineStats) -> EngineStats:
-    """Without the gauges: what an engine that is gone has done."""
+    """The statistics without the gauges: the events of an engine that is gone."""
     return msgspec.structs.replace(stats, **dict.fromkeys(GAUGES, 0))
 
 
@@ -79,7 +80,7 @@ def merged(stats: list[EngineStats]) -> EngineStats:
 
 
 def _sum(values: list[Any]) -> Any:
-    """Of numbers, or of dicts of numbers by key."""
+    """The sum of numbers, or of dicts of numbers by key."""
     if not any(isinstance(value, dict) for value in values):
         return sum(values)
     keys = dict.fromkeys(key for value in values for key in value)

@@ -1,7 +1,7 @@
 """The files that ship with Weft: the bundled model and the frozen evaluation set.
 
-Owns where they lie and the rule by which an answer is read from a reply.
-Knows nothing of how the model is run; imports no torch, so that a command line may ask for paths cheaply.
+Owns: their paths, and the rule by which an answer is read from a reply. Does not know: how the model is run. It imports
+no torch, so a command line can ask for paths cheaply.
 """
 
 import re
@@ -14,6 +14,6 @@ _ANSWER = re.compile(r"^Answer: (-?\d+)\s*$", re.MULTILINE)
 
 
 def extract_answer(text: str) -> str | None:
-    """The answer of a reply: the number on its last line of the form `Answer: 42`, or None if there is none."""
+    """Read the answer in a reply: the number on its last line of the form `Answer: 42`; None without such a line."""
     found = _ANSWER.findall(text)
     return str(int(found[-1])) if found else None
