@@ -11,13 +11,13 @@ BETWEEN_ROOMS = (
         "tests/speculation/test_ngram.py",
     ),
     mutant(
-        "longest-suffix-ignored", "n-gram drafts look up suffixes up to the longest", "weft/runner/drafters.py",
+        "longest-suffix-ignored", "n-gram drafts look up suffixes up to the longest", "weft/runner/drafts.py",
         "            config.prompt_lookup_max,\n", "            config.prompt_lookup_min,\n",
         "tests/speculation/test_ngram.py", "tests/ops/drafts/test_triton_drafts.py",
     ),
     mutant(
         "history-of-last-token-only", "all tokens that a step sampled are in the row's history",
-        "weft/runner/drafters.py", "[[start + min(i, n - 1) for i in range(query_len)]",
+        "weft/runner/drafts.py", "[[start + min(i, n - 1) for i in range(query_len)]",
         "[[start + n - 1 for i in range(query_len)]", "tests/speculation/test_ngram.py",
     ),
     mutant(

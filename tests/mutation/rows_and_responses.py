@@ -30,11 +30,11 @@ ROWS_AND_RESPONSES = (
         "tests/runner/test_cache_copies.py",
     ),
     mutant(
-        "graph-ignores-edits", "rows with edits are sampled again after a graph", "weft/runner/step_sampler.py",
-        "if replayed is not None and not edited:", "if replayed is not None:", "tests/runner/test_step_sampler.py",
+        "graph-ignores-edits", "rows with edits are sampled again after a graph", "weft/runner/sampling.py",
+        "if replayed is not None and not edited:", "if replayed is not None:", "tests/runner/test_sampling.py",
     ),
     mutant(
-        "padding-of-drafts-kept", "a replayed step's drafts end with its requests", "weft/runner/step_sampler.py",
+        "padding-of-drafts-kept", "a replayed step's drafts end with its requests", "weft/runner/sampling.py",
         "        drafts = drafts[:num_requests] if drafts is not None else None\n", "",
         "tests/speculation/test_by_batch.py", "tests/speculation/test_following_steps.py",
     ),
@@ -44,12 +44,12 @@ ROWS_AND_RESPONSES = (
         "tests/runner/test_batch_builder.py",
     ),
     mutant(
-        "head-reads-no-further", "the head reads the pages behind the step's last token", "weft/runner/drafters.py",
+        "head-reads-no-further", "the head reads the pages behind the step's last token", "weft/runner/drafts.py",
         "min(shape.max_seq_len + self.reach, ", "min(shape.max_seq_len, ", "tests/speculation/test_by_batch.py",
     ),
     mutant(
         "graph-drafts-the-most", "a graph of many rows drafts as few tokens as such steps should",
-        "weft/runner/drafters.py", "self.builder.num_drafts_at(inputs.batch.num_seqs)", "self.builder.num_drafts",
+        "weft/runner/drafts.py", "self.builder.num_drafts_at(inputs.batch.num_seqs)", "self.builder.num_drafts",
         "tests/speculation/test_by_batch.py",
     ),
     mutant(

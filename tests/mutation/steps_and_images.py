@@ -28,7 +28,7 @@ STEPS_AND_IMAGES = (
         "tests/ops/drafts/test_triton_drafts.py", FOLLOWING,
     ),
     mutant(
-        "drafts-counted-as-text", "n-gram drafts begin behind the last token that counts", "weft/runner/drafters.py",
+        "drafts-counted-as-text", "n-gram drafts begin behind the last token that counts", "weft/runner/drafts.py",
         "lengths = [r.start + r.num_tokens - len(r.draft_token_ids) + query_len - 1 for",
         "lengths = [r.start + r.num_tokens + query_len - 1 for", "tests/speculation/test_ngram.py",
     ),

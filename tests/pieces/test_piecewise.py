@@ -24,7 +24,7 @@ from weft.graph.graph_set import CaptureOptions
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.pieces.capture import PiecewiseModel
 from weft.runner.model_runner import ModelRunner
-from weft.runner.step_shape import StepShape
+from weft.runner.step_inputs import StepShape
 
 ARCHS = ("Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 SETTINGS: dict[str, Any] = {

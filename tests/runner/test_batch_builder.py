@@ -13,7 +13,7 @@ from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOu
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import PER_TOKEN, BatchBuilder, chunk_bounds
 from weft.runner.rows import RowTable
-from weft.runner.step_shape import StepInputs, StepShape
+from weft.runner.step_inputs import StepInputs, StepShape
 
 PAGE = 16
 CPU = torch.device("cpu")

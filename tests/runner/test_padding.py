@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.runner.padding import CHUNK_COLUMNS, Padding
-from weft.runner.step_shape import StepShape
+from weft.runner.step_inputs import StepShape
 
 OLD, ROW, SIZE = 9, 7, 24
 COLUMNS = (

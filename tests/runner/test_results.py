@@ -16,7 +16,7 @@ from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.model_runner import ModelRunner
 from weft.runner.results import ResultBlock, ResultMemory, pending_step
-from weft.runner.step_sampler import SampledTokens
+from weft.runner.sampling import SampledTokens
 from weft.runner.warmup import step
 
 SETTINGS: dict[str, Any] = {

@@ -24,7 +24,7 @@ from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_graphs import StepGraphs
-from weft.runner.step_shape import StepShape
+from weft.runner.step_inputs import StepShape
 
 QUIET = CaptureOptions(torch.device("cpu"), show_progress=False)
 

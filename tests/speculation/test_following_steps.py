@@ -24,7 +24,7 @@ from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import ScheduledRequest, SchedulerOutput
-from weft.runner.drafters import MtpStepDrafter
+from weft.runner.drafts import MtpStepDrafter
 from weft.scheduler.draft_steps import ON_DEVICE, settle
 from weft.speculation.acceptance import RejectionSampler
 

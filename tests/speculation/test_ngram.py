@@ -20,7 +20,7 @@ from weft.config.speculation import SpeculativeConfig
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
-from weft.runner.drafters import NgramDrafter
+from weft.runner.drafts import NgramDrafter
 from weft.runner.rows import RowTable
 from weft.speculation.acceptance import Acceptance
 

@@ -30,7 +30,7 @@ from weft.runner.following import following_inputs
 from weft.runner.media_inputs import place_media
 from weft.runner.padding import CHUNK_COLUMNS, Padding
 from weft.runner.rows import RowTable
-from weft.runner.step_shape import Layout, SampleRows, StepInputs, StepShape
+from weft.runner.step_inputs import Layout, SampleRows, StepInputs, StepShape
 
 
 class BatchBuilder:

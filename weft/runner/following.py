@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.ops.backend import Backend
 from weft.ops.drafts import follow_step
 from weft.runner.rows import RowTable
-from weft.runner.step_shape import StepInputs
+from weft.runner.step_inputs import StepInputs
 
 
 def following_inputs(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.forward_context import Batch, LogitsRows, Mixture
 from weft.runner.buffers import StepBuffers
-from weft.runner.step_shape import Layout, StepShape
+from weft.runner.step_inputs import Layout, StepShape
 
 PER_SEQUENCE = ("logits_indices", "logits_positions", "logits_slots")
 COUNTS = "logits_counts"

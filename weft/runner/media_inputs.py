@@ -27,7 +27,7 @@ from weft.multimodal.items import MediaItem
 from weft.runner.buffers import to_device
 from weft.runner.mrope import frequency_axes, rotary_rows
 from weft.runner.rows import RowTable
-from weft.runner.step_shape import Layout
+from weft.runner.step_inputs import Layout
 
 
 class EncoderGraphs:

@@ -50,8 +50,8 @@ from weft.runner.memory import (
 from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
+from weft.runner.step_inputs import StepShape
 from weft.runner.step_runner import StepRunner
-from weft.runner.step_shape import StepShape
 from weft.runner.warmup import (
     StepLimits,
     compiled_meanwhile,

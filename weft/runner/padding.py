@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from weft.runner.step_shape import StepShape
+from weft.runner.step_inputs import StepShape
 
 CHUNK_COLUMNS = ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")
 """Arrays of the chunk table."""

@@ -23,7 +23,7 @@ from weft.ops.steps import NUM_RESULTS, store_step_results
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable
-from weft.runner.step_sampler import SampledTokens
+from weft.runner.sampling import SampledTokens
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder
-from weft.runner.drafters import Drafter
+from weft.runner.drafts import Drafter
 from weft.runner.rows import RowTable
-from weft.runner.sampling_inputs import SamplingInputs
-from weft.runner.step_shape import SampleRows, StepInputs, StepShape
+from weft.runner.sampling_state import SamplingInputs
+from weft.runner.step_inputs import SampleRows, StepInputs, StepShape
 from weft.speculation.acceptance import Acceptance, RejectionSampler
 
 

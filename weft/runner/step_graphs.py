@@ -24,7 +24,7 @@ from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.runner.media_inputs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
 from weft.runner.step_functions import SampledLogits, StepFunctions
-from weft.runner.step_shape import StepShape
+from weft.runner.step_inputs import StepShape
 
 if TYPE_CHECKING:
     from weft.pieces.capture import PiecewiseModel

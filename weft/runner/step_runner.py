@@ -31,7 +31,7 @@ from weft.models.mtp import MtpDrafter
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.cache_copies import CacheCopier
-from weft.runner.drafters import Drafter, MtpStepDrafter, NgramDrafter
+from weft.runner.drafts import Drafter, MtpStepDrafter, NgramDrafter
 from weft.runner.logits_rows import spread
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches
@@ -44,11 +44,11 @@ from weft.runner.results import (
     wants_prompt_logprobs,
 )
 from weft.runner.rows import RowTable
-from weft.runner.sampling_inputs import SamplingInputs
+from weft.runner.sampling import SampledTokens, StepSampler
+from weft.runner.sampling_state import SamplingInputs
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
-from weft.runner.step_sampler import SampledTokens, StepSampler
-from weft.runner.step_shape import StepShape
+from weft.runner.step_inputs import StepShape
 from weft.speculation.acceptance import RejectionSampler, sampled_positions
 
 

@@ -17,7 +17,7 @@ from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints
 from weft.runner.rows import RowTable
-from weft.runner.sampling_inputs import SamplingInputs
+from weft.runner.sampling_state import SamplingInputs
 from weft.runner.step_functions import SampledLogits
 from weft.speculation.acceptance import Acceptance, RejectionSampler, accept
 

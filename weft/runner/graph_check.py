@@ -24,7 +24,7 @@ from weft.pieces.step_timing import StepMaker
 from weft.runner.buffers import to_device
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_functions import SampledLogits
-from weft.runner.step_shape import StepShape
+from weft.runner.step_inputs import StepShape
 
 MAX_PROMPT_TOKENS = 130
 

@@ -26,7 +26,7 @@ from weft.ops.drafts import ngram_drafts
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
-from weft.runner.step_shape import StepInputs, StepShape
+from weft.runner.step_inputs import StepInputs, StepShape
 from weft.speculation.acceptance import Acceptance
 
 

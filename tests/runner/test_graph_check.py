@@ -13,8 +13,8 @@ from tests.tiny import make_checkpoint
 from weft.config import resolve
 from weft.errors import CapacityError
 from weft.graph.graph import Tape
+from weft.runner.graph_check import SizeCheck, verify_graphs
 from weft.runner.model_runner import ModelRunner
-from weft.runner.verify import SizeCheck, verify_graphs
 
 SIZES = {"max_num_batched_tokens": 96, "max_num_seqs": 5, "max_model_len": 130, "page_size": 8}
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from weft.layers.sampler import SamplingBatch
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.runner.rows import RowTable
-from weft.runner.sampling_inputs import NO_TOKEN, SamplingInputs
-from weft.runner.step_shape import SampleRows
+from weft.runner.sampling_state import NO_TOKEN, SamplingInputs
+from weft.runner.step_inputs import SampleRows
 
 VOCAB = 12
 CPU = torch.device("cpu")
