@@ -40,7 +40,7 @@ from weft.messages import ModelOutput, RowSampling, SchedulerOutput
 from weft.request import Request
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.rows import RowTable
-from weft.runner.sampling_state import SamplingInputs
+from weft.runner.sampling_state import SamplingState
 from weft.runner.step_graphs import StepGraphs
 from weft.scheduler.scheduler import Scheduler
 
@@ -64,7 +64,7 @@ class Host:
             keeps_states=spec.has_states, num_drafts=0, num_drafts_at=config.num_drafts_at, verifies=False,
             ends_sparse=False, device=CPU,
         )  # fmt: skip
-        self.sampling = SamplingInputs(self.rows, config.model_config.vocab_size, CPU)
+        self.sampling = SamplingState(self.rows, config.model_config.vocab_size, CPU)
         sizes = decode_sizes(count), (), token_sizes(BUDGET, largest=4096)
         self.graphs = StepGraphs(Dispatcher(CudaGraphMode.FULL, *sizes))
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -84,19 +84,19 @@ class Host:
     def launch(self, step: SchedulerOutput) -> ModelOutput:
         """As ``ModelRunner.launch``, up to the replay, and what follows it."""
         with self.part("rows"):
-            self.sampling.set_step_masks(step.token_masks)
             for row in step.finished_rows:
-                self.sampling.forget(row)
+                self.sampling.free_row(row)
             for new in step.new_requests:
-                self.rows.fill(new)
-                self.sampling.fill(new)
+                self.rows.add(new)
+                self.sampling.add_row(new)
+            self.sampling.begin_step(step.token_masks, {})
             sampled = [request for request in step.requests if request.samples]
         with self.part("batch"):
             shape = self.builder.fill(step)
         with self.part("pad and send"):
             choice = self.graphs.choose(shape)
             if shape.is_decode:
-                self.builder.pad_whole(shape, choice.size)
+                self.builder.pad_uniform(shape, choice.size)
             self.builder.send()
         with self.part("sampling"):
             assert not self.sampling.edited(sampled) and not self.sampling.num_logprobs(sampled)

@@ -29,11 +29,11 @@ from benchmarks.decode_profile import CONFIGS, decode_orders, fill_caches, graph
 from weft.bench import report
 from weft.bench.roofline import Roofline, ceilings_of
 from weft.config import resolve
-from weft.graph.capture_sizes import smallest_fitting
+from weft.graph.dispatcher import smallest_fitting
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.models import mtp
 from weft.ops.backend import Backend
-from weft.runner import following
+from weft.runner import step_inputs
 from weft.runner.model_runner import ModelRunner
 from weft.speculation import acceptance
 
@@ -76,7 +76,7 @@ def profile(runner: ModelRunner, batch: int, num_drafts: int, bytes_per_s: float
     work = Roofline.of(runner.config)
     kinds = (
         ("decode", decode_orders(runner, batch, CONTEXT), runner.graphs.decode, 0),
-        ("verify", verify_orders(runner, batch, num_drafts), runner.graphs.verify, num_drafts),
+        ("verify", verify_orders(runner, batch, num_drafts), runner.graphs.verification, num_drafts),
     )
     for name, orders, graphs, count in kinds:
         output = runner.run(orders)
@@ -101,7 +101,7 @@ def profile(runner: ModelRunner, batch: int, num_drafts: int, bytes_per_s: float
 @contextmanager
 def references() -> Iterator[None]:
     """In the body, verifications and drafts are moved, accepted and placed by torch's operations."""
-    rooms = ((following, "follow_step"), (acceptance, "accept_drafts"), (mtp, "places_ahead"))
+    rooms = ((step_inputs, "follow_step"), (acceptance, "accept_drafts"), (mtp, "places_ahead"))
     before = [getattr(room, name) for room, name in rooms]
     for (room, name), operation in zip(rooms, before, strict=True):
 

@@ -99,7 +99,7 @@ def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Refere
         install_drafter(engine, request.param[0])
         yield engine
         assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases, "too few drafts were accepted"
-        graphs = runner_of(engine.llm).graphs.verify
+        graphs = runner_of(engine.llm).graphs.verification
         assert (graphs is not None) == (request.param[0] != "Lfm2ForCausalLM" and "FULL" in request.param[1])
         if graphs is not None:
             assert graphs.counters.replays and graphs.counters.padding_rows

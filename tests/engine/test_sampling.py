@@ -279,7 +279,7 @@ def test_nothing_is_kept_of_what_ended_requests_asked_for(folder: Path) -> None:
         engine.generate([[5, 6], [7, 8]], asked, use_tqdm=False)
         engine.generate([[9]], SamplingParams(max_tokens=2), use_tqdm=False)
         steps = engine._core._executor._runner.steps  # type: ignore[attr-defined]
-        inputs = steps._sampling
+        inputs = steps.sampler.state
         assert not (inputs._counts or inputs._bad_words or inputs._editing or inputs._num_logprobs)
         assert not steps.rows.prompt_logprobs
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.graph_modes import BatchDescriptor, CudaGraphMode, GraphMode
+from tests.graph.batches import decodes, mixed_batch
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.errors import ConfigError
-from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting, token_sizes
-from weft.graph.dispatcher import Choice, Dispatcher
+from weft.graph.batch_descriptor import MAX_PREFILLS, BatchDescriptor, chunk_capacity
+from weft.graph.capture_sizes import token_sizes
+from weft.graph.dispatcher import Choice, Dispatcher, smallest_fitting
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 SIZES = {"decode_sizes": (1, 4, 8), "token_sizes": (16, 64, 210)}
@@ -35,8 +37,8 @@ MIXED = [1, 7, 8, 17, 31, 32, 65, 104, 105, 210, 211]
 )
 def test_rules(mode: str, decode: list[int | str], mixed: list[int | str]) -> None:
     dispatcher = Dispatcher(CudaGraphMode(mode), **SIZES)  # type: ignore[arg-type]
-    assert [code(dispatcher.choose(BatchDescriptor(n, True))) for n in DECODE] == decode
-    assert [code(dispatcher.choose(BatchDescriptor(n))) for n in MIXED] == mixed
+    assert [code(dispatcher.choose(decodes(n))) for n in DECODE] == decode
+    assert [code(dispatcher.choose(mixed_batch(n))) for n in MIXED] == mixed
 
 
 def code(choice: Choice) -> int | str:
@@ -45,8 +47,8 @@ def code(choice: Choice) -> int | str:
 
 def test_full_graphs_for_any_batch_where_they_exist() -> None:
     dispatcher = Dispatcher(CudaGraphMode.FULL, (1,), (), (64,))
-    assert dispatcher.choose(BatchDescriptor(40)) == Choice(FULL, 64)
-    assert dispatcher.choose(BatchDescriptor(31)) == Choice(NONE, 31)
+    assert dispatcher.choose(mixed_batch(40)) == Choice(FULL, 64)
+    assert dispatcher.choose(mixed_batch(31)) == Choice(NONE, 31)
 
 
 def test_a_graph_takes_as_many_prefills_and_chunks_as_it_has_room_for() -> None:
@@ -56,14 +58,24 @@ def test_a_graph_takes_as_many_prefills_and_chunks_as_it_has_room_for() -> None:
         (MAX_PREFILLS + 1, room, NONE),
         (1, room + 1, NONE),
     ):
-        batch = BatchDescriptor(200, num_prefills=num_prefills, num_chunks=num_chunks)
+        batch = mixed_batch(200, num_prefills=num_prefills, num_chunks=num_chunks)
         assert dispatcher.choose(batch).mode is mode
 
 
 def test_nothing_captured_means_nothing_replayed() -> None:
     for mode in CudaGraphMode:
-        for uniform in (True, False):
-            assert Dispatcher(mode).choose(BatchDescriptor(5, uniform)) == Choice(NONE, 5)
+        for batch in (decodes(5), mixed_batch(5), BatchDescriptor.verification(5, 1, 64)):
+            assert Dispatcher(mode).choose(batch) == Choice(NONE, 5)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "TUNED"])
+def test_a_verification_runs_in_a_graph_of_as_many_drafts(mode: str) -> None:
+    """Larger batches may verify fewer: one of three does not fit a graph of four that have fewer tokens each."""
+    captured = {1: 4, 2: 4, 4: 2}
+    dispatcher = Dispatcher(CudaGraphMode(mode), [8], [64], [64], verification_sizes=captured)
+    sizes = [(seqs, query_len) for seqs in (1, 2, 3, 4, 5) for query_len in (2, 4)]
+    chosen = [code(dispatcher.choose(BatchDescriptor.verification(*size, 64))) for size in sizes]
+    assert chosen == [2, "F1", 4, "F2", "F4", 12, "F4", 16, 10, 20]
 
 
 def rules_table() -> str:

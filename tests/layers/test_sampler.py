@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.layers.sampler import BlockedTokens, LogitBias, Penalties, Sampler, SamplingBatch, logprobs_of
+from weft.layers.sampler import BlockedTokens, LogitBias, Penalties, Sampler, SamplingMetadata, logprobs_of
 from weft.ops.backend import Backend
 
 VOCAB = 65
 sampler = Sampler(Backend.TORCH)
 
 
-def batch(n: int, temperature: float = 0.0, **parts: Any) -> SamplingBatch:
-    return SamplingBatch(
+def batch(n: int, temperature: float = 0.0, **parts: Any) -> SamplingMetadata:
+    return SamplingMetadata(
         temperature=torch.full((n,), temperature),
         top_k=torch.zeros(n, dtype=torch.long),
         top_p=torch.ones(n),

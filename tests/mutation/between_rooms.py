@@ -7,7 +7,7 @@ from tests.mutation.mutant import mutant
 BETWEEN_ROOMS = (
     mutant(
         "row-history-unfilled", "n-gram drafts know the prompt of a row", "weft/runner/step_runner.py",
-        "            if self._draft is not None:\n                self._draft.fill(new)\n", "",
+        "            if self._draft is not None:\n                self._draft.add_row(new)\n", "",
         "tests/speculation/test_ngram.py",
     ),
     mutant(
@@ -246,16 +246,16 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "draft-fallback-dropped", "tokens that are edited behind a graph are drafted from again",
-        "weft/runner/step_runner.py", "        if drafts is None and replayed.hidden_states is not None:",
+        "weft/runner/step_runner.py", "        if drafts is None and output.hidden_states is not None:",
         "        if False:", "tests/speculation/test_model_drafts.py", "tests/speculation/test_ngram.py",
     ),
     mutant(
-        "verification-by-another-count", "a graph verifies as many drafts as the step", "weft/runner/step_graphs.py",
-        "if size is None or self.query_len(size) != shape.query_len:", "if size is None:",
-        "tests/runner/test_step_graphs.py",
+        "verification-by-another-count", "a graph verifies as many drafts as the step", "weft/graph/dispatcher.py",
+        "if size is not None and self.verification_sizes[size] == batch.query_len", "if size is not None",
+        "tests/graph/test_dispatcher.py",
     ),
     mutant(
-        "refused-logits-of-a-stop", "a draft that ends the text is not accepted", "weft/runner/step_runner.py",
+        "refused-logits-of-a-stop", "a draft that ends the text is not accepted", "weft/runner/sampling.py",
         "ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None",
         "ends = None", "tests/speculation/test_following_steps.py",
     ),

@@ -229,17 +229,17 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "sampling-not-forgotten", "rows of nobody keep no histories", "weft/runner/step_runner.py",
-        "            self._sampling.forget(row)\n", "",
+        "            self.sampler.free_row(row)\n", "",
         "tests/engine/test_sampling.py::test_nothing_is_kept_of_what_ended_requests_asked_for",
     ),
     mutant(
         "rows-not-forgotten", "rows of nobody keep no positions", "weft/runner/step_runner.py",
-        "            self.rows.forget(row)\n", "",
+        "            self.rows.free(row)\n", "",
         "tests/engine/test_images.py::test_a_request_that_has_ended_keeps_no_pixels",
     ),
     mutant(
         "rows-not-forgotten-at-fill", "a row's next request has no positions of images of the last",
-        "weft/runner/rows.py", "        self._sampling[row] = params\n        self.forget(row)\n",
+        "weft/runner/rows.py", "        self._sampling[row] = params\n        self.free(row)\n",
         "        self._sampling[row] = params\n", "tests/runner/test_batch_builder.py",
     ),
     mutant(
@@ -250,8 +250,8 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "profiled-steps-drop-processors", "logits processors run while steps are profiled",
-        "weft/executor/in_process.py", "self._runner.launch(scheduler_output, processors))",
-        "self._runner.launch(scheduler_output))",
+        "weft/executor/in_process.py", "self._runner.steps.launch(scheduler_output, processors))",
+        "self._runner.steps.launch(scheduler_output))",
         "tests/engine/test_logits_processors.py::test_while_steps_are_profiled",
     ),
     mutant(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.graph.batches import decodes, mixed_batch
 from weft.config import resolve
-from weft.config.graph_modes import BatchDescriptor, CudaGraphMode, GraphMode
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import (
     FORMAT,
     GraphProfile,
@@ -44,24 +45,24 @@ def test_launches_one_by_one_take_the_time_of_the_host_until_the_device_is_slowe
     tokens would take 22 ms without a graph, and not 17.5."""
     points = points_to_measure([1024, 8192])
     found = table(prefill={n: {"NONE": max(14.0, 0.0035 * n), "FULL": 20.0} for n in points})
-    assert found.mode(BatchDescriptor(5000)) is NONE and found.mode(BatchDescriptor(6000)) is FULL
+    assert found.mode(mixed_batch(5000)) is NONE and found.mode(mixed_batch(6000)) is FULL
 
 
 def test_lines_cross_where_padding_stops_being_worth_it() -> None:
     """Without a graph 1 ms per token; a graph of 64 always takes 40: it wins from 40 on (by more than 1%, from 41)."""
     found = table(prefill={1: {"NONE": 1.0, "FULL": 40.0}, 64: {"NONE": 64.0, "FULL": 40.0}})
     assert found.prefill == ((40, NONE), (64, FULL))
-    modes = {n: found.mode(BatchDescriptor(n)) for n in (1, 40, 41, 64, 65)}
+    modes = {n: found.mode(mixed_batch(n)) for n in (1, 40, 41, 64, 65)}
     assert modes == {1: NONE, 40: NONE, 41: FULL, 64: FULL, 65: None}
 
 
 def test_kinds_of_batches_have_their_own_limits() -> None:
     ms = {mode: {str(m): 1.0 + (m is not mode) for m in GraphMode} for mode in GraphMode}
     found = table(prefill={8: ms[FULL]}, mixed={8: ms[PIECEWISE]}, decode={4: ms[NONE]})
-    assert found.mode(BatchDescriptor(8, num_prefills=1)) is FULL
-    assert found.mode(BatchDescriptor(8, num_prefills=1, num_decodes=2)) is PIECEWISE
-    assert found.mode(BatchDescriptor(4, uniform_decode=True, num_decodes=4)) is NONE
-    assert found.mode(BatchDescriptor(8, uniform_decode=True, num_decodes=8)) is None
+    assert found.mode(mixed_batch(8)) is FULL
+    assert found.mode(mixed_batch(8, num_decodes=2)) is PIECEWISE
+    assert found.mode(decodes(4)) is NONE
+    assert found.mode(decodes(8)) is None
 
 
 @pytest.mark.parametrize(
@@ -101,23 +102,23 @@ SIZES: dict[str, Any] = {"decode_sizes": (4,), "token_sizes": (64,), "full_token
 def test_measured_modes_go_before_rules_and_padding() -> None:
     found = ModeTable(prefill=((7, PIECEWISE), (31, NONE), (210, FULL)), decode=((2, NONE), (4, FULL)))
     dispatcher = Dispatcher(CudaGraphMode.TUNED, **SIZES, table=found)
-    assert dispatcher.choose(BatchDescriptor(7)) == Choice(PIECEWISE, 64)
-    assert dispatcher.choose(BatchDescriptor(31)) == Choice(NONE, 31)
-    assert dispatcher.choose(BatchDescriptor(65)) == Choice(FULL, 210)
-    assert dispatcher.choose(BatchDescriptor(2, uniform_decode=True)) == Choice(NONE, 2)
-    assert dispatcher.choose(BatchDescriptor(3, uniform_decode=True)) == Choice(FULL, 4)
+    assert dispatcher.choose(mixed_batch(7)) == Choice(PIECEWISE, 64)
+    assert dispatcher.choose(mixed_batch(31)) == Choice(NONE, 31)
+    assert dispatcher.choose(mixed_batch(65)) == Choice(FULL, 210)
+    assert dispatcher.choose(decodes(2)) == Choice(NONE, 2)
+    assert dispatcher.choose(decodes(3)) == Choice(FULL, 4)
 
 
 def test_what_was_not_measured_goes_by_the_rules() -> None:
     dispatcher = Dispatcher(CudaGraphMode.TUNED, **SIZES, table=ModeTable(prefill=((16, NONE),)))
-    assert dispatcher.choose(BatchDescriptor(40)) == Choice(FULL, 64)
-    assert dispatcher.choose(BatchDescriptor(31, num_decodes=1)) == Choice(NONE, 31)
-    assert dispatcher.choose(BatchDescriptor(211)) == Choice(NONE, 211)
+    assert dispatcher.choose(mixed_batch(40)) == Choice(FULL, 64)
+    assert dispatcher.choose(mixed_batch(31, num_decodes=1)) == Choice(NONE, 31)
+    assert dispatcher.choose(mixed_batch(211)) == Choice(NONE, 211)
 
 
 def test_a_measured_graph_that_cannot_take_the_batch_is_not_taken() -> None:
     dispatcher = Dispatcher(CudaGraphMode.TUNED, **SIZES, table=ModeTable.always(FULL, 64))
-    assert dispatcher.choose(BatchDescriptor(64, num_prefills=17, num_chunks=17)) == Choice(NONE, 64)
+    assert dispatcher.choose(mixed_batch(64, num_prefills=17, num_chunks=17)) == Choice(NONE, 64)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

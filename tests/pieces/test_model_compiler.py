@@ -75,7 +75,7 @@ def test_results_are_picked_where_they_are_computed(runner: ModelRunner) -> None
 def test_what_is_bound_never_moves(runner: ModelRunner) -> None:
     """Parameters, and the one static field of a batch; everything else comes with the call."""
     static = {p.data_ptr() for p in runner.model.parameters()}
-    token_count = runner.steps.builder.materialise(runner.steps.functions.mixture_shape(4)).batch.token_count
+    token_count = runner.steps.builder.materialise(runner.steps.functions.mixed_shape(4)).batch.token_count
     assert token_count is not None
     static.add(token_count.data_ptr())
     inputs = traced_pass(runner)._inputs

@@ -9,11 +9,12 @@ import torch
 from msgspec.structs import replace
 
 from tests.ops.interpreter import DEVICE  # noqa: F401 (before any kernel)
+from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import PER_TOKEN, BatchBuilder, chunk_bounds
 from weft.runner.rows import RowTable
-from weft.runner.step_inputs import StepInputs, StepShape
+from weft.runner.step_inputs import StepInputs
 
 PAGE = 16
 CPU = torch.device("cpu")
@@ -61,8 +62,8 @@ def test_chunks_do_not_depend_on_how_a_prefill_is_split() -> None:
 
 def test_mixed_batch() -> None:
     table, builder = make()
-    table.fill(NewRequest(3, array("I", [7] * 20), 20, RowSampling()))
-    table.fill(NewRequest(5, array("I", list(range(100, 210))), 110, RowSampling()))
+    table.add(NewRequest(3, array("I", [7] * 20), 20, RowSampling()))
+    table.add(NewRequest(5, array("I", list(range(100, 210))), 110, RowSampling()))
     build(table, builder, [ScheduledRequest(3, 0, 20, [9, 4], 2, True)])
     table.set_last_tokens(torch.tensor([3]), torch.tensor([42]))
     requests = [
@@ -93,7 +94,7 @@ def test_mixed_batch() -> None:
 def test_decode_batch_has_no_chunks_and_feeds_the_sampled_tokens() -> None:
     table, builder = make()
     for row in (1, 2):
-        table.fill(NewRequest(row, array("I", [5, 6]), 2, RowSampling()))
+        table.add(NewRequest(row, array("I", [5, 6]), 2, RowSampling()))
         build(table, builder, [ScheduledRequest(row, 0, 2, [row], row, True)])
     table.set_last_tokens(torch.tensor([1, 2]), torch.tensor([11, 22]))
     step = build(table, builder, [ScheduledRequest(r, 2, 1, [], r, True) for r in (2, 1)])
@@ -103,7 +104,7 @@ def test_decode_batch_has_no_chunks_and_feeds_the_sampled_tokens() -> None:
 
 def test_resumed_request_feeds_the_tokens_it_brought() -> None:
     table, builder = make()
-    table.fill(NewRequest(0, array("I", [1, 2, 3, 4, 5]), 3, RowSampling()))
+    table.add(NewRequest(0, array("I", [1, 2, 3, 4, 5]), 3, RowSampling()))
     table.set_last_tokens(torch.tensor([0]), torch.tensor([99]))
     step = build(table, builder, [ScheduledRequest(0, 0, 5, [3], 1, True)])
     assert step.input_ids.tolist() == [1, 2, 3, 4, 5]
@@ -113,7 +114,7 @@ def test_what_is_stored_already_is_read_and_not_written() -> None:
     """Positions below ``write_start`` are computed again: their KV goes to page 0, whichever chunk they come in."""
     table, builder = make()
     for start, count, written in ((16, 60, 40), (16, 8, 40), (40, 36, 40), (16, 60, 0)):
-        table.fill(NewRequest(3, array("I", list(range(90))), 90, RowSampling()))
+        table.add(NewRequest(3, array("I", list(range(90))), 90, RowSampling()))
         batch = build(table, builder, [ScheduledRequest(3, start, count, [5, 6, 7, 8, 9], 2, False, [], written)]).batch
         real = [(5 + p // PAGE) * PAGE + p % PAGE for p in range(start, start + count)]
         expected = [0 if p < written else slot for p, slot in zip(range(start, start + count), real, strict=True)]
@@ -125,7 +126,7 @@ def test_what_is_stored_already_is_read_and_not_written() -> None:
 def test_what_is_stored_of_one_request_says_nothing_of_the_next() -> None:
     table, builder = make()
     for row in (3, 4):
-        table.fill(NewRequest(row, array("I", list(range(90))), 90, RowSampling()))
+        table.add(NewRequest(row, array("I", list(range(90))), 90, RowSampling()))
     requests = [
         ScheduledRequest(3, 16, 8, [5, 6], 2, False, [], 40),
         ScheduledRequest(4, 0, 6, [7], 3, False),
@@ -136,9 +137,9 @@ def test_what_is_stored_of_one_request_says_nothing_of_the_next() -> None:
 
 def test_refilled_row_starts_with_an_empty_page_table() -> None:
     table, builder = make()
-    table.fill(NewRequest(0, array("I", [1] * 40), 40, RowSampling()))
+    table.add(NewRequest(0, array("I", [1] * 40), 40, RowSampling()))
     build(table, builder, [ScheduledRequest(0, 0, 40, [3, 4, 5], 1, True)])
-    table.fill(NewRequest(0, array("I", [2] * 10), 10, RowSampling()))
+    table.add(NewRequest(0, array("I", [2] * 10), 10, RowSampling()))
     step = build(table, builder, [ScheduledRequest(0, 0, 10, [8], 1, True)])
     assert step.batch.page_table.tolist() == [[8]]
 
@@ -147,7 +148,7 @@ def test_largest_step_fits_the_buffers() -> None:
     """Every sequence in the worst place: each token count that adds the most chunks, all checkpoints taken."""
     table, builder = make(rows=8)
     for row in range(8):
-        table.fill(NewRequest(row, array("I", [0] * 200), 200, RowSampling()))
+        table.add(NewRequest(row, array("I", [0] * 200), 200, RowSampling()))
     pages = list(range(1, 14))
     requests = [ScheduledRequest(r, 63, 64, pages, r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
     step = build(table, builder, requests)
@@ -157,7 +158,7 @@ def test_largest_step_fits_the_buffers() -> None:
 def test_sampling_parameters_travel_with_the_step() -> None:
     table, builder = make()
     params = RowSampling(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**64 - 1)
-    table.fill(NewRequest(4, array("I", [1, 2, 3]), 3, params))
+    table.add(NewRequest(4, array("I", [1, 2, 3]), 3, params))
     samples = build(table, builder, [ScheduledRequest(4, 0, 3, [1], 1, True)]).samples
     assert (
         samples.temperature.tolist() == [0.5] and samples.top_p.tolist() == [0.25] and samples.min_p.tolist() == [0.125]
@@ -169,16 +170,16 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
     """Padding decodes token 0 at position 0 of page 0 with slot 0, whatever an earlier, larger step left behind."""
     table, builder = make()
     for row in range(8):
-        table.fill(NewRequest(row, array("I", [9] * 40), 40, RowSampling(temperature=1.0, top_p=0.5, seed=5)))
+        table.add(NewRequest(row, array("I", [9] * 40), 40, RowSampling(temperature=1.0, top_p=0.5, seed=5)))
     build(
         table, builder, [ScheduledRequest(r, 0, 40, [3 * r + 1, 3 * r + 2, 3 * r + 3], r + 1, True) for r in range(8)]
     )
     scheduler_output = SchedulerOutput(2, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
     shape = builder.fill(scheduler_output)
-    builder.pad_whole(shape, 8)
+    builder.pad_uniform(shape, 8)
     builder.send()
     assert (shape.num_tokens, shape.num_seqs) == (3, 3)
-    padded = StepShape.decodes(8, 1024)
+    padded = BatchDescriptor.decodes(8, 1024)
     inputs = builder.materialise(padded)
     batch, samples = inputs.batch, inputs.samples
     assert batch.slot_mapping[3:].tolist() == [0] * 5 and batch.state_slots[3:].tolist() == [0] * 5
@@ -194,15 +195,15 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
     """Sequences that fill a step up are empty: no tokens, no slot, no chunk, whatever a larger step left behind."""
     table, builder = make()
     for row in range(8):
-        table.fill(NewRequest(row, array("I", [9] * 60), 60, RowSampling()))
+        table.add(NewRequest(row, array("I", [9] * 60), 60, RowSampling()))
     pages = [[3 * r + 1, 3 * r + 2, 3 * r + 3, 30 + r] for r in range(8)]
     build(table, builder, [ScheduledRequest(r, 0, 40, pages[r][:3], r + 1, True) for r in range(8)])
     requests = [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6)]
     requests.append(ScheduledRequest(4, 40, 20, [34], 5, True))
     shape = builder.fill(SchedulerOutput(2, requests))
-    builder.pad_mixture(shape, 32)
+    builder.pad_mixed(shape, 32)
     builder.send()
-    batch = builder.materialise(StepShape.mixture(32, 8, 1024, (64,))).batch
+    batch = builder.materialise(BatchDescriptor.mixed(32, 8, 1024, (64,))).batch
     assert batch.mixture is not None and batch.mixture.counts.tolist() == [22, 3, 2]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 22] + [22] * 5
     assert batch.seq_lens.tolist() == [41, 41, 60] + [0] * 5 and batch.state_slots.tolist() == [3, 7, 5] + [0] * 5
@@ -218,7 +219,7 @@ def test_equally_many_drafts_are_one_verification() -> None:
     """Every state has its slot, the working slot comes last; anything else in the step makes it a short prefill."""
     table, builder = make(rows=3, num_drafts=2)
     for row in range(3):
-        table.fill(NewRequest(row, array("I", list(range(40))), 40, RowSampling()))
+        table.add(NewRequest(row, array("I", list(range(40))), 40, RowSampling()))
     alike = [
         ScheduledRequest(0, 40, 3, [1, 2, 3, 4, 5, 6], 7, True, [(41, 8), (42, 9)], 0, [5, 6]),
         ScheduledRequest(2, 41, 3, [11, 12, 13, 14, 15, 16], 3, True, [(42, 4), (43, 5)], 0, [7, 8]),
@@ -245,19 +246,19 @@ def test_what_a_padded_step_sends(drafts: int) -> None:
     for values in buffers._views[0].values():
         values[:] = 7  # what steps before have left there
     for row in (0, 1):
-        table.fill(NewRequest(row, array("I", [5] * 40), 40, RowSampling()))
+        table.add(NewRequest(row, array("I", [5] * 40), 40, RowSampling()))
     buffers._words = torch.full_like(buffers._words, -7)
     buffers._device = buffers._words.view(torch.uint8)
     ends = [(24, 40), (23, 39)]
     requests = [ScheduledRequest(r, a, b - a, [r + 1], 0, True) for r, (a, b) in enumerate(ends)]
-    builder.pad_mixture(builder.fill(SchedulerOutput(1, requests)), 40)
+    builder.pad_mixed(builder.fill(SchedulerOutput(1, requests)), 40)
     builder.send()
     for name in PER_TOKEN:
         sent = buffers.device(name, 41).tolist()
         assert sent[:40] == builder._host[name][:40].tolist() and sent[40] == -7, name
     assert buffers.device("input_ids", 40).tolist() == [5] * 32 + [0] * 8
     decodes = [ScheduledRequest(r, 40, 1 + drafts, [r + 3], 0, True, [], 0, [6] * drafts) for r in (0, 1)]
-    builder.pad_whole(builder.fill(SchedulerOutput(2, decodes)), 4)
+    builder.pad_uniform(builder.fill(SchedulerOutput(2, decodes)), 4)
     builder.send()
     count = 4 * (1 + drafts)
     assert buffers.device("positions", count).tolist() == [*range(40, 41 + drafts)] * 2 + [0] * (count // 2)
@@ -274,9 +275,9 @@ def test_page_updates_beside_what_earlier_steps_left_in_the_buffers() -> None:
         builder.send()
 
     for row in (0, 1):
-        table.fill(NewRequest(row, ids, 128, RowSampling()))
+        table.add(NewRequest(row, ids, 128, RowSampling()))
     give(0, 0, list(range(10, 18)))
-    table.fill(NewRequest(0, ids, 128, RowSampling()))
+    table.add(NewRequest(0, ids, 128, RowSampling()))
     give(0, 0, [40, 41, 42, 43])
     give(0, 64, [50, 51, 52, 53])
     give(1, 0, [60, 61, 62, 63, 64])
@@ -287,9 +288,9 @@ def test_page_updates_beside_what_earlier_steps_left_in_the_buffers() -> None:
 def test_a_row_forgets_its_last_request() -> None:
     table, _ = make()
     for sampling, wanted in ((RowSampling(prompt_logprobs=2), {3: 2}), (RowSampling(), {})):
-        table.fill(NewRequest(3, array("I", [5, 6]), 2, sampling))
+        table.add(NewRequest(3, array("I", [5, 6]), 2, sampling))
         assert table.prompt_logprobs == wanted
-    table.fill(NewRequest(3, array("I", [5] * 9), 9, RowSampling(), [(1, 6, 2, 3)]))
+    table.add(NewRequest(3, array("I", [5] * 9), 9, RowSampling(), [(1, 6, 2, 3)]))
     assert list(table.rope_positions) == [3] and table.rope_delta[3] == -3
-    table.fill(NewRequest(3, array("I", [5, 6]), 2, RowSampling()))
+    table.add(NewRequest(3, array("I", [5, 6]), 2, RowSampling()))
     assert not table.rope_positions and not table.rope_delta.any()

@@ -74,7 +74,7 @@ def test_rows_and_caches_are_those_of_a_whole_pass(arch: str, tmp_path: Path, mo
     runner = ModelRunner(resolve(model=str(folder), **settings))
     steps, scheduler_output = runner.steps, mixture(runner)
     shape = steps.builder.fill(scheduler_output)
-    steps.builder.pad_mixture(shape, 96)
+    steps.builder.pad_mixed(shape, 96)
     steps.builder.send()
     before = [tensor.clone() for tensor in caches_of(runner)]
     ends = torch.tensor([r.num_tokens for r in scheduler_output.requests]).cumsum(0) - 1
@@ -152,7 +152,7 @@ def test_a_row_that_is_padding_is_no_sequence_s_last(tmp_path: Path) -> None:
         requests = [ScheduledRequest(row, 0, count, [1 + row], 0, True) for row, count in enumerate(counts)]
         runner.steps.prepare(SchedulerOutput(0, requests, new))
         shape = builder.fill(SchedulerOutput(0, requests))
-        builder.pad_mixture(shape, 8)
+        builder.pad_mixed(shape, 8)
         indices = builder._host["logits_indices"][:6].tolist()
         assert indices[: len(counts)] == [sum(counts[: i + 1]) - 1 for i in range(len(counts))]
         assert set(indices[len(counts) :]) == {spare} and spare not in indices[: len(counts)]
@@ -166,7 +166,7 @@ def test_rows_of_no_sequence_are_sent_to_no_expert(tmp_path: Path, monkeypatch: 
     new = [NewRequest(row, array("I", [1] * 4), 4, RowSampling()) for row in range(2)]
     requests = [ScheduledRequest(row, 0, 4, [1 + row], 0, True) for row in range(2)]
     steps.prepare(SchedulerOutput(0, requests, new))
-    steps.builder.pad_mixture(steps.builder.fill(SchedulerOutput(0, requests)), 16)
+    steps.builder.pad_mixed(steps.builder.fill(SchedulerOutput(0, requests)), 16)
     steps.builder.send()
     chosen: list[Tensor] = []
     route = moe.topk_router

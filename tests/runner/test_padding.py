@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.graph.batch_descriptor import BatchDescriptor
 from weft.runner.padding import CHUNK_COLUMNS, Padding
-from weft.runner.step_inputs import StepShape
 
 OLD, ROW, SIZE = 9, 7, 24
 COLUMNS = (
@@ -20,7 +20,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
     host, query_len = arrays(), 3
-    Padding(ROW).whole(host, StepShape(6, 2, 0, query_len, 50, 0, 6, query_len=query_len), 4)
+    Padding(ROW).uniform(host, BatchDescriptor(6, 2, 0, query_len, 50, 0, 6, query_len=query_len), 4)
     assert host["verify_slots"].tolist()[:13] == [OLD] * 6 + [0] * 6 + [OLD]
     assert host["follows"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
     assert host["state_slots"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
@@ -36,8 +36,8 @@ def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
 def test_decodes_in_a_mixture_have_no_chunk() -> None:
     """The table of chunks was written by no step, or by one before."""
     host = arrays() | {name: np.full(SIZE + 1, OLD) for name in (*CHUNK_COLUMNS, "chunk_first")}
-    padded = StepShape.mixture(SIZE, 8, 50, True)
-    Padding(ROW).mixture(host, StepShape(3, 3, 3, 1, 50, 0, 3), padded)
+    padded = BatchDescriptor.mixed(SIZE, 8, 50, True)
+    Padding(ROW).mixed(host, BatchDescriptor(3, 3, 3, 1, 50, 0, 3), padded)
     assert padded.num_chunks and host["chunk_first"].tolist() == [0] * 9 + [OLD] * (SIZE - 8)
     for column, value in zip(CHUNK_COLUMNS, (0, 0, 0, -1), strict=True):
         assert host[column].tolist()[: padded.num_chunks] == [value] * min(padded.num_chunks, SIZE + 1)
@@ -46,7 +46,7 @@ def test_decodes_in_a_mixture_have_no_chunk() -> None:
 def test_a_mixture_decodes_in_slot_0() -> None:
     host = arrays()
     host["state_slots"][:3] = [4, 5, 6]
-    Padding(ROW).mixture(host, StepShape(12, 3, 2, 10, 50, 0, 3), StepShape.mixture(SIZE, 8, 50, False))
+    Padding(ROW).mixed(host, BatchDescriptor(12, 3, 2, 10, 50, 0, 3), BatchDescriptor.mixed(SIZE, 8, 50, False))
     assert host["decode_slots"].tolist()[:9] == [4, 5] + [0] * 6 + [OLD]
     assert host["state_slots"].tolist()[:9] == [4, 5, 6] + [0] * 5 + [OLD]
     assert host["slot_mapping"].tolist()[12:SIZE] == [0] * 12 and host["cu_seqlens_q"].tolist()[4:9] == [12] * 5

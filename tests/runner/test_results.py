@@ -16,7 +16,7 @@ from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.model_runner import ModelRunner
 from weft.runner.results import ResultBlock, ResultMemory, pending_step
-from weft.runner.sampling import SampledTokens
+from weft.runner.sampling import StepTokens
 from weft.runner.warmup import step
 
 SETTINGS: dict[str, Any] = {
@@ -96,7 +96,7 @@ def test_results_of_rows_with_drafts_and_of_rows_that_do_not_sample() -> None:
         ScheduledRequest(4, 0, 8, [], 1, False),
     ]
     ids = torch.tensor([[10, 1], [11, 2], [12, 3]])
-    sampled = SampledTokens(
+    sampled = StepTokens(
         [2, 2, 2, 7],
         torch.tensor([10, 11, 12, 13]),
         torch.tensor([False, False, False, True]),

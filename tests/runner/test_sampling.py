@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
-from weft.layers.sampler import Sampler, SamplerOutput, SamplingBatch
+from weft.layers.sampler import Sampler, SamplerOutput, SamplingMetadata
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "max_model_len": 64, "skip_tokenizer_init": True}
 PROMPTS = [[7 * i + j for j in range(5)] for i in range(6)]
@@ -35,7 +35,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many rows each call of the sampler sampled."""
     sample, counts = Sampler.__call__, []
 
-    def noted(self: Sampler, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    def noted(self: Sampler, logits: Tensor, batch: SamplingMetadata) -> SamplerOutput:
         counts.append(logits.shape[0])
         return sample(self, logits, batch)
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from weft.layers.sampler import SamplingBatch
+from weft.layers.sampler import SamplingMetadata
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.runner.rows import RowTable
-from weft.runner.sampling_state import NO_TOKEN, SamplingInputs
-from weft.runner.step_inputs import SampleRows
+from weft.runner.sampling_state import NO_TOKEN, SamplingState
+from weft.runner.step_inputs import SamplingTensors
 
 VOCAB = 12
 CPU = torch.device("cpu")
-NO_ROWS = SampleRows(*[torch.zeros(0)] * 8)
+NO_ROWS = SamplingTensors(*[torch.zeros(0)] * 8)
 
 
 class Rig:
@@ -25,20 +25,20 @@ class Rig:
 
     def __init__(self) -> None:
         self.rows = RowTable(4, 8, CPU)
-        self.inputs = SamplingInputs(self.rows, VOCAB, CPU)
+        self.inputs = SamplingState(self.rows, VOCAB, CPU)
         self.lengths: dict[int, int] = {}
 
     def fill(self, row: int, prompt: list[int], output: list[int] | None = None, **params: Any) -> None:
         new = NewRequest(row, array("I", prompt + (output or [])), len(prompt), RowSampling(**params))
-        self.rows.fill(new)
-        self.inputs.fill(new)
+        self.rows.add(new)
+        self.inputs.add_row(new)
         self.lengths[row] = len(new.token_ids)
 
     def scheduled(self, *rows: int) -> list[ScheduledRequest]:
         return [ScheduledRequest(row, self.lengths[row] - 1, 1, [], 0, True) for row in rows]
 
-    def build(self, *rows: int) -> SamplingBatch:
-        return self.inputs.build(self.scheduled(*rows), NO_ROWS)
+    def build(self, *rows: int) -> SamplingMetadata:
+        return self.inputs.with_edits(self.scheduled(*rows), NO_ROWS)
 
     def sample(self, tokens: dict[int, int]) -> None:
         self.inputs.record(self.scheduled(*tokens), torch.tensor(list(tokens.values())))
@@ -46,7 +46,7 @@ class Rig:
             self.lengths[row] += 1
 
 
-def blocked(batch: SamplingBatch) -> set[tuple[int, int]]:
+def blocked(batch: SamplingMetadata) -> set[tuple[int, int]]:
     if batch.blocked is None:
         return set()
     pairs, active = zip(batch.blocked.rows.tolist(), batch.blocked.tokens.tolist(), strict=True), batch.blocked.active
@@ -102,7 +102,7 @@ def test_a_row_s_next_owner_inherits_nothing() -> None:
     rig.fill(1, [2])
     assert not rig.build(1).edits_logits and not rig.inputs.num_logprobs(rig.scheduled(1))
     rig.fill(1, [2], **everything)
-    rig.inputs.forget(1)
+    rig.inputs.free_row(1)
     assert not rig.inputs.edited(rig.scheduled(1))
     batch = rig.build(1)
     assert batch.penalties is None and batch.allowed is None and batch.blocked is None
@@ -133,10 +133,10 @@ def test_drafts_count_as_generated_where_they_stand() -> None:
     rig = Rig()
     rig.fill(0, [1], [2], bad_words=[[5, 6], [2, 9]], frequency_penalty=1.0)
     masks = [bytes([1, 0]), bytes([2, 0]), bytes([4, 0])]
-    rig.inputs.set_step_masks({0: masks})
+    rig.inputs.begin_step({0: masks}, {})
     for drafts, banned, counts, mask in (([], 9, {2: 1}, 0), ([5], 6, {2: 1, 5: 1}, 1), ([5, 5], 6, {2: 1, 5: 2}, 2)):
         (request,) = rig.scheduled(0)
-        batch = rig.inputs.build([replace(request, draft_token_ids=drafts)], NO_ROWS)
+        batch = rig.inputs.with_edits([replace(request, draft_token_ids=drafts)], NO_ROWS)
         assert batch.penalties is not None and batch.allowed is not None
         assert blocked(batch) == {(0, banned)}
         assert batch.penalties.output_counts[0].tolist() == [counts.get(token, 0) for token in range(VOCAB)]
@@ -169,7 +169,7 @@ def test_long_lists_are_converted_once_and_not_for_every_step(monkeypatch: pytes
     batch = rig.build(1)
     assert blocked(batch) == {(0, 3), (0, 5), (0, 7), (0, 8)}
     assert batch.bias is not None and batch.bias.tokens.tolist() == [4]
-    rig.inputs.forget(1)
+    rig.inputs.free_row(1)
     assert rig.build(1).bias is None and blocked(rig.build(1)) == set()
 
 

@@ -7,7 +7,6 @@ import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.errors import ConfigError
-from weft.graph.capture_sizes import CaptureSizes, decode_sizes, smallest_fitting
+from weft.graph.capture_sizes import CaptureSizes, decode_sizes
+from weft.graph.dispatcher import smallest_fitting
 from weft.graph.graph import EmulatedGraphPool, capture
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_graphs import StepGraphs
-from weft.runner.step_inputs import StepShape
 
 QUIET = CaptureOptions(torch.device("cpu"), show_progress=False)
 
@@ -155,17 +154,6 @@ def test_settings_of_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (first.least(2 * 10**9), second.least(2 * 10**9)) == (2 * 10**9, 10**9)
 
 
-def test_a_verification_runs_in_a_graph_of_as_many_drafts() -> None:
-    """Larger batches may verify fewer: one of three does not fit a graph of four that have fewer tokens each."""
-    verify: Any = SimpleNamespace(sizes=[1, 2, 4])
-    graphs = StepGraphs(verify=verify, query_len=lambda size: 4 if size < 4 else 2)
-    sizes = [(seqs, query_len) for seqs in (1, 2, 3, 4) for query_len in (2, 4)]
-    chosen = [graphs.choose(StepShape.verification(seqs, query_len, 64)).size for seqs, query_len in sizes]
-    modes = [str(graphs.choose(StepShape.verification(seqs, query_len, 64)).mode) for seqs, query_len in sizes]
-    assert modes == ["NONE", "FULL", "NONE", "FULL", "FULL", "NONE", "FULL", "NONE"]
-    assert [size for size, mode in zip(chosen, modes, strict=True) if mode == "FULL"] == [1, 2, 4, 4]
-
-
 def test_replay_repeats_device_work_and_no_python() -> None:
     x, calls = torch.tensor([1.0, 2.0]), []
 
@@ -211,7 +199,7 @@ def test_verifications_are_captured_as_far_as_a_step_has_room() -> None:
     settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 13, "cuda_graph_mode": "FULL_DECODE_ONLY"}
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     sizes = CaptureSizes.of(resolve(device="cpu", **settings, speculative_config=drafts), 4, verifies=True)
-    assert (sizes.decode, sizes.verify) == ([1, 2, 4], [1, 2])
+    assert (sizes.decode, sizes.verification) == ([1, 2, 4], [1, 2])
 
 
 @pytest.mark.parametrize("short", [{"max_model_len": 4}, {"num_kv_pages": 3}])

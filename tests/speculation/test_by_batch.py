@@ -47,7 +47,7 @@ def test_tokens_and_graphs(method: str, tmp_path: Path, monkeypatch: pytest.Monk
     with LLM(str(folder), **settings, **graphs, speculative_config=config) as llm:
         assert llm._core.plan.num_slots - 1 >= 4
         assert [done.token_ids for done in case.run(llm)] == expected
-        verify = runner_of(llm).graphs.verify
+        verify = runner_of(llm).graphs.verification
         assert verify is not None and verify.sizes == [1, 2] and verify.counters.replays > 5
         assert llm.stats().spec_decode_num_drafts and runner_of(llm).graphs.decode.counters.replays
         Case([[5, 6, 7]], params[3:]).run(llm)

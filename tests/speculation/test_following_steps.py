@@ -123,7 +123,7 @@ def open_engines(folder: Path, mode: str, **settings: Any) -> Iterator[Engines]:
         with LLM(str(folder), **settings) as plain, LLM(str(folder), **settings, **modes) as following:
             yield Engines(plain, following)
             assert_idle(following)
-            graphs = runner_of(following).graphs.verify
+            graphs = runner_of(following).graphs.verification
             assert graphs is None if mode == "NONE" else graphs is not None and graphs.counters.replays
 
 

@@ -56,7 +56,7 @@ def engines(request: pytest.FixtureRequest, checkpoint: tuple[Path, ReferenceHea
             LateDevice(mtp)
         yield plain, mtp, reference
         assert mtp.stats().spec_decode_num_drafts
-        graphs = runner_of(mtp).graphs.verify
+        graphs = runner_of(mtp).graphs.verification
         assert graphs is None if mode == "NONE" else graphs is not None and graphs.counters.replays
         assert_idle(mtp)
 

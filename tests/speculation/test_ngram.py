@@ -128,8 +128,8 @@ def test_the_longest_suffix_that_counts_is_looked_up(low: int, high: int, follow
     """Of the prompt and what was sampled."""
     rows, drafter = drafter_of(1, low, high)
     new = NewRequest(0, array("I", [1, 2, 3, 9, 4, 2, 3, 8, 1, 2]), 10, RowSampling())
-    rows.fill(new)
-    drafter.fill(new)
+    rows.add(new)
+    drafter.add_row(new)
     nothing: Any = None
     requests = [ScheduledRequest(0, 8, 2, [], 0, True)]
     assert drafter(requests, nothing, nothing, torch.tensor([3]), None).tolist() == [[follows]]
@@ -157,8 +157,8 @@ def test_rows_remember_what_the_drafts_of_their_step_came_to() -> None:
     rows, drafter = drafter_of(2, 2, 3)
     for row in (0, 1):
         new = NewRequest(row, array("I", [5, 6, 7, 8, 5]), 5, RowSampling())
-        rows.fill(new)
-        drafter.fill(new)
+        rows.add(new)
+        drafter.add_row(new)
     requests = [ScheduledRequest(row, 4, 3, [], 0, True, draft_token_ids=[6, 7]) for row in (0, 1)]
     acceptance = Acceptance(torch.tensor([1, 2]), torch.tensor([1, 5]), torch.tensor([1, 1, 0, 1, 1, 1]).bool())
     nothing: Any = None

@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -42,6 +43,9 @@ from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.scheduler import Scheduler
 from weft.speculation.planner import DraftPlanner
 from weft.stats import EngineStats
+
+if TYPE_CHECKING:
+    from weft.layers.sampler import LogitsProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +125,13 @@ class EngineCore:
     def _launch(self, scheduler_output: SchedulerOutput) -> None:
         launched = time.monotonic()
         try:
-            sampling = self.scheduler.sampling_by_history(scheduler_output.step)
-            masks = self._grammars.masks(sampling, scheduler_output.requests)
-            if masks:
-                scheduler_output = replace(scheduler_output, token_masks=masks)
-            self._executor.launch(scheduler_output, processors_of(sampling))
+            processors: Mapping[int, LogitsProcessor] = {}
+            if self.scheduler.samples_by_history:
+                sampling = self.scheduler.sampling_by_history(scheduler_output.step)
+                processors = processors_of(sampling)
+                if masks := self._grammars.masks(sampling, scheduler_output.requests):
+                    scheduler_output = replace(scheduler_output, token_masks=masks)
+            self._executor.launch(scheduler_output, processors)
         except BaseException as error:
             self._end_broken(scheduler_output, error)
             raise

@@ -37,7 +37,7 @@ class InProcessExecutor:
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> None:
         with nullcontext() if self._profiler is None else self._profiler.step(scheduler_output):
-            self._pending.append(self._runner.launch(scheduler_output, processors))
+            self._pending.append(self._runner.steps.launch(scheduler_output, processors))
 
     def result(self) -> ModelOutput:
         return self._pending.popleft().result()

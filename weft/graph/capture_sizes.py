@@ -1,18 +1,14 @@
-"""Which sizes of which graphs a start captures, and which one a batch runs in.
-
-All of it is pure.
-"""
+"""The sizes of each kind of graph that a start captures, by pure functions."""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.config import EngineConfig
-from weft.config.chunks import CHUNK_SIZE
-from weft.config.graph_modes import CudaGraphMode, GraphMode, MeasuredModes
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.errors import ConfigError
+from weft.graph.batch_descriptor import MeasuredModes
 
 MAX_DECODE_SIZE = 1024
 """Largest decode batch that is captured by default."""
@@ -71,32 +67,13 @@ def _usable(name: str, given: Sequence[int], limit: int) -> list[int]:
     return sizes
 
 
-MAX_PREFILLS = 16
-"""Prefilling sequences that a graph takes besides any number of decodes. Room for more would cost idle programs in
-every step; a step that starts more sequences at once has enough work to run without a graph."""
-
-_CHUNKS_PER_PREFILL = 3
-"""Chunks of a sequence beyond those that its tokens fill: a broken one at either end, and a checkpoint."""
-
-
-def chunk_capacity(num_tokens: int) -> int:
-    """Chunks that a graph of ``num_tokens`` tokens takes (none is empty, most are full)."""
-    return min(num_tokens, num_tokens // CHUNK_SIZE + _CHUNKS_PER_PREFILL * MAX_PREFILLS)
-
-
-def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:
-    """The smallest of the ascending ``sizes`` that holds ``wanted``, or None."""
-    at = bisect.bisect_left(sizes, wanted)
-    return sizes[at] if at < len(sizes) else None
-
-
 @dataclass(frozen=True, slots=True)
 class CaptureSizes:
     """Ascending sizes, empty where nothing is captured.
 
     Attributes:
         decode: batch sizes of full decode graphs.
-        verify: batch sizes of steps in which every sequence verifies drafts.
+        verification: batch sizes of steps in which every sequence verifies drafts.
         forward, pieces: token counts of any batch's forward pass, as full graphs and in pieces.
         samples: how many tokens are sampled after those.
     """
@@ -105,7 +82,7 @@ class CaptureSizes:
     forward: Sequence[int] = ()
     pieces: Sequence[int] = ()
     samples: Sequence[int] = ()
-    verify: Sequence[int] = ()
+    verification: Sequence[int] = ()
 
     @property
     def max_tokens(self) -> int:
@@ -144,9 +121,9 @@ class CaptureSizes:
             forward = table.token_sizes(GraphMode.FULL, forward)
             pieces = table.token_sizes(GraphMode.PIECEWISE, pieces)
         samples = sequences if forward or pieces else ()
-        verify: list[int] = []
+        verification: list[int] = []
         if verifies and GraphMode.FULL in mode.decode:
             room, longest = config.max_num_batched_tokens, max_model_len or config.max_model_len
-            drafts = {size: config.num_drafts_at(size) for size in sequences}
-            verify = [size for size, count in drafts.items() if 0 < count < longest and size * (1 + count) <= room]
-        return CaptureSizes(decode, forward, pieces, samples, verify)
+            drafts = ((size, config.num_drafts_at(size)) for size in sequences)
+            verification = [size for size, count in drafts if 0 < count < longest and size * (1 + count) <= room]
+        return CaptureSizes(decode, forward, pieces, samples, verification)

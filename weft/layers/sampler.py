@@ -60,7 +60,7 @@ LogitsProcessor = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
+class SamplingMetadata:
     """What the sampled rows of one step ask for. Optional parts are present only if some row needs them.
 
     Attributes:
@@ -151,7 +151,7 @@ class Sampler:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    def __call__(self, logits: Tensor, batch: SamplingMetadata) -> SamplerOutput:
         """Sample one token per row of ``logits [N, V]`` (any float dtype, not modified)."""
         edited = _edit(logits.to(torch.float32, copy=True), batch) if batch.edits_logits else logits
         token_ids, nan_rows = sample(
@@ -170,7 +170,7 @@ class Sampler:
         return SamplerOutput(token_ids, nan_rows)
 
 
-def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def _edit(logits: Tensor, batch: SamplingMetadata) -> Tensor:
     """Processors, masks, bias and penalties, in place."""
     for row, process in (batch.processors or {}).items():
         logits[row] = process(logits[row])

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from weft.config.graph_modes import BatchDescriptor, GraphMode
+from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing
+from weft.graph.batch_descriptor import BatchDescriptor
 
 TIE = 1.01
 """Modes within this factor of the fastest count as equal; then the one that keeps the least memory goes first."""
@@ -51,7 +52,7 @@ class ModeTable:
 
     def mode(self, batch: BatchDescriptor) -> GraphMode | None:
         """The fastest mode; None for a batch larger than those that were measured."""
-        if batch.uniform_decode:
+        if batch.is_decode:
             return _find(self.decode, batch.num_tokens)
         return _find(self.mixed if batch.num_decodes else self.prefill, batch.num_tokens)
 

@@ -20,17 +20,16 @@ from torch import Tensor
 from weft.cache.lease import MAX_CHECKPOINTS
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable, Mixture, Verification
-from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
+from weft.graph.batch_descriptor import MAX_PREFILLS, BatchDescriptor, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
 from weft.ops.drafts.types import FROM_LAST_TOKEN
 from weft.runner import logits_rows
 from weft.runner.buffers import PAGE_UPDATES, StepBuffers
-from weft.runner.following import following_inputs
 from weft.runner.media_inputs import place_media
 from weft.runner.padding import CHUNK_COLUMNS, Padding
 from weft.runner.rows import RowTable
-from weft.runner.step_inputs import Layout, SampleRows, StepInputs, StepShape
+from weft.runner.step_inputs import Layout, SamplingTensors, StepInputs
 
 
 class BatchBuilder:
@@ -83,7 +82,7 @@ class BatchBuilder:
 
     # -- host ----------------------------------------------------------------------------------------------------
 
-    def fill(self, scheduler_output: SchedulerOutput) -> StepShape:
+    def fill(self, scheduler_output: SchedulerOutput) -> BatchDescriptor:
         """Lay out one step on the host. Returns the real sizes."""
         requests = scheduler_output.requests
         self._host = self._buffers.begin()
@@ -103,7 +102,7 @@ class BatchBuilder:
             num_chunks = self._fill_chunks(requests, layout.bounds.tolist(), num_decodes)
         self._num_tokens = num_tokens = int(layout.bounds[-1])
         self._host["counts"][:] = num_tokens, len(requests), num_decodes
-        shape = StepShape(
+        shape = BatchDescriptor(
             num_tokens=num_tokens,
             num_seqs=len(requests),
             num_decodes=num_decodes,
@@ -218,32 +217,29 @@ class BatchBuilder:
             first[i + 1] = at
         return at
 
-    def pad_whole(self, real: StepShape, size: int) -> None:
-        """See ``Padding``."""
-        self._padding.whole(self._host, real, size)
+    def pad_uniform(self, real: BatchDescriptor, size: int) -> None:
+        """Fill a step in which every sequence decodes, or verifies equally many drafts, up to ``size`` sequences."""
+        self._padding.uniform(self._host, real, size)
         self._num_tokens = size * (real.query_len or 1)
 
-    def pad_mixture(self, real: StepShape, size: int) -> None:
-        """See ``Padding``."""
-        padded = self.mixture_shape(size, 0)
-        self._padding.mixture(self._host, real, padded)
+    def pad_mixed(self, real: BatchDescriptor, size: int, num_samples: int | None = None) -> None:
+        """Fill any step up to ``size`` tokens, and up to ``num_samples`` positions that sample if it is given."""
+        padded = self.mixed_shape(size, 0)
+        self._padding.mixed(self._host, real, padded)
         self._num_tokens = size
         logits_rows.pad(self._host, real.num_seqs, padded.num_seqs)
+        if num_samples is not None:
+            self._padding.samples(self._host, real, num_samples)
 
-    def pad_samples(self, real: StepShape, size: int) -> None:
-        """See ``Padding``."""
-        self._padding.samples(self._host, real, size)
-
-    def send_padding(self, shape: StepShape) -> None:
+    def send_padding(self, shape: BatchDescriptor) -> None:
         """Send padding of the given sizes and nothing else to the device, to run while graphs are captured."""
-        nothing = StepShape(0, 0, 0, 0, 0, 0, 0, query_len=shape.query_len)
+        nothing = BatchDescriptor(0, 0, 0, 0, 0, 0, 0, query_len=shape.query_len)
         self._host, self._num_updates = self._buffers.begin(), 0
         self._host["counts"][:] = self._host[logits_rows.COUNTS][:] = self._host["cu_seqlens_q"][0] = 0
-        if shape.any_mixture:
-            self.pad_mixture(nothing, shape.num_tokens)
-            self.pad_samples(nothing, shape.num_samples)
+        if shape.is_mixed:
+            self.pad_mixed(nothing, shape.num_tokens, shape.num_samples)
         else:
-            self.pad_whole(nothing, shape.num_seqs)
+            self.pad_uniform(nothing, shape.num_seqs)
         self.send()
 
     @property
@@ -251,20 +247,20 @@ class BatchBuilder:
         """The static memory from which ``materialise`` makes its tensors."""
         return self._buffers.block
 
-    def mixture_shape(self, num_tokens: int, max_seq_len: int) -> StepShape:
+    def mixed_shape(self, num_tokens: int, max_seq_len: int) -> BatchDescriptor:
         """Sizes of a graph of ``num_tokens`` tokens of any sequences."""
         has_media = self._first_media_id is not None
-        return StepShape.mixture(num_tokens, self._max_num_seqs, max_seq_len, self._keeps_states, has_media)
+        return BatchDescriptor.mixed(num_tokens, self._max_num_seqs, max_seq_len, self._keeps_states, has_media)
 
     # -- device --------------------------------------------------------------------------------------------------
 
-    def selects_rows(self, shape: StepShape) -> bool:
+    def selects_rows(self, shape: BatchDescriptor) -> bool:
         """Whether the last layer should compute only the rows from which a token may be sampled. It saves work if these
         are fewer than the tokens, or if the layer has experts: padding rows choose none, so fewer weights are read.
         Drafts need all rows."""
         return not self.num_drafts and (self._ends_sparse or shape.num_seqs < shape.num_tokens)
 
-    def materialise(self, shape: StepShape, *, selects_rows: bool = False) -> StepInputs:
+    def materialise(self, shape: BatchDescriptor, *, selects_rows: bool = False) -> StepInputs:
         """Tensors of a step of the given sizes; static buffers in, no host synchronisation, capturable.
 
         ``selects_rows``: the batch has ``logits_rows``; one that is no step of decodes alone."""
@@ -288,31 +284,31 @@ class BatchBuilder:
             verification=self._verification(shape) if shape.query_len else None,
             may_have_media=shape.may_have_media,
             mixture=Mixture(device("counts", 3), device("decode_slots", shape.num_seqs), MAX_PREFILLS)
-            if shape.any_mixture
+            if shape.is_mixed
             else None,
         )
         if selects_rows:
             batch = replace(batch, logits_rows=logits_rows.rows_of(batch, shape, self._buffers, self.one_each))
-        samples = self.sample_rows(shape.num_samples)
+        samples = self.sampling_tensors(shape.num_samples)
         if not shape.query_len:
             return StepInputs(self._input_ids(shape.num_tokens), batch, samples, rows)
         inputs = StepInputs(device("input_ids", shape.num_tokens), batch, samples, rows)
-        return following_inputs(inputs, device("follows", shape.num_seqs), self._rows, self.page_size, self._backend)
+        return inputs.after_rejections(device("follows", shape.num_seqs), self._rows, self.page_size, self._backend)
 
-    def _verification(self, shape: StepShape) -> Verification:
+    def _verification(self, shape: BatchDescriptor) -> Verification:
         slots = self._buffers.device("verify_slots", shape.num_seqs * shape.query_len)
         return Verification(shape.query_len, slots.view(shape.num_seqs, shape.query_len))
 
-    def _chunk_table(self, shape: StepShape) -> ChunkTable:
+    def _chunk_table(self, shape: BatchDescriptor) -> ChunkTable:
         device = self._buffers.device
         seq, start, length, checkpoint_slot = (device(column, shape.num_chunks) for column in CHUNK_COLUMNS)
-        max_seqs = MAX_PREFILLS if shape.any_mixture else shape.num_seqs - shape.num_decodes
+        max_seqs = MAX_PREFILLS if shape.is_mixed else shape.num_seqs - shape.num_decodes
         return ChunkTable(seq, start, length, checkpoint_slot, device("chunk_first", shape.num_seqs + 1), max_seqs)
 
-    def sample_rows(self, count: int) -> SampleRows:
+    def sampling_tensors(self, count: int) -> SamplingTensors:
         """Sampling parameters of the first ``count`` sequences that sample."""
         device = self._buffers.device
-        return SampleRows(
+        return SamplingTensors(
             indices=device("sample_indices", count),
             rows=device("sample_rows", count),
             temperature=device("temperature", count),

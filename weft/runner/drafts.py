@@ -17,30 +17,38 @@ import msgspec
 import torch
 from torch import Tensor
 
+from weft.config import EngineConfig
 from weft.config.speculation import SpeculativeConfig
 from weft.forward_context import Batch, ForwardContext, forward_context
+from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import NewRequest, ScheduledRequest
+from weft.models.decoder import CausalLM
 from weft.models.mtp import DraftInputs, MtpDrafter
 from weft.ops.backend import Backend
 from weft.ops.drafts import ngram_drafts
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
-from weft.runner.step_inputs import StepInputs, StepShape
+from weft.runner.step_inputs import StepInputs
 from weft.speculation.acceptance import Acceptance
 
 
 class Drafter(Protocol):
     """Drafts for the next step of every sequence, on the device."""
 
-    def fill(self, new: NewRequest) -> None:
-        """A request takes its row."""
+    @property
+    def static_memory(self) -> dict[str, Tensor]:
+        """Return the tensors that captured drafting reads, by name."""
+        ...
+
+    def add_row(self, new: NewRequest) -> None:
+        """Start the state of a new request's row."""
         ...
 
     def __call__(
         self,
         requests: Sequence[ScheduledRequest],
-        shape: StepShape,
+        shape: BatchDescriptor,
         hidden_states: Tensor,
         token_ids: Tensor | None,
         acceptance: Acceptance | None,
@@ -89,13 +97,17 @@ class MtpStepDrafter:
     context: Callable[[Batch], ForwardContext]
     reach: int
 
-    def fill(self, new: NewRequest) -> None:
-        """What the head knows of a sequence lies in its pages."""
+    @property
+    def static_memory(self) -> dict[str, Tensor]:
+        return {}
+
+    def add_row(self, new: NewRequest) -> None:
+        """Do nothing: the head's state of a sequence is in its pages."""
 
     def __call__(
         self,
         requests: Sequence[ScheduledRequest],
-        shape: StepShape,
+        shape: BatchDescriptor,
         hidden_states: Tensor,
         token_ids: Tensor | None,
         acceptance: Acceptance | None,
@@ -163,15 +175,19 @@ class NgramDrafter:
         device = rows.last_token.device
         self.history = torch.zeros(rows.padding_row + 1, width, dtype=torch.int32, device=device)
 
-    def fill(self, new: NewRequest) -> None:
-        """The request's tokens, which the table of rows has by now, stand in its row."""
+    @property
+    def static_memory(self) -> dict[str, Tensor]:
+        return {"history": self.history}
+
+    def add_row(self, new: NewRequest) -> None:
+        """Copy the request's tokens, which the table of rows has by now, to its row of the history."""
         tokens = torch.from_numpy(self._rows.known_tokens(new.row, 0, len(new.token_ids)))
         self.history[new.row, : len(tokens)].copy_(to_device(tokens, self.history.device))
 
     def __call__(
         self,
         requests: Sequence[ScheduledRequest],
-        shape: StepShape,
+        shape: BatchDescriptor,
         hidden_states: Tensor,
         token_ids: Tensor | None,
         acceptance: Acceptance | None,
@@ -213,3 +229,21 @@ class NgramDrafter:
 
     def _ints(self, values: list[int]) -> Tensor:
         return device_ints(values, self.history.device)
+
+
+def make_drafter(
+    config: EngineConfig,
+    model: CausalLM,
+    builder: BatchBuilder,
+    rows: RowTable,
+    context: Callable[[Batch], ForwardContext],
+    max_model_len: int,
+    backend: Backend,
+) -> Drafter | None:
+    """Return what makes drafts for the next step on the device; None if the engine drafts nothing there."""
+    if config.model_config.runs_mtp:
+        drafter = MtpDrafter(model, max_model_len, backend)
+        return MtpStepDrafter(drafter, builder, rows, context, reach=config.num_drafts - 1)
+    if config.speculative_config is not None:
+        return NgramDrafter(config.speculative_config, builder, rows, max_model_len, backend)
+    return None

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from weft.errors import CapacityError
 from weft.forward_context import forward_context
+from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.pieces.step_timing import StepMaker
 from weft.runner.buffers import to_device
 from weft.runner.model_runner import ModelRunner
-from weft.runner.step_functions import SampledLogits
-from weft.runner.step_inputs import StepShape
+from weft.runner.sampling import FullStepOutput
 
 MAX_PROMPT_TOKENS = 130
 
@@ -78,8 +78,8 @@ def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
     graphs = runner.graphs
     for size in graphs.decode.sizes if graphs.decode is not None else ():
         yield checks.whole("decode", _decode(_start(runner, max(1, size - 1), rng)), size)
-    for size in graphs.verify.sizes if graphs.verify is not None else ():
-        step = _verification(runner, max(1, size - 1), graphs.query_len(size), rng)
+    for size in graphs.verification.sizes if graphs.verification is not None else ():
+        step = _verification(runner, max(1, size - 1), runner.steps.functions.query_len(size), rng)
         yield checks.whole("verification", step, size)
     for size in graphs.forward.sizes if graphs.forward is not None else ():
         yield checks.forward(size)
@@ -103,12 +103,12 @@ class _Checks:
         """A step in which every sequence decodes, or verifies equally many drafts."""
         steps, functions = self._steps, self._steps.functions
         shape = steps.builder.fill(step)
-        steps.builder.pad_whole(shape, size)
+        steps.builder.pad_uniform(shape, size)
         steps.builder.send()
         graphs, function = steps.graphs.decode, functions.decode
         if kind == "verification":
             assert shape.query_len == functions.query_len(size)
-            graphs, function = steps.graphs.verify, functions.verify
+            graphs, function = steps.graphs.verification, functions.verify
         assert graphs is not None
         replay = partial(graphs.replay, size, shape.num_seqs)
         outcomes = self._both(step, lambda: _of(function(size)), lambda: _of(replay()), graphs.results(size).logits)
@@ -120,7 +120,7 @@ class _Checks:
         assert graphs is not None
         step, shape = self._fill(size)
         rows = torch.arange(shape.num_tokens)
-        if steps.builder.selects_rows(steps.functions.mixture_shape(size)):  # what else it leaves is arbitrary
+        if steps.builder.selects_rows(steps.functions.mixed_shape(size)):  # what else it leaves is arbitrary
             rows = torch.tensor([r.num_tokens for r in step.requests]).cumsum(0) - 1
         rows = rows.to(self._runner.device)
         eager, replayed = self._both(
@@ -136,7 +136,7 @@ class _Checks:
         """Padding samples, greedily, from random hidden states."""
         steps, graphs = self._steps, self._steps.graphs.samples
         assert graphs is not None
-        steps.functions.pad(steps.functions.mixture_shape(size))
+        steps.functions.pad(steps.functions.mixed_shape(size))
         steps.functions.hidden.normal_(generator=torch.Generator(self._runner.device).manual_seed(size))
         nothing = SchedulerOutput(0, [])
         eager, replayed = self._both(
@@ -152,7 +152,7 @@ class _Checks:
         steps, pieces = self._steps, self._steps.graphs.pieces
         assert pieces is not None
         step, shape = self._fill(size)
-        padded = steps.builder.materialise(steps.functions.mixture_shape(size))
+        padded = steps.builder.materialise(steps.functions.mixed_shape(size))
 
         def eager() -> Outcome:
             with forward_context(steps.context(padded.batch)):
@@ -182,12 +182,12 @@ class _Checks:
         replayed = media.graphs.replay(patches, [grid], size)
         return _check("encoder", size, len(patches) // media.merge**2, (eager, None), (replayed, None))
 
-    def _fill(self, size: int) -> tuple[SchedulerOutput, StepShape]:
+    def _fill(self, size: int) -> tuple[SchedulerOutput, BatchDescriptor]:
         """Prompts of one token less than ``size`` together (of one, if it is 1), in the step buffers."""
         step = StepMaker(self._runner, context=1, seed=size).prefill(max(1, size - 1))
         self._steps.prepare(step)
         shape = self._steps.builder.fill(step)
-        self._steps.builder.pad_mixture(shape, size)
+        self._steps.builder.pad_mixed(shape, size)
         self._steps.builder.send()
         return step, shape
 
@@ -211,7 +211,7 @@ class _Checks:
         return first, _copied(replay())
 
 
-def _of(sampled: SampledLogits) -> Outcome:
+def _of(sampled: FullStepOutput) -> Outcome:
     return sampled.logits, sampled.result.token_ids
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from weft.forward_context import Batch, LogitsRows, Mixture
+from weft.graph.batch_descriptor import BatchDescriptor
 from weft.runner.buffers import StepBuffers
-from weft.runner.step_inputs import Layout, StepShape
+from weft.runner.step_inputs import Layout
 
 PER_SEQUENCE = ("logits_indices", "logits_positions", "logits_slots")
 COUNTS = "logits_counts"
@@ -34,7 +35,7 @@ def pad(host: Mapping[str, np.ndarray], count: int, size: int) -> None:
     host["logits_positions"][count:size] = host["logits_slots"][count:size] = 0
 
 
-def rows_of(batch: Batch, shape: StepShape, buffers: StepBuffers, one_each: Tensor) -> LogitsRows:
+def rows_of(batch: Batch, shape: BatchDescriptor, buffers: StepBuffers, one_each: Tensor) -> LogitsRows:
     """The rows of a batch, with device work only.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.config import EngineConfig
-from weft.graph.capture_sizes import smallest_fitting
+from weft.graph.dispatcher import smallest_fitting
 from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.messages import Encoding, ScheduledRequest

@@ -23,10 +23,11 @@ from torch import nn
 from weft.cache.plan import CachePlan, mib, plan_for
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
-from weft.config.graph_modes import CudaGraphMode, GraphMode, MeasuredModes
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import read_profile
 from weft.errors import CapacityError, ConfigError
 from weft.forward_context import LayerCache
+from weft.graph.batch_descriptor import BatchDescriptor, MeasuredModes
 from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.graph import GraphPool, make_pool
 from weft.graph.graph_set import CaptureOptions
@@ -50,7 +51,6 @@ from weft.runner.memory import (
 from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
-from weft.runner.step_inputs import StepShape
 from weft.runner.step_runner import StepRunner
 from weft.runner.warmup import (
     StepLimits,
@@ -187,11 +187,11 @@ class ModelRunner:
         """Every size that is captured: a capture must meet no kernel that is not compiled. The largest first, whose
         kernels take longest to compile."""
         sizes, functions = self._capture_sizes(self.plan), self.steps.functions
-        kinds: tuple[tuple[Iterable[int], Callable[[int], StepShape], Callable[[int], object]], ...] = (
-            ({*sizes.forward, *sizes.pieces}, functions.mixture_shape, functions.forward),
+        kinds: tuple[tuple[Iterable[int], Callable[[int], BatchDescriptor], Callable[[int], object]], ...] = (
+            ({*sizes.forward, *sizes.pieces}, functions.mixed_shape, functions.forward),
             (sizes.decode, functions.decode_shape, functions.decode),
-            (sizes.verify, functions.verification_shape, functions.verify),
-            (sizes.samples, functions.mixture_shape, functions.sample),
+            (sizes.verification, functions.verification_shape, functions.verify),
+            (sizes.samples, functions.mixed_shape, functions.sample),
         )
         for captured, shape_of, function in kinds:
             for size in sorted(captured, reverse=True):
@@ -345,12 +345,11 @@ class ModelRunner:
         """Run one step and wait for its results."""
         return self.launch(scheduler_output).result()
 
-    @torch.inference_mode()
     def launch(
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> PendingStep:
-        """Queue one step. ``processors``: logits processors by row, called before this returns."""
-        return self.steps.launch(scheduler_output, processors or {})
+        """See ``StepRunner.launch``."""
+        return self.steps.launch(scheduler_output, processors)
 
 
 def _measured_modes(config: EngineConfig) -> MeasuredModes | None:

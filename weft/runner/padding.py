@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from weft.runner.step_inputs import StepShape
+from weft.graph.batch_descriptor import BatchDescriptor
 
 CHUNK_COLUMNS = ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")
 """Arrays of the chunk table."""
@@ -20,7 +20,7 @@ class Padding:
     def __init__(self, padding_row: int) -> None:
         self._row = padding_row
 
-    def whole(self, host: Host, real: StepShape, size: int) -> None:
+    def uniform(self, host: Host, real: BatchDescriptor, size: int) -> None:
         """Fill a step in which every sequence decodes, or verifies equally many drafts, up to ``size`` sequences:
         padding ones bring token 0 at the first positions of page 0 with state slot 0, and are sampled greedily."""
         count, query_len = real.num_seqs, real.query_len or 1
@@ -36,7 +36,7 @@ class Padding:
         self.samples(host, real, tokens.stop)
         host["sample_indices"][tokens] = np.arange(tokens.start, tokens.stop)
 
-    def mixture(self, host: Host, real: StepShape, padded: StepShape) -> None:
+    def mixed(self, host: Host, real: BatchDescriptor, padded: BatchDescriptor) -> None:
         """Fill any step up to the sizes of ``padded`` with tokens that belong to no sequence, and with sequences that
         have no token."""
         seqs = slice(real.num_seqs, padded.num_seqs)
@@ -51,7 +51,7 @@ class Padding:
                 host[column][real.num_chunks : padded.num_chunks] = value
             host["chunk_first"][real.num_seqs + 1 if real.num_chunks else 0 : padded.num_seqs + 1] = real.num_chunks
 
-    def samples(self, host: Host, real: StepShape, size: int) -> None:
+    def samples(self, host: Host, real: BatchDescriptor, size: int) -> None:
         """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, unread."""
         pad = slice(real.num_samples, size)
         for name in ("sample_indices", "sample_positions", "temperature", "min_p", "top_k", "seeds"):

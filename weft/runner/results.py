@@ -23,7 +23,7 @@ from weft.ops.steps import NUM_RESULTS, store_step_results
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable
-from weft.runner.sampling import SampledTokens
+from weft.runner.sampling import StepTokens
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
 def pending_step(
     memory: ResultMemory,
     scheduler_output: SchedulerOutput,
-    sampled: SampledTokens | None,
+    sampled: StepTokens | None,
     prompt_logprobs: dict[int, Logprobs] | None = None,
     prefill_failed: Tensor | None = None,
     drafts: Tensor | None = None,
@@ -292,8 +292,6 @@ def prompt_logprobs_of(
         compute_logits: ``[N, hidden_size] -> [N, V]``.
     """
     result: dict[int, Logprobs] = {}
-    if not rows.prompt_logprobs:
-        return result
     start = 0
     for request in scheduler_output.requests:
         wanted = rows.prompt_logprobs.get(request.row)

@@ -63,14 +63,14 @@ class RowTable:
         self._token_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * num_rows
         self._sampling: list[RowSampling | None] = [None] * num_rows
 
-    def fill(self, new: NewRequest) -> None:
-        """A request takes its row; whatever stood there is gone."""
+    def add(self, new: NewRequest) -> None:
+        """Store a new request's parameters in its row, in place of what the row held."""
         row, params = new.row, new.sampling
         self._num_pages[row] = 0
         self._token_ids[row] = np.asarray(new.token_ids).view(np.int32)  # no copy: no id has the 32nd bit
         self.num_known_tokens[row], self.num_prompt_tokens[row] = len(new.token_ids), new.num_prompt_tokens
         self._sampling[row] = params
-        self.forget(row)
+        self.free(row)
         if new.media_runs:
             positions, delta = mrope_positions(new.num_prompt_tokens, new.media_runs, self._merge)
             self.rope_positions[row], self.rope_delta[row] = positions, delta
@@ -80,8 +80,8 @@ class RowTable:
         self.top_p[row], self.min_p[row], self.top_k[row] = params.top_p, params.min_p, params.top_k
         self.seed[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
 
-    def forget(self, row: int) -> None:
-        """The row's request is gone."""
+    def free(self, row: int) -> None:
+        """Drop what only rows of some requests hold."""
         self.rope_positions.pop(row, None)
         self.rope_delta[row] = 0
         self.prompt_logprobs.pop(row, None)

@@ -1,36 +1,59 @@
-"""The sampled tokens of one step: all rows at once, and once more those whose logits are edited first.
+"""Sampling: the tokens of one step, from its logits.
 
-Job: sample what a graph has not sampled, sample again only the rows with penalties, masks and the like, and compute log
-probabilities of the rows that want them. Owns: the order of this. Does not know: how a token is chosen, requests.
+Job: sample what a graph has not sampled, sample again only the rows with penalties, masks and the like, accept drafts,
+and compute log probabilities for the rows that want them. The functions that graphs capture sample here too. Owns: the
+order of this, and the rows' sampling state. Does not know: how a token is chosen, requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
-from weft.messages import ScheduledRequest
+from weft.config import EngineConfig
+from weft.layers.sampler import LogitsProcessor, Logprobs, Sampler, SamplerOutput, logprobs_of
+from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
+from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints
 from weft.runner.rows import RowTable
-from weft.runner.sampling_state import SamplingInputs
-from weft.runner.step_functions import SampledLogits
-from weft.speculation.acceptance import Acceptance, RejectionSampler, accept
+from weft.runner.sampling_state import SamplingState
+from weft.runner.step_inputs import SamplingTensors, StepInputs
+from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
+
+
+class FullStepOutput(NamedTuple):
+    """Device tensors of a captured function that samples.
+
+    Attributes:
+        logits: ``[N, V]``.
+        result: the sampled tokens.
+        acceptance: which of them count; None if all do.
+        hidden_states: ``[T, hidden_size]``, kept where drafts are made on the device; otherwise None.
+        drafts: ``[S, K]`` int64, for every sequence; None if nothing is drafted on the device.
+    """
+
+    logits: Tensor
+    result: SamplerOutput
+    acceptance: Acceptance | None = None
+    hidden_states: Tensor | None = None
+    drafts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """What was sampled at M positions.
+class StepTokens:
+    """The tokens sampled at M positions of a step.
 
     Attributes:
-        rows: whose they are, in order; a row with drafts has several.
+        rows: the row of each position, in order; a row with drafts has several.
         token_ids: ``[M]`` int64.
         nan_rows: ``[M]`` bool, as in ``SamplerOutput``.
-        acceptance: which of them are the sequences'; None if all are, because there were no drafts.
+        acceptance: which tokens are the sequences'; None if all are, because there were no drafts.
         num_logprobs: place among the M -> how many alternatives its row asked for.
         drafts: ``[S, K]`` int64, what was drafted in the step's graph; None if nothing is drafted on the device, or if
             tokens were sampled again, of which the graph knew nothing.
@@ -46,50 +69,98 @@ class SampledTokens:
     logprobs: Logprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Samples the tokens of steps and remembers them for the next ones. All fields are the runner's."""
+    """Samples the tokens of steps and stores each row's last token for the next step.
 
-    sampler: Sampler
-    inputs: SamplingInputs
-    builder: BatchBuilder
-    rows: RowTable
-    rejection_sampler: RejectionSampler
+    Args:
+        builder, rows: the runner's.
+    """
 
-    def __call__(
-        self, logits: Tensor, sampled: Sequence[ScheduledRequest], replayed: SampledLogits | None = None
-    ) -> SampledTokens:
-        """One token for each of ``sampled``, from ``sampled_positions``.
+    def __init__(self, config: EngineConfig, builder: BatchBuilder, rows: RowTable, backend: Backend) -> None:
+        self._builder, self._rows = builder, rows
+        self._device = rows.last_token.device
+        self._sampler = Sampler(backend)
+        self._rejection_sampler = _rejection_sampler(config, self._device, backend)
+        self.state = SamplingState(rows, config.model_config.vocab_size, self._device)
+
+    # -- captured in graphs --------------------------------------------------------------------------------------
+
+    def sample_any(self, logits: Tensor, samples: SamplingTensors) -> FullStepOutput:
+        """Sample for rows whose parameters only the device knows, and store the tokens."""
+        result = self._sampler(logits, self.state.any_row(samples))
+        self._rows.set_last_tokens(samples.rows, result.token_ids)
+        return FullStepOutput(logits, result)
+
+    def verify_any(self, logits: Tensor, inputs: StepInputs, query_len: int) -> FullStepOutput:
+        """Sample at every position of sequences with equally many drafts, and accept or reject the drafts."""
+        samples = inputs.samples
+        result = self._sampler(logits, self.state.any_row(samples))
+        sampled = (result.token_ids, inputs.input_ids, samples.seeds, samples.positions, samples.rows)
+        token_ids, acceptance = self._rejection_sampler.accept_alike(*sampled, query_len, self._rows.state)
+        return FullStepOutput(logits, replace(result, token_ids=token_ids), acceptance)
+
+    # -- once a step ---------------------------------------------------------------------------------------------
+
+    def add_row(self, new: NewRequest) -> None:
+        """Start the state that the new request of a row needs."""
+        self.state.add_row(new)
+
+    def free_row(self, row: int) -> None:
+        """Drop the state of a finished request."""
+        self.state.free_row(row)
+
+    def begin_step(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> None:
+        """Take the step's token masks, and its logits processors by row."""
+        self.state.begin_step(scheduler_output.token_masks, processors)
+
+    def sample(
+        self, logits: Tensor, requests: Sequence[ScheduledRequest], replayed: FullStepOutput | None = None
+    ) -> StepTokens:
+        """Sample a token at every position of ``requests`` that wants one.
 
         Args:
-            logits: ``[M or more, V]``, rows in the order of ``sampled``.
-            replayed: what a graph has sampled of these logits, without edits, and remembered.
+            logits: ``[M or more, V]``, a row per position, in order.
+            replayed: what a graph has sampled of these logits, without edits, and stored.
         """
-        count, edited = len(sampled), self.inputs.edited(sampled)
+        sampled = self._positions(requests, replayed)
+        count, edited = len(sampled), self.state.edited(sampled)
         rows = [request.row for request in sampled]
         if replayed is not None and not edited:
             tokens = self._as_replayed(rows, replayed)
         else:
             result = self._sample(logits[:count], sampled, edited, replayed.result if replayed is not None else None)
-            tokens = SampledTokens(rows, result.token_ids, result.nan_rows)
-        if tokens.acceptance is None and self.builder.num_drafts:
+            tokens = StepTokens(rows, result.token_ids, result.nan_rows)
+        if tokens.acceptance is None and self._builder.num_drafts:
             tokens = self._accept_drafts(sampled, tokens)
         counted = tokens.acceptance.counted if tokens.acceptance is not None else None
-        self.inputs.record(sampled, tokens.token_ids, counted)
-        wanted = self.inputs.num_logprobs(sampled)
+        self.state.record(sampled, tokens.token_ids, counted)
+        wanted = self.state.num_logprobs(sampled)
         if not wanted:
             return tokens
         return replace(tokens, num_logprobs=wanted, logprobs=self._logprobs(logits[:count], tokens.token_ids, wanted))
 
-    def _as_replayed(self, rows: list[int], replayed: SampledLogits) -> SampledTokens:
-        """What a graph leaves, without its padding."""
+    def _positions(
+        self, requests: Sequence[ScheduledRequest], replayed: FullStepOutput | None
+    ) -> Sequence[ScheduledRequest]:
+        """Return a request for every position that samples, in order.
+
+        Where a graph has verified drafts, the drafts before each position matter only if somebody's logits are edited.
+        """
+        if not self._builder.num_drafts:
+            return [request for request in requests if request.samples]
+        if replayed is not None and replayed.acceptance is not None and not self.state.edited(requests):
+            return [request for request in requests for _ in range(request.num_samples)]
+        return sampled_positions(requests)
+
+    def _as_replayed(self, rows: list[int], replayed: FullStepOutput) -> StepTokens:
+        """Return what a graph has sampled, without its padding."""
         count, acceptance, drafts = len(rows), replayed.acceptance, replayed.drafts
         result, num_requests = replayed.result, count
         if acceptance is not None:
             num_requests = count // (len(result.token_ids) // len(acceptance.last))
             acceptance = acceptance.leading(num_requests, count)
         drafts = drafts[:num_requests] if drafts is not None else None
-        return SampledTokens(rows, result.token_ids[:count], result.nan_rows[:count], acceptance, drafts)
+        return StepTokens(rows, result.token_ids[:count], result.nan_rows[:count], acceptance, drafts)
 
     def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Logprobs:
         top_n = max(wanted.values())
@@ -98,41 +169,48 @@ class StepSampler:
         places = self._places(list(wanted))
         return logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
 
-    def _accept_drafts(self, sampled: Sequence[ScheduledRequest], tokens: SampledTokens) -> SampledTokens:
-        """With what became of the drafts, if there are any; each row's last token that counts is remembered."""
+    def _accept_drafts(self, sampled: Sequence[ScheduledRequest], tokens: StepTokens) -> StepTokens:
+        """Accept or reject the drafts, if there are any, and store each row's last token that counts."""
         if not any(request.draft_token_ids for request in sampled):
             return tokens
         following = [after.draft_token_ids[-1:] for after in sampled[1:]] + [[]]
         drafts = self._places([draft[0] if draft else NO_DRAFT for draft in following])
         first = [i for i, request in enumerate(sampled) if not request.draft_token_ids]
-        samples = self.builder.sample_rows(len(sampled))
-        token_ids, is_right = self.rejection_sampler(tokens.token_ids, drafts, samples.seeds, samples.positions)
+        samples = self._builder.sampling_tensors(len(sampled))
+        token_ids, is_right = self._rejection_sampler(tokens.token_ids, drafts, samples.seeds, samples.positions)
         acceptance = accept(is_right, self._places(first))
         rows = self._places([sampled[i].row for i in first])
-        self.rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
+        self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
         return replace(tokens, token_ids=token_ids, acceptance=acceptance)
 
     def _sample(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], edited: list[int], replayed: SamplerOutput | None
     ) -> SamplerOutput:
-        count, samples = len(sampled), self.builder.sample_rows(len(sampled))
+        count, samples = len(sampled), self._builder.sampling_tensors(len(sampled))
         if len(edited) == count:
-            result = self.sampler(logits, self.inputs.build(sampled, samples))
+            result = self._sampler(logits, self.state.with_edits(sampled, samples))
         else:
             if replayed is None:
-                result = self.sampler(logits, self.inputs.plain(sampled, samples))
+                result = self._sampler(logits, self.state.without_edits(sampled, samples))
             else:
                 result = SamplerOutput(replayed.token_ids[:count], replayed.nan_rows[:count])
             if edited:
                 places = self._places(edited)
-                batch = self.inputs.build([sampled[i] for i in edited], samples.select(places))
-                again = self.sampler(logits.index_select(0, places), batch)
+                metadata = self.state.with_edits([sampled[i] for i in edited], samples.select(places))
+                again = self._sampler(logits.index_select(0, places), metadata)
                 result = SamplerOutput(
                     result.token_ids.index_copy(0, places, again.token_ids),
                     result.nan_rows.index_copy(0, places, again.nan_rows),
                 )
-        self.rows.set_last_tokens(samples.rows, result.token_ids)
+        self._rows.set_last_tokens(samples.rows, result.token_ids)
         return result
 
     def _places(self, indices: Sequence[int]) -> Tensor:
-        return device_ints(indices, self.rows.last_token.device)
+        return device_ints(indices, self._device)
+
+
+def _rejection_sampler(config: EngineConfig, device: torch.device, backend: Backend) -> RejectionSampler:
+    """Make the rejection sampler. It never accepts an end of sequence where drafts stay on the device."""
+    speculation = config.speculative_config
+    ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None
+    return RejectionSampler(speculation.synthetic_acceptance_rate if speculation is not None else None, ends, backend)

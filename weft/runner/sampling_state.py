@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.layers.sampler import BlockedTokens, LogitBias, LogitsProcessor, Penalties, SamplingBatch
+from weft.layers.sampler import BlockedTokens, LogitBias, LogitsProcessor, Penalties, SamplingMetadata
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.sampling import filter_candidates
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
-from weft.runner.step_inputs import SampleRows
+from weft.runner.step_inputs import SamplingTensors
 
 NO_TOKEN = -1
 """Stands in a token history where there is no token, and in a bad word's prefix where any token will do."""
@@ -56,8 +56,8 @@ class BadWords:
         return ((self.prefixes == self.recent) | (self.prefixes == NO_TOKEN)).all(-1)
 
 
-class SamplingInputs:
-    """Builds ``SamplingBatch`` objects for one runner."""
+class SamplingState:
+    """The sampling parameters and histories of one runner's rows; makes ``SamplingMetadata`` of them."""
 
     def __init__(self, rows: RowTable, vocab_size: int, device: torch.device) -> None:
         self._rows = rows
@@ -75,9 +75,9 @@ class SamplingInputs:
 
     # -- rows come and go ----------------------------------------------------------------------------------------
 
-    def fill(self, new: NewRequest) -> None:
+    def add_row(self, new: NewRequest) -> None:
         """Start the histories that the new request of a row needs."""
-        self.forget(new.row)
+        self.free_row(new.row)
         params = new.sampling
         output = new.token_ids[new.num_prompt_tokens :].tolist()
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
@@ -98,13 +98,10 @@ class SamplingInputs:
         if params.logprobs is not None:
             self._num_logprobs[new.row] = params.logprobs
 
-    def set_step_masks(self, masks: dict[int, list[bytes]]) -> None:
-        """Masks of single rows for the coming step (see ``SchedulerOutput.token_masks``)."""
-        self._step_masks = {row: [self._unpacked(bits) for bits in all_bits] for row, all_bits in masks.items()}
-
-    def set_processors(self, processors: Mapping[int, LogitsProcessor]) -> None:
-        """Logits processors of single rows for the coming step."""
+    def begin_step(self, masks: Mapping[int, list[bytes]], processors: Mapping[int, LogitsProcessor]) -> None:
+        """Take masks (``SchedulerOutput.token_masks``) and logits processors of single rows for the coming step."""
         self._processors = processors
+        self._step_masks = {row: [self._unpacked(bits) for bits in all_bits] for row, all_bits in masks.items()}
 
     def _unpacked(self, bits: bytes) -> Tensor:
         """``[V]`` bool from packed bits."""
@@ -112,7 +109,8 @@ class SamplingInputs:
         shifts = torch.arange(8, dtype=torch.uint8, device=self._device)
         return (packed[:, None] >> shifts & 1).bool().flatten()[: self._vocab_size]
 
-    def forget(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
+        """Drop the state of a row."""
         for table in (self._counts, self._bad_words, self._allowed, self._biases, self._ends, self._num_logprobs):
             table.pop(row, None)
         self._editing.discard(row)
@@ -149,8 +147,8 @@ class SamplingInputs:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def any_row(self, rows: SampleRows) -> SamplingBatch:
-        """The batch of rows whose parameters are known to the device only: every filter is applied."""
+    def any_row(self, rows: SamplingTensors) -> SamplingMetadata:
+        """Describe rows whose parameters are known to the device only: every filter is applied."""
         return _core(rows, all_greedy=False, candidates=self._vocab_size, uses_min_p=True)
 
     def edited(self, sampled: Sequence[ScheduledRequest]) -> list[int]:
@@ -169,7 +167,7 @@ class SamplingInputs:
             return {}
         return {i: n for i, request in enumerate(sampled) if (n := table.get(request.row)) is not None}
 
-    def plain(self, sampled: Sequence[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
+    def without_edits(self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors) -> SamplingMetadata:
         """The sampling batch of the requests that sample, in order, without edits; ``rows`` are their parameters on the
         device."""
         params = [self._rows.sampling(request.row) for request in sampled]
@@ -180,13 +178,13 @@ class SamplingInputs:
             uses_min_p=any(p.min_p > 0 for p in params),
         )
 
-    def build(self, sampled: Sequence[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
+    def with_edits(self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors) -> SamplingMetadata:
         """The same with edits."""
         params = [self._rows.sampling(request.row) for request in sampled]
         generated = [r.start + r.num_tokens - int(self._rows.num_prompt_tokens[r.row]) for r in sampled]
         processors = {i: self._processors[r.row] for i, r in enumerate(sampled) if r.row in self._processors}
         return dataclasses.replace(
-            self.plain(sampled, rows),
+            self.without_edits(sampled, rows),
             penalties=self._penalties(sampled, params),
             bias=self._bias(sampled),
             allowed=self._allowed_mask(sampled),
@@ -275,8 +273,8 @@ def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a & b
 
 
-def _core(rows: SampleRows, *, all_greedy: bool, candidates: int, uses_min_p: bool) -> SamplingBatch:
-    return SamplingBatch(
+def _core(rows: SamplingTensors, *, all_greedy: bool, candidates: int, uses_min_p: bool) -> SamplingMetadata:
+    return SamplingMetadata(
         temperature=rows.temperature,
         top_k=rows.top_k,
         top_p=rows.top_p,

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from weft.config import EngineConfig
-from weft.config.graph_modes import CudaGraphMode, GraphMode, MeasuredModes
-from weft.graph.capture_sizes import CaptureSizes, smallest_fitting
-from weft.graph.dispatcher import Choice, Dispatcher
+from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.graph.batch_descriptor import BatchDescriptor, MeasuredModes
+from weft.graph.capture_sizes import CaptureSizes
+from weft.graph.dispatcher import Choice, Dispatcher, smallest_fitting
 from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.runner.media_inputs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
-from weft.runner.step_functions import SampledLogits, StepFunctions
-from weft.runner.step_inputs import StepShape
+from weft.runner.sampling import FullStepOutput
+from weft.runner.step_functions import StepFunctions
 
 if TYPE_CHECKING:
     from weft.pieces.capture import PiecewiseModel
@@ -40,44 +41,56 @@ class StepGraphs:
     Attributes:
         dispatcher: chooses among them.
         decode: of whole decode steps, by batch size.
-        verify: of steps in which every sequence verifies drafts, by batch size.
-        query_len: from the batch size of such a graph to the tokens of each sequence.
+        verification: of whole steps in which every sequence verifies drafts, by batch size.
         forward: of any batch's forward pass, by tokens.
         pieces: any batch's forward pass in pieces, by tokens.
         samples: of sampling after those, by how many tokens are sampled.
     """
 
     dispatcher: Dispatcher = Dispatcher(CudaGraphMode.NONE)
-    decode: GraphSet[SampledLogits] | None = None
-    verify: GraphSet[SampledLogits] | None = None
-    query_len: Callable[[int], int] = lambda size: 1
+    decode: GraphSet[FullStepOutput] | None = None
+    verification: GraphSet[FullStepOutput] | None = None
     forward: GraphSet[Tensor] | None = None
     pieces: PiecewiseModel | None = None
-    samples: GraphSet[SampledLogits] | None = None
+    samples: GraphSet[FullStepOutput] | None = None
 
-    def choose(self, shape: StepShape) -> Choice:
-        """How a step of these sizes runs."""
-        if shape.query_len:
-            return self._choose_verification(shape)
-        choice = self.dispatcher.choose(shape.descriptor())
-        graphs = self.decode if shape.is_decode else self.forward
-        if graphs is not None and choice.mode is not GraphMode.FULL:
-            graphs.counters.missed += 1
+    def choose(self, shape: BatchDescriptor) -> Choice:
+        """Choose how a step of these sizes runs."""
+        choice = self.dispatcher.choose(shape)
+        if choice.mode is not GraphMode.FULL:
+            graphs = self.forward if not shape.is_uniform else self._uniform(shape)
+            if graphs is not None:
+                graphs.counters.missed += 1
         return choice
 
-    def _choose_verification(self, shape: StepShape) -> Choice:
-        size = smallest_fitting(self.verify.sizes, shape.num_seqs) if self.verify is not None else None
-        if size is None or self.query_len(size) != shape.query_len:
-            return Choice(GraphMode.NONE, shape.num_tokens)
-        return Choice(GraphMode.FULL, size)
+    def replay(self, shape: BatchDescriptor, size: int) -> FullStepOutput:
+        """Replay the graph of a whole step of ``size`` sequences."""
+        graphs = self._uniform(shape)
+        assert graphs is not None
+        return graphs.replay(size, shape.num_seqs)
+
+    def _uniform(self, shape: BatchDescriptor) -> GraphSet[FullStepOutput] | None:
+        return self.verification if shape.query_len else self.decode
+
+    def replay_forward(self, shape: BatchDescriptor, size: int) -> Tensor:
+        """Replay the graph of a forward pass of ``size`` tokens. Returns the rows of the real tokens."""
+        assert self.forward is not None
+        return self.forward.replay(size, shape.num_tokens)[: shape.num_tokens]
 
     def sample_size(self, num_samples: int) -> int | None:
-        """The size of the smallest sampling graph that takes ``num_samples`` tokens; None if there is none."""
-        return smallest_fitting(self.samples.sizes, num_samples) if self.samples is not None else None
+        """Return the size of the smallest sampling graph that takes ``num_samples`` tokens; None if there is none."""
+        if self.samples is None or not num_samples:
+            return None
+        return smallest_fitting(self.samples.sizes, num_samples)
+
+    def replay_sampling(self, shape: BatchDescriptor, size: int) -> FullStepOutput:
+        """Replay the graph that samples ``size`` tokens from the kept hidden states."""
+        assert self.samples is not None
+        return self.samples.replay(size, shape.num_samples)
 
     @contextmanager
     def dispatching(self, change: Callable[[Dispatcher], Dispatcher]) -> Iterator[None]:
-        """Choose by another dispatcher in the body: to measure and to compare; serving has no use for it."""
+        """Choose by another dispatcher in the body, to measure or to compare. Serving does not use this."""
         before, self.dispatcher = self.dispatcher, change(self.dispatcher)
         try:
             yield
@@ -103,7 +116,7 @@ def capture_graphs(
     def captured(
         what: str,
         function: Callable[[int], T],
-        shape_of: Callable[[int], StepShape],
+        shape_of: Callable[[int], BatchDescriptor],
         sizes: Sequence[int],
         *,
         warm_every_size: bool = False,
@@ -117,27 +130,29 @@ def capture_graphs(
         budget -= found.counters.capture_bytes
         return found
 
-    graphs.forward = captured("forward graphs", functions.forward, functions.mixture_shape, sizes.forward)
+    graphs.forward = captured("forward graphs", functions.forward, functions.mixed_shape, sizes.forward)
     compiled = config.torch_compile_max_bs is not None
     if sizes.decode and config.torch_compile_max_bs is not None:
         assert compiler is not None
         functions.compile_decodes(compiler.for_decodes, config.torch_compile_max_bs)
     decode, decode_shape = functions.decode, functions.decode_shape
     graphs.decode = captured("decode graphs", decode, decode_shape, sizes.decode, warm_every_size=compiled)
-    graphs.verify = captured("verification graphs", functions.verify, functions.verification_shape, sizes.verify)
-    graphs.query_len = functions.query_len
-    graphs.samples = captured("sampling graphs", functions.sample, functions.mixture_shape, sizes.samples)
+    verification_shape = functions.verification_shape
+    graphs.verification = captured("verification graphs", functions.verify, verification_shape, sizes.verification)
+    graphs.samples = captured("sampling graphs", functions.sample, functions.mixed_shape, sizes.samples)
     if encoder is not None:
         budget -= encoder.capture(pool, options, budget)
     if sizes.pieces:
         assert compiler is not None
-        functions.pad(functions.mixture_shape(max(sizes.pieces)))
+        functions.pad(functions.mixed_shape(max(sizes.pieces)))
         graphs.pieces = compiler.capture_pieces(functions.pieces_context, pool, sizes.pieces, options, budget)
+    verified = graphs.verification.sizes if graphs.verification is not None else ()
     graphs.dispatcher = Dispatcher(
         CudaGraphMode(config.cuda_graph_mode),
         decode_sizes=graphs.decode.sizes if graphs.decode is not None else (),
         token_sizes=graphs.pieces.sizes if graphs.pieces is not None else (),
         full_token_sizes=graphs.forward.sizes if graphs.forward is not None else (),
         table=table,
+        verification_sizes={size: functions.query_len(size) for size in verified},
     )
     return graphs

@@ -1,19 +1,17 @@
-"""What describes a step on its way to tensors: where its requests lie (``Layout``), its sizes (``StepShape``), and its
-input tensors (``StepInputs``)."""
+"""The inputs of one step: where its requests are on the token axis (``Layout``), and its tensors (``StepInputs``)."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 from torch import Tensor
 
-from weft.config.graph_modes import BatchDescriptor
 from weft.forward_context import Batch
-from weft.graph.capture_sizes import chunk_capacity
 from weft.messages import ScheduledRequest
+from weft.ops.backend import Backend
+from weft.ops.drafts import follow_step
+from weft.runner.rows import RowTable
 
 
 @dataclass(slots=True)
@@ -43,72 +41,8 @@ class Layout:
         return Layout(rows, first, counts, first + counts, bounds)
 
 
-class StepShape(msgspec.Struct, frozen=True):
-    """Sizes of one step, all known on the host. Padded sizes make another ``StepShape``.
-
-    Attributes:
-        num_tokens, num_seqs, num_decodes, max_query_len, max_seq_len: as in ``Batch``.
-        num_chunks: rows of the chunk table; 0 where every sequence decodes, and without recurrent layers.
-        num_samples: sequences that sample a token.
-        padded: True if rows beyond the real ones are present; their number is then known to the device only.
-        query_len: tokens of every sequence where all of them verify as many drafts, 0 otherwise.
-        may_have_media: as in ``Batch``.
-        any_mixture: True if also how many sequences decode is known to the device only.
-    """
-
-    num_tokens: int
-    num_seqs: int
-    num_decodes: int
-    max_query_len: int
-    max_seq_len: int
-    num_chunks: int
-    num_samples: int
-    padded: bool = False
-    any_mixture: bool = False
-    query_len: int = 0
-    may_have_media: bool = False
-
-    @property
-    def is_decode(self) -> bool:
-        """Every sequence brings one token, of text, and samples one."""
-        return self.num_decodes == self.num_seqs == self.num_samples and not self.may_have_media
-
-    def descriptor(self) -> BatchDescriptor:
-        """What chooses the graph."""
-        return BatchDescriptor(
-            self.num_tokens,
-            uniform_decode=self.is_decode,
-            num_prefills=self.num_seqs - self.num_decodes,
-            num_chunks=self.num_chunks,
-            num_decodes=self.num_decodes,
-        )
-
-    @staticmethod
-    def decodes(size: int, max_seq_len: int) -> StepShape:
-        """What a graph of ``size`` decodes computes."""
-        return StepShape(size, size, size, 1, max_seq_len, 0, size, padded=True)
-
-    @staticmethod
-    def verification(size: int, query_len: int, max_seq_len: int) -> StepShape:
-        """What a graph of ``size`` sequences computes that verify ``query_len - 1`` drafts each."""
-        tokens = size * query_len
-        return StepShape(tokens, size, 0, query_len, max_seq_len, 0, tokens, padded=True, query_len=query_len)
-
-    @staticmethod
-    @functools.cache
-    def mixture(
-        num_tokens: int, max_num_seqs: int, max_seq_len: int, keeps_states: bool, may_have_media: bool = False
-    ) -> StepShape:
-        """What a graph of ``num_tokens`` tokens computes, whatever sequences they belong to."""
-        num_seqs, chunks = min(num_tokens, max_num_seqs), chunk_capacity(num_tokens) if keeps_states else 0
-        return StepShape(
-            num_tokens, num_seqs, 0, num_tokens, max_seq_len, chunks, num_seqs, padded=True, any_mixture=True,
-            may_have_media=may_have_media,
-        )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
-class SampleRows:
+class SamplingTensors:
     """Sampling parameters of the sequences that sample, ``[N]`` each, from the static buffers.
 
     ``indices``: flat index of the last token; ``rows``: where the token is remembered; the others as in the sampler.
@@ -123,9 +57,9 @@ class SampleRows:
     seeds: Tensor
     positions: Tensor
 
-    def select(self, places: Tensor) -> SampleRows:
+    def select(self, places: Tensor) -> SamplingTensors:
         """Some of them: ``places [M]`` int64."""
-        return SampleRows(*(getattr(self, name).index_select(0, places) for name in self.__slots__))
+        return SamplingTensors(*(getattr(self, name).index_select(0, places) for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +68,39 @@ class StepInputs:
 
     input_ids: Tensor
     batch: Batch
-    samples: SampleRows
+    samples: SamplingTensors
     rows: Tensor
+
+    def after_rejections(self, follows: Tensor, table: RowTable, page_size: int, backend: Backend) -> StepInputs:
+        """Move a verification step back by the drafts that the step before rejected. Device work only.
+
+        The host lays such a step out before it knows the acceptance: as if all drafts were accepted.
+
+        Args:
+            follows: ``[S]`` int64, 1 for a sequence that follows its step before (``ScheduledRequest.follows``), else
+                0. All sequences verify equally many drafts.
+            table: the rows, which hold the rejections.
+        """
+        batch, samples, verification = self.batch, self.samples, self.batch.verification
+        assert verification is not None
+        step = follow_step(
+            self.input_ids,
+            batch.positions,
+            samples.positions,
+            batch.seq_lens,
+            self.rows,
+            follows,
+            verification.slots,
+            table.device_page_table,
+            page_size,
+            table.state,
+            backend=backend,
+        )
+        moved = replace(
+            batch,
+            positions=step.positions,
+            slot_mapping=step.slot_mapping,
+            seq_lens=step.seq_lens,
+            state_slots=step.state_slots,
+        )
+        return StepInputs(step.input_ids, moved, replace(samples, positions=step.sample_positions), self.rows)

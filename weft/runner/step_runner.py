@@ -1,13 +1,13 @@
 """The step runner: a scheduler output in, launched device work out.
 
-Job: fill rows, copy inside the caches, build the batch, run the forward pass (as a graph where one fits), sample.
+Job: update rows, copy inside the caches, build the batch, run the forward pass (as a graph where one fits), sample.
 Owns: rows, step buffers, memory for results, caches and graphs. Does not know: requests, why something is scheduled,
 whose a page is; how the model was loaded or the caches were sized.
 
 One step, in the order that ``messages.py`` promises::
 
-    encode images -> forget finished rows -> fill new rows -> copy pages, fork states -> batch, rows of its images
-    -> forward -> sample -> remember tokens
+    encode images -> free finished rows -> add new rows -> copy pages, fork states -> batch, rows of its images
+    -> choose a graph -> forward -> sample -> store tokens
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.config.graph_modes import GraphMode
 from weft.forward_context import Batch, ForwardContext, cache_tensors, forward_context
+from weft.graph.batch_descriptor import BatchDescriptor
 from weft.graph.dispatcher import Choice
-from weft.layers.sampler import LogitsProcessor, Sampler
-from weft.messages import ScheduledRequest, SchedulerOutput
+from weft.layers.sampler import LogitsProcessor
+from weft.messages import SchedulerOutput
 from weft.models.decoder import CausalLM
-from weft.models.mtp import MtpDrafter
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.cache_copies import CacheCopier
-from weft.runner.drafts import Drafter, MtpStepDrafter, NgramDrafter
+from weft.runner.drafts import make_drafter
 from weft.runner.logits_rows import spread
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches
@@ -44,12 +44,9 @@ from weft.runner.results import (
     wants_prompt_logprobs,
 )
 from weft.runner.rows import RowTable
-from weft.runner.sampling import SampledTokens, StepSampler
-from weft.runner.sampling_state import SamplingInputs
+from weft.runner.sampling import StepSampler, StepTokens
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
-from weft.runner.step_inputs import StepShape
-from weft.speculation.acceptance import RejectionSampler, sampled_positions
 
 
 class StepRunner:
@@ -64,7 +61,7 @@ class StepRunner:
     Attributes:
         caches: by layer name.
         context: from a batch to its forward context.
-        rows, builder, copier: what a step needs.
+        rows, builder, copier, sampler: what a step needs.
         functions: to capture.
         graphs: what was captured; none at first.
     """
@@ -93,156 +90,137 @@ class StepRunner:
         self.copier = CacheCopier(spec.layers, caches, backend, device)
         self.rows = _row_table(config, spec, plan, device, reads_images=media is not None)
         self.builder = _batch_builder(config, spec, plan, self.rows, backend, reads_images=media is not None)
-        self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
-        self._draft = self._make_drafter(config, plan, backend)
+        self.sampler = StepSampler(config, self.builder, self.rows, backend)
+        max_model_len = plan.max_model_len
+        self._draft = make_drafter(config, model, self.builder, self.rows, context, max_model_len, backend)
         self._results = ResultMemory(plan.max_num_seqs * (1 + config.num_drafts), device, backend)
-        sampler, rejection_sampler = Sampler(backend), _rejection_sampler(config, device, backend)
-        self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, rejection_sampler)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
             model,
             self.builder,
-            self.rows,
-            sampler,
-            self._sampling,
+            self.sampler,
             self._draft,
-            rejection_sampler,
             context,
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
             hidden=torch.zeros(shape, dtype=dtype, device=device),
         )
 
-    def _make_drafter(self, config: EngineConfig, plan: CachePlan, backend: Backend) -> Drafter | None:
-        """What makes drafts for the next step; None: nothing does."""
-        if config.model_config.runs_mtp:
-            drafter = MtpDrafter(self._model, plan.max_model_len, backend)
-            return MtpStepDrafter(drafter, self.builder, self.rows, self.context, reach=config.num_drafts - 1)
-        if config.speculative_config is not None:
-            return NgramDrafter(config.speculative_config, self.builder, self.rows, plan.max_model_len, backend)
-        return None
-
     def read_by_graphs(self) -> dict[str, Tensor]:
-        """Everything that captured graphs read and that must stay where it is, by name."""
+        """Return everything that captured graphs read and that must stay where it is, by name."""
         stored = [*self._model.named_parameters(), *self._model.named_buffers()]
         rows = {"page table": self.rows.device_page_table, "last tokens": self.rows.last_token}
         rows |= {"drafts": self.rows.state.drafts, "rejected drafts": self.rows.state.num_rejected}
-        if isinstance(self._draft, NgramDrafter):
-            rows["history"] = self._draft.history
+        drafts = self._draft.static_memory if self._draft is not None else {}
         steps = {"step buffers": self.builder.device_block, "sequence numbers": self.builder.one_each}
         steps |= {"hidden states": self.functions.hidden}
         images = self._media.graphs.inputs if self._media is not None else {}
-        return dict(stored) | cache_tensors(self.caches) | rows | steps | images
+        return dict(stored) | cache_tensors(self.caches) | rows | drafts | steps | images
 
     def prepare(self, scheduler_output: SchedulerOutput) -> None:
-        """Forget and fill rows, copy partial pages, fork states: all that has to be there before the batch is built."""
-        self._sampling.set_step_masks(scheduler_output.token_masks)
+        """Free and add rows, copy partial pages, fork states: all that has to be there before the batch is built."""
         for row in scheduler_output.finished_rows:
-            self._sampling.forget(row)
-            self.rows.forget(row)
+            self.sampler.free_row(row)
+            self.rows.free(row)
         for new in scheduler_output.new_requests:
-            self.rows.fill(new)
+            self.rows.add(new)
             if self._draft is not None:
-                self._draft.fill(new)
-            self._sampling.fill(new)
-        self.copier.copy(scheduler_output.page_copies, scheduler_output.state_forks)
+                self._draft.add_row(new)
+            self.sampler.add_row(new)
+        if scheduler_output.page_copies or scheduler_output.state_forks:
+            self.copier.copy(scheduler_output.page_copies, scheduler_output.state_forks)
 
-    def launch(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> PendingStep:
+    @torch.inference_mode()
+    def launch(
+        self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
+    ) -> PendingStep:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
         encodings = scheduler_output.encodings
         encoder_time = self._media.encode(encodings) if self._media is not None and encodings else None
         self.prepare(scheduler_output)
         if self._media is not None and self.rows.rope_positions:
             self._media.load(scheduler_output.requests, self.rows)
-        pending = self._launch(scheduler_output, processors)
+        self.sampler.begin_step(scheduler_output, processors or {})
+        shape = self.builder.fill(scheduler_output)
+        choice = self.graphs.choose(shape)
+        # Without a graph a verification runs as one function too where its drafts stay on the device.
+        whole = shape.query_len and self._drafts_on_device
+        if whole or (choice.mode is GraphMode.FULL and shape.is_uniform):
+            pending = self._launch_uniform(scheduler_output, shape, choice)
+        else:
+            pending = self._launch_mixed(scheduler_output, shape, choice)
         self.builder.mark_sent()
         pending.encoder_time = encoder_time
         return pending
 
-    def _launch(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> PendingStep:
-        self._sampling.set_processors(processors)
-        shape = self.builder.fill(scheduler_output)
-        choice = self.graphs.choose(shape)
-        needs_all_rows = wants_prompt_logprobs(scheduler_output, self.rows)
-        if needs_all_rows and choice.mode is GraphMode.FULL and self.builder.selects_rows(shape):
-            choice = Choice(GraphMode.NONE, shape.num_tokens)
-        whole = shape.query_len and self._drafts_on_device  # also without a graph: what it leaves stays on the device
-        if whole or (choice.mode is GraphMode.FULL and (shape.is_decode or shape.query_len)):
-            return self._launch_whole(scheduler_output, shape, choice)
-        return self._launch_batch(scheduler_output, shape, choice, needs_all_rows)
-
-    def _sampled(self, requests: list[ScheduledRequest], query_len: int = 0) -> list[ScheduledRequest]:
-        """A request for every token that is sampled, in order. In a graph of verifications (``query_len``) the tokens
-        are sampled by then: the drafts before each position matter only if somebody's logits are edited."""
-        if query_len and not self._sampling.edited(requests):
-            return [request for request in requests for _ in range(query_len)]
-        return sampled_positions(requests) if self.builder.num_drafts else [r for r in requests if r.samples]
-
-    def _launch_whole(self, scheduler_output: SchedulerOutput, shape: StepShape, choice: Choice) -> PendingStep:
+    def _launch_uniform(self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice) -> PendingStep:
         """Run a whole step, in which every sequence decodes, or verifies equally many drafts, as one function."""
         is_graph = choice.mode is GraphMode.FULL
         size = choice.size if is_graph else shape.num_seqs
-        self.builder.pad_whole(shape, size)
+        self.builder.pad_uniform(shape, size)
         self.builder.send()
-        graphs = self.graphs.verify if shape.query_len else self.graphs.decode
-        if is_graph:
-            assert graphs is not None
-            replayed = graphs.replay(size, shape.num_seqs)
-        else:
-            replayed = self.functions.verify(size)
-        sampled = self._sampled(scheduler_output.requests, shape.query_len)
-        result = self._sample(replayed.logits, sampled, replayed)
-        drafts = result.drafts
-        if drafts is None and replayed.hidden_states is not None:  # other tokens were sampled than in the graph
-            drafts = self._drafts(scheduler_output, shape, replayed.hidden_states[: shape.num_tokens], result)
-        pending = pending_step(self._results, scheduler_output, result, drafts=drafts)
+        output = self.graphs.replay(shape, size) if is_graph else self.functions.verify(size)
+        tokens = self.sampler.sample(output.logits, scheduler_output.requests, output)
+        drafts = tokens.drafts
+        if drafts is None and output.hidden_states is not None:  # other tokens were sampled than in the graph
+            drafts = self._drafts(scheduler_output, shape, output.hidden_states[: shape.num_tokens], tokens)
+        pending = pending_step(self._results, scheduler_output, tokens, drafts=drafts)
         pending.mode = str(choice.mode)
         pending.num_padding_tokens = (size - shape.num_seqs) * (shape.query_len or 1)
         return pending
 
     def _drafts(
-        self, scheduler_output: SchedulerOutput, shape: StepShape, hidden_states: Tensor, result: SampledTokens | None
+        self,
+        scheduler_output: SchedulerOutput,
+        shape: BatchDescriptor,
+        hidden_states: Tensor,
+        tokens: StepTokens | None,
     ) -> Tensor | None:
-        """Drafts for the next step; None if nothing is drafted on the device."""
+        """Return drafts for the next step; None if nothing is drafted on the device."""
         if self._draft is None:
             return None
-        token_ids, acceptance = (result.token_ids, result.acceptance) if result is not None else (None, None)
+        token_ids, acceptance = (tokens.token_ids, tokens.acceptance) if tokens is not None else (None, None)
         return self._draft(scheduler_output.requests, shape, hidden_states, token_ids, acceptance)
 
-    def _launch_batch(
-        self, scheduler_output: SchedulerOutput, shape: StepShape, choice: Choice, needs_all_rows: bool
-    ) -> PendingStep:
+    def _launch_mixed(self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice) -> PendingStep:
         """Run any batch as chosen: its forward pass, then what it samples."""
-        sampled, sample_size = self._sampled(scheduler_output.requests), None
+        requests, sample_size = scheduler_output.requests, None
+        needs_all_rows = bool(self.rows.prompt_logprobs) and wants_prompt_logprobs(scheduler_output, self.rows)
+        if needs_all_rows and choice.mode is GraphMode.FULL and self.builder.selects_rows(shape):
+            choice = Choice(GraphMode.NONE, shape.num_tokens)
         if choice.mode is not GraphMode.NONE:
-            self.builder.pad_mixture(shape, choice.size)
-            sample_size = self.graphs.sample_size(shape.num_samples) if sampled else None
-        if sample_size is not None:
-            self.builder.pad_samples(shape, sample_size)
+            sample_size = self.graphs.sample_size(shape.num_samples)
+            self.builder.pad_mixed(shape, choice.size, sample_size)
         self.builder.send()
         hidden_states = self.forward(shape, choice, needs_all_rows)
-        prompt_logprobs = prompt_logprobs_of(scheduler_output, hidden_states, self._model.compute_logits, self.rows)
+        prompt_logprobs = None
+        if self.rows.prompt_logprobs:
+            compute_logits = self._model.compute_logits
+            prompt_logprobs = prompt_logprobs_of(scheduler_output, hidden_states, compute_logits, self.rows)
         failed = failed_prefills(scheduler_output, hidden_states)
-        result = None
-        if sample_size is not None and self.graphs.samples is not None:
+        tokens = None
+        if sample_size is not None:
             if choice.mode is not GraphMode.FULL:
                 self.functions.keep(hidden_states)
-            replayed = self.graphs.samples.replay(sample_size, shape.num_samples)
-            result = self._sample(replayed.logits, sampled, replayed)
-        elif sampled:
-            indices = self.builder.sample_rows(shape.num_samples).indices
-            result = self._sample(self._model.compute_logits(hidden_states.index_select(0, indices)), sampled)
-        drafts = self._drafts(scheduler_output, shape, hidden_states, result)
-        pending = pending_step(self._results, scheduler_output, result, prompt_logprobs, failed, drafts)
+            output = self.graphs.replay_sampling(shape, sample_size)
+            tokens = self.sampler.sample(output.logits, requests, output)
+        elif shape.num_samples:
+            indices = self.builder.sampling_tensors(shape.num_samples).indices
+            tokens = self.sampler.sample(self._model.compute_logits(hidden_states.index_select(0, indices)), requests)
+        drafts = self._drafts(scheduler_output, shape, hidden_states, tokens)
+        pending = pending_step(self._results, scheduler_output, tokens, prompt_logprobs, failed, drafts)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending
 
-    def forward(self, shape: StepShape, choice: Choice, needs_all_rows: bool) -> Tensor:
-        """``[num_tokens, hidden_size]``; from graphs valid until the next step. Without ``needs_all_rows`` rows from
-        which no token is sampled may be arbitrary."""
+    def forward(self, shape: BatchDescriptor, choice: Choice, needs_all_rows: bool) -> Tensor:
+        """Run the forward pass as chosen.
+
+        Returns:
+            ``[num_tokens, hidden_size]``, from graphs valid until the next step. Without ``needs_all_rows``, rows from
+            which no token is sampled may be arbitrary.
+        """
         if choice.mode is GraphMode.FULL:
-            assert self.graphs.forward is not None
-            return self.graphs.forward.replay(choice.size, shape.num_tokens)[: shape.num_tokens]
+            return self.graphs.replay_forward(shape, choice.size)
         is_whole = choice.mode is GraphMode.PIECEWISE or shape.is_decode or needs_all_rows
         inputs = self.builder.materialise(shape, selects_rows=not is_whole and self.builder.selects_rows(shape))
         context = self.context(inputs.batch)
@@ -287,10 +265,3 @@ def _batch_builder(
         first_media_id=model_config.vocab_size if reads_images else None,
         first_media_position=config.max_model_len,
     )
-
-
-def _rejection_sampler(config: EngineConfig, device: torch.device, backend: Backend) -> RejectionSampler:
-    """Which drafts are accepted: never an end of sequence where drafts stay on the device."""
-    speculation = config.speculative_config
-    ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None
-    return RejectionSampler(speculation.synthetic_acceptance_rate if speculation is not None else None, ends, backend)

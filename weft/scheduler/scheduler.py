@@ -127,10 +127,13 @@ class Scheduler:
             **asdict(self.manager.stats()),
         )
 
+    @property
+    def samples_by_history(self) -> bool:
+        """True if a request samples by its history: it has a grammar or logits processors."""
+        return self._num_by_history > 0
+
     def sampling_by_history(self, step: int) -> list[tuple[int, Request]]:
         """Rows and requests of a launched step whose sampling depends on their history."""
-        if not self._num_by_history:
-            return []
         sampling = [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
         return [(row, request) for row, request in sampling if request.samples_by_history]
 
