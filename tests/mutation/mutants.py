@@ -327,9 +327,9 @@ MUTANTS = (
         "tests/executor/test_ring.py",
     ),
     _mutant(
-        "own-budget", "ranks agree on the smallest budget", "weft/runner/model_runner.py",
-        "plan_for(self.config, self.spec, self._tp.least(self._budget_of_all()))",
-        "plan_for(self.config, self.spec, self._budget_of_all())",
+        "own-budget", "ranks agree on the smallest budget", "weft/runner/memory_plan.py",
+        "plan_for(runner.config, runner.spec, runner.tp.least(_budget_of_all(runner)))",
+        "plan_for(runner.config, runner.spec, _budget_of_all(runner))",
         "tests/runner/test_memory.py::test_the_plan_is_that_of_the_rank_with_the_least_memory",
     ),
     # -- replicas ----------------------------------------------------------------------------------------------------

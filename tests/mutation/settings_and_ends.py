@@ -271,7 +271,7 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "ranks-capture-alone", "all ranks capture the same sizes", "weft/runner/model_runner.py",
-        "            least=self._tp.least,\n", "            least=lambda value: value,\n",
+        "            least=self.tp.least,\n", "            least=lambda value: value,\n",
         "tests/runner/test_step_graphs.py::test_settings_of_captures",
     ),
     mutant(

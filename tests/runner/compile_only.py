@@ -33,6 +33,7 @@ from weft.ops.delta_rule import verify as gdn_verify
 from weft.ops.mamba import scan as selective_scan
 from weft.ops.triton import early_launch
 from weft.runner import model_runner, warmup
+from weft.runner.kernel_walk import walk_captured_steps
 
 LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 1024}
 
@@ -128,7 +129,7 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_d
     at_start, rng = len(compiled), random.Random(0)
     with warmup._no_launches(), torch.inference_mode():
         runner.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})
-        runner._attach(runner.plan)
+        runner.attach(runner.plan)
         for _ in range(60):
             runner.launch(random_step(rng, state_slot=1))
             runner.steps.rows.last_token.zero_()
@@ -136,7 +137,7 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_d
                 runner.launch(random_verification(rng, config.num_drafts, state_slot=1))
                 runner.steps.rows.last_token.zero_()
         if config.num_drafts:
-            runner._walk_captured_steps()
+            walk_captured_steps(runner)
         if runner.media is not None:
             runner.media.run_smallest()
             for size in config.encoder_cuda_graph_patches:

@@ -26,6 +26,7 @@ from weft.forward_context import cache_tensors
 from weft.layers.context import ModelContext
 from weft.models.registry import create_model
 from weft.parallel.tensor_parallel import SingleRank
+from weft.runner import memory_plan
 from weft.runner.memory import allocate_caches, largest_that_fits
 from weft.runner.model_runner import ModelRunner
 from weft.runner.warmup import StepLimits
@@ -91,14 +92,14 @@ def test_a_start_with_too_large_a_step_clamps_it_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The device is full at more than 600 tokens; the engine starts with 512, and no step is larger."""
-    budget = ModelRunner._cache_budget
+    budget = memory_plan.cache_budget
 
     def short(runner: ModelRunner) -> int:
         if runner.config.max_num_batched_tokens > 600:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return budget(runner)
 
-    monkeypatch.setattr(ModelRunner, "_cache_budget", short)
+    monkeypatch.setattr(memory_plan, "cache_budget", short)
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     settings = {"max_num_batched_tokens": 2048, "cuda_graph_mode": "FULL", "skip_tokenizer_init": True}
     with LLM(str(folder), **settings) as llm:
@@ -115,14 +116,14 @@ def test_a_start_with_too_large_a_step_clamps_it_and_says_so(
 
 def test_a_start_with_too_many_requests_runs_fewer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is full with more than 4; of 6 that come together 2 wait."""
-    budget = ModelRunner._cache_budget
+    budget = memory_plan.cache_budget
 
     def short(runner: ModelRunner) -> int:
         if runner.config.max_num_seqs > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return budget(runner)
 
-    monkeypatch.setattr(ModelRunner, "_cache_budget", short)
+    monkeypatch.setattr(memory_plan, "cache_budget", short)
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
     with LLM(str(folder), max_num_batched_tokens=256, max_num_seqs=16, skip_tokenizer_init=True) as llm:
         assert llm._core.plan.max_num_seqs == 4
@@ -198,10 +199,10 @@ def _rank_of_two(rank: int, folder: str, store: str, tell: Any) -> None:
         if rank == 1 and runner.config.max_num_batched_tokens > 600:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         if rank == 0:
-            runner._run_largest_steps()
+            memory_plan.run_largest_steps(runner)
         return 3 * MIB
 
-    ModelRunner._cache_budget = short  # type: ignore[method-assign]
+    memory_plan.cache_budget = short
     settings = {"max_num_batched_tokens": 2048, "max_num_seqs": 4, "max_model_len": 64, "tensor_parallel_size": 2}
     config = resolve(model=folder, skip_tokenizer_init=True, device="cpu", **settings)
     with Rank(config, rank, 2, dist.FileStore(store, 2)) as made:

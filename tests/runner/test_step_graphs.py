@@ -146,7 +146,7 @@ def test_settings_of_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         settings = {"enable_cudagraph_gc": is_on, "enable_torch_compile_debug_mode": is_on}
         runner = ModelRunner(resolve(model=folder, skip_tokenizer_init=True, cuda_graph_mode="FULL", **settings))
     seen.pop()
-    runner._tp = Second()
+    runner.tp = Second()
     runner._capture_graphs()
     first, second = seen
     assert (first.keep_gc, first.show_progress, first.watched) == (False, True, None)

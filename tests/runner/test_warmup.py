@@ -18,6 +18,7 @@ from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
 from weft import LLM
 from weft.config import resolve
+from weft.runner.kernel_walk import walk_kernels
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_functions import StepFunctions
 from weft.runner.warmup import SAMPLERS, StepLimits, covering_steps, powers_of_two, slow_steps
@@ -62,9 +63,9 @@ def test_every_step_runs(arch: str, tmp_path: Path) -> None:
     layers, ran = list(runner.model.model.layers), set()
     for layer in layers:
         layer.register_forward_hook(lambda module, args, out: ran.add(module))
-    attach, made = runner._attach, []
-    runner._attach = lambda plan: made.append(attach(plan) or runner.steps)  # type: ignore[method-assign, func-returns-value]
-    runner._walk_steps()
+    attach, made = runner.attach, []
+    runner.attach = lambda plan: made.append(attach(plan) or runner.steps)  # type: ignore[method-assign, func-returns-value]
+    walk_kernels(runner)
     assert len(ran) == (2 if "Next" in arch else 1)
     assert list(runner.model.model.layers) == layers
     assert not torch.any(made[-1].rows.last_token)
@@ -90,7 +91,7 @@ def test_every_captured_size_is_walked(monkeypatch: pytest.MonkeyPatch, tmp_path
     runner = ModelRunner(resolve(model=str(folder), device="cpu", **sizes))
     graphs, captured = runner.graphs, dict(seen)
     seen.clear()
-    runner._walk_steps()
+    walk_kernels(runner)
     assert graphs.decode and graphs.forward and graphs.samples
     sizes_of = {"decode": graphs.decode.sizes, "forward": graphs.forward.sizes, "sample": graphs.samples.sizes}
     assert sizes_of == {name: sorted(walked) for name, walked in seen.items()}
