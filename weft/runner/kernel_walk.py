@@ -6,21 +6,18 @@ While kernels compile, launches do not run, or compute meaningless results (``wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from weft.cache.plan import CachePlan
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import SchedulerOutput
+from weft.runner.starting import StartingRunner
 from weft.runner.warmup import StepLimits, covering_steps, image_step, one_layer_of_each_kind, slow_steps
-
-if TYPE_CHECKING:
-    from weft.runner.model_runner import ModelRunner
 
 
 @torch.inference_mode()
-def walk_kernels(runner: ModelRunner) -> None:
+def walk_kernels(runner: StartingRunner) -> None:
     """Run every kind of step. The steps that take longest to compile go first."""
     config = runner.config
     runner.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})
@@ -37,13 +34,13 @@ def walk_kernels(runner: ModelRunner) -> None:
     del runner.steps
 
 
-def _walk(runner: ModelRunner, steps: Iterable[SchedulerOutput]) -> None:
+def _walk(runner: StartingRunner, steps: Iterable[SchedulerOutput]) -> None:
     for scheduler_output in steps:
         runner.launch(scheduler_output)
         runner.steps.rows.last_token.zero_()  # what was sampled may be no token
 
 
-def walk_captured_steps(runner: ModelRunner) -> None:
+def walk_captured_steps(runner: StartingRunner) -> None:
     """Run every size that is captured: a capture must launch no kernel that is not compiled.
 
     The largest size of each kind goes first: its kernels take longest to compile.

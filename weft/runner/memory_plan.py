@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,15 +15,13 @@ from weft.cache.plan import CachePlan, mib, plan_for
 from weft.errors import CapacityError
 from weft.messages import RowSampling
 from weft.runner.memory import GRAPH_BYTES, gpu_cache_budget, largest_that_fits
+from weft.runner.starting import StartingRunner
 from weft.runner.warmup import StepLimits, step
-
-if TYPE_CHECKING:
-    from weft.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-def plan_memory(runner: ModelRunner) -> CachePlan:
+def plan_memory(runner: StartingRunner) -> CachePlan:
     """Plan the caches with the largest step that leaves memory for them. The runner's config gets its limits."""
     config, reasons = runner.config, {}
     wanted = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
@@ -39,7 +36,7 @@ def plan_memory(runner: ModelRunner) -> CachePlan:
     return replace(plan, reasons=plan.reasons | reasons, max_num_batched_tokens=limits.max_num_batched_tokens)
 
 
-def _plan_within(runner: ModelRunner, limits: StepLimits) -> CachePlan:
+def _plan_within(runner: StartingRunner, limits: StepLimits) -> CachePlan:
     """Plan the caches if no step is larger than ``limits``."""
     runner.drop_steps()
     runner.limit_steps(limits)
@@ -54,7 +51,7 @@ def _with_encoder_cache(plan: CachePlan, embeddings: torch.Tensor) -> CachePlan:
     return replace(plan, encoder_bytes=embeddings.nbytes, reasons=plan.reasons | {"encoder_cache_size": reason})
 
 
-def _budget_of_all(runner: ModelRunner) -> int:
+def _budget_of_all(runner: StartingRunner) -> int:
     """Return the bytes for caches on this rank, if no rank lacks memory for a step.
 
     Each rank measures by itself: a rank that ended in the middle of a step would leave the others waiting for it.
@@ -74,7 +71,7 @@ def _budget_of_all(runner: ModelRunner) -> int:
     return budget
 
 
-def cache_budget(runner: ModelRunner) -> int:
+def cache_budget(runner: StartingRunner) -> int:
     """Return the bytes for caches: the setting on a CPU; on a GPU the rest of the share that Weft may use."""
     config = runner.config
     if runner.device.type == "cpu":
@@ -92,7 +89,7 @@ def cache_budget(runner: ModelRunner) -> int:
     return budget
 
 
-def _measure_step_bytes(runner: ModelRunner) -> int:
+def _measure_step_bytes(runner: StartingRunner) -> int:
     """Return the device memory that the largest steps take besides weights and caches."""
     torch.cuda.synchronize(runner.device)
     before = torch.cuda.memory_allocated(runner.device)
@@ -103,7 +100,7 @@ def _measure_step_bytes(runner: ModelRunner) -> int:
     return peak - before
 
 
-def run_largest_steps(runner: ModelRunner) -> None:
+def run_largest_steps(runner: StartingRunner) -> None:
     """Run a step of the most tokens, and one of the most sequences that decode at the longest context.
 
     The caches are tiny: every sequence uses page 0 and the same slot. The results are meaningless, their sizes right.
