@@ -34,10 +34,12 @@ def caches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return tuple(torch.full(shape, float("nan"), device=DEVICE).to(dtype) for _ in range(2))  # type: ignore[return-value]
 
 
-def store(cache: tuple[Tensor, Tensor], qkv: Tensor, backend: Backend, scale: Tensor | None = None) -> Tensor:
+def store(
+    cache: tuple[Tensor, Tensor], qkv: Tensor, backend: Backend, scales: tuple[Tensor | None, Tensor | None]
+) -> Tensor:
     tokens = qkv.shape[0]
     cos_sin = torch.cat([torch.ones(64, 8), torch.zeros(64, 8)], 1).to(DEVICE)
-    slots = CacheSlots(*cache, torch.arange(4, 4 + tokens, device=DEVICE), scale, scale)
+    slots = CacheSlots(*cache, torch.arange(4, 4 + tokens, device=DEVICE), *scales)
     heads, norms = QkvHeads(4, 2, 16, gated=False), HeadNorms(None, None, 1e-6, zero_centered=False)
     positions = torch.arange(tokens, device=DEVICE)
     q, _ = qk_norm_rope(qkv, heads, norms, cos_sin, positions, slots, backend=backend)
@@ -50,12 +52,12 @@ def test_what_is_stored(scaled: bool, backend: Backend) -> None:
     """Keys and values over their scale, rounded to e4m3; what it cannot hold saturates; queries take the scale on."""
     qkv = torch.randn(9, 8 * 16, device=DEVICE) * 100
     qkv[2, [70, 100]] = 1e4
-    scale = torch.tensor([0.5], device=DEVICE) if scaled else None
+    factors = (0.5, 0.25) if scaled else (1.0, 1.0)
     cache = caches(E4M3)
-    q = store(cache, qkv, backend, scale)
-    factor = 0.5 if scaled else 1.0
-    torch.testing.assert_close(q, qkv[:, :64].unflatten(1, (4, 16)) * factor)
-    for stored, part in zip(cache, (qkv[:, 64:96], qkv[:, 96:]), strict=True):
+    scales = [torch.tensor([factor], device=DEVICE) if scaled else None for factor in factors]
+    q = store(cache, qkv, backend, (scales[0], scales[1]))
+    torch.testing.assert_close(q, qkv[:, :64].unflatten(1, (4, 16)) * factors[0])
+    for stored, part, factor in zip(cache, (qkv[:, 64:96], qkv[:, 96:]), factors, strict=True):
         got = stored.flatten(0, 1)[4:13].float()
         want = (part / factor).clamp(-448, 448).to(E4M3).float().unflatten(1, (2, 16))
         assert torch.equal(got, want) and want.abs().max() == 448
