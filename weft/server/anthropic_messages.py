@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import RequestError
-from weft.server.api_call import Context, check_model
+from weft.server.api_call import Context, check_model, read_request
 from weft.server.chat_completions import render_chat, start_chat
 from weft.server.client import Client
 from weft.server.content_blocks import Block, BlockEvent, BlockResponseBuilder
@@ -57,15 +57,18 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 async def messages(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
-    request = context.bodies.read(body, MessagesRequest)
-    chat = await start_chat(context, to_chat(request), client, prefix="msg")
+    request, read = await read_request(context, "/v1/messages", body, MessagesRequest, client)
+    chat = await start_chat(context, to_chat(request), client, read, prefix="msg")
     return MessagesBuilder(chat).response(request.stream)
 
 
 async def count_tokens(context: Context, body: bytes, client: Client) -> dict[str, Any]:
     """Tokens of the prompt that the same messages would make."""
-    request = to_chat(context.bodies.read(body, CountTokensRequest))
+    given, read = await read_request(context, "/v1/messages/count_tokens", body, CountTokensRequest, client)
+    request = to_chat(given)
     check_model(context, request.model)
+    if read is not None:
+        return {"input_tokens": len(read[0].token_ids)}
     tools = tool_use(request, context.settings.tool_call_parser)
     chat = await render_chat(context, context.service.engine, request, tools, client)
     return {"input_tokens": len(chat.token_ids)}

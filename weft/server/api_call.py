@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import Response
+
 from weft.engine.async_engine import AsyncEngine
+from weft.engine.chat_prompts import ChatPrompt
 from weft.engine.output_processor import CompletionDelta, OutputStream
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import ResponseStream
@@ -22,8 +25,9 @@ from weft.sampling_params import SamplingParams
 from weft.server.chat import need_tokenizer, opens_reasoning
 from weft.server.client import Client
 from weft.server.errors import ApiError
+from weft.server.large_bodies import is_large
 from weft.server.metrics import Metrics
-from weft.server.protocol import BodyReader
+from weft.server.protocol import Body, BodyReader
 from weft.server.requestlog import RequestLog
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
@@ -151,6 +155,39 @@ def check_model(context: Context, name: str | None) -> str:
         param="model",
         code="model_not_found",
     )
+
+
+async def read_request(
+    context: Context, path: str, body: bytes, kind: type[Body], client: Client
+) -> tuple[Body, list[ChatPrompt] | None]:
+    """The request of a body. That of a large one comes without its prompts, and these beside it.
+
+    Raises:
+        RequestError, ApiError: it is not valid, or there is no room for it.
+    """
+    if not _is_for_workers(context, body):
+        return context.bodies.read(body, kind), None
+    leave = context.service.admission.enter(1)
+    try:
+        found = await context.service.large_bodies.read(path, body, kind, context.bodies, client.queue)
+    finally:
+        leave()
+    return (context.bodies.read(body, kind), None) if found is None else found
+
+
+async def respond_to_large(context: Context, path: str, body: bytes, client: Client) -> Response | None:
+    """The response to a large body, if a worker can make it as a whole. Raises RequestError or ApiError."""
+    if not _is_for_workers(context, body):
+        return None
+    model, content = await context.service.large_bodies.respond(path, body, context.bodies, client.queue)
+    if not content:
+        return None
+    check_model(context, model)
+    return Response(content, media_type="application/json")
+
+
+def _is_for_workers(context: Context, body: bytes) -> bool:
+    return is_large(body) and context.service.engine.tokenizer is not None
 
 
 async def submit_call(

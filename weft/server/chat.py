@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ from weft.server.service import Service
 from weft.text.tokenizer import Tokenizer
 
 
-def check_special_tokens(engine: AsyncEngine, wanted: bool | None) -> None:
+def check_special_tokens(tokenizer: Tokenizer, wanted: bool | None) -> None:
     """Raises RequestError where special tokens are wanted on top of those of the chat template, and there are some."""
-    if wanted and need_tokenizer(engine).encode(""):
+    if wanted and tokenizer.encode(""):
         raise RequestError(
             "add_special_tokens=true is not supported for messages: the chat template says which special tokens there "
             "are; leave it out",
@@ -34,22 +35,47 @@ def need_tokenizer(engine: AsyncEngine) -> Tokenizer:
     return engine.tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a request says of the template besides its messages.
+
+    Attributes:
+        tools: the tools that the template shows.
+        template_kwargs: variables of the template.
+        add_generation_prompt: None: unless the last message is to be continued.
+        continue_final_message: continue the last message.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+def render_options(options: TemplateOptions | None) -> dict[str, Any]:
+    """The same as arguments of ``ChatPrompts.render``."""
+    given = options or TemplateOptions()
+    continues, adds = bool(given.continue_final_message), given.add_generation_prompt
+    return {
+        "tools": given.tools,
+        "chat_template_kwargs": given.template_kwargs,
+        "add_generation_prompt": not continues if adds is None else adds,
+        "continue_final_message": continues,
+    }
+
+
 async def chat_prompt(
     service: Service,
     engine: AsyncEngine,
     messages: Sequence[Mapping[str, Any]],
+    options: TemplateOptions | None = None,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = None,
     limit: int | None = None,
     caller: str = "",
 ) -> ChatPrompt:
     """Render and tokenize a conversation and read its images, off the event loop.
 
     Args:
-        add_generation_prompt: None: unless the last message is to be continued.
         limit: more tokens than that are of no use; see ``ChatPrompts.encode``.
         caller: see ``Client.queue``.
 
@@ -58,18 +84,10 @@ async def chat_prompt(
         ApiError: there is no tokenizer.
     """
     need_tokenizer(engine)
-    chats, continues = engine.chats, bool(continue_final_message)
+    chats = engine.chats
     assert chats is not None
     plain, media = template_messages(messages, engine.inputs.text_only)
-    render = partial(
-        chats.render,
-        plain,
-        tools=tools,
-        chat_template_kwargs=template_kwargs,
-        add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
-        continue_final_message=continues,
-        turn_boundaries=service.keeps_states,
-    )
+    render = partial(chats.render, plain, **render_options(options), turn_boundaries=service.keeps_states)
     size = sum(_num_characters(message["content"]) for message in plain)
     chat = await service.render.run_limited(
         render, lambda chat: chats.encode(chat, limit), size=size, size_of=lambda chat: len(chat.text)

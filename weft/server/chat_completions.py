@@ -22,8 +22,14 @@ from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, LogprobsDict
-from weft.server.api_call import ApiCall, Context, check_model, submit_call
-from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, opens_reasoning
+from weft.server.api_call import ApiCall, Context, check_model, read_request, submit_call
+from weft.server.chat import (
+    TemplateOptions,
+    chat_prompt,
+    check_special_tokens,
+    need_tokenizer,
+    opens_reasoning,
+)
 from weft.server.client import Client
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.output_parser import END_THINK, OutputParser, Parts, ToolCall
@@ -116,12 +122,21 @@ def _of_content(entries: list[dict[str, Any]], content: str) -> tuple[list[dict[
 
 
 async def start_chat(
-    context: Context, request: ChatCompletionRequest, client: Client, *, prefix: str = "chatcmpl"
+    context: Context,
+    request: ChatCompletionRequest,
+    client: Client,
+    read: list[ChatPrompt] | None = None,
+    *,
+    prefix: str = "chatcmpl",
 ) -> Chat:
-    """Check, render and submit a chat. Raises RequestError or ApiError."""
+    """Check, render and submit a chat. Raises RequestError or ApiError.
+
+    ``read``: its prompt, if it was rendered already.
+    """
     model = check_model(context, request.model)
     params = chat_params(request, context.settings)
-    check_special_tokens(context.service.engine, request.add_special_tokens)
+    if request.add_special_tokens:
+        check_special_tokens(need_tokenizer(context.service.engine), True)
     if request.logprobs:
         context.service.engine.inputs.num_logprobs("top_logprobs", request.top_logprobs)
     tools = tool_use(request, context.settings.tool_call_parser)
@@ -142,7 +157,7 @@ async def start_chat(
 
     async def prepare(engine: AsyncEngine) -> Sequence[PreparedPrompt]:
         limit = context.service.capacity.max_model_len if params.truncate_prompt_tokens is None else None
-        chat = await render_chat(context, engine, request, tools, client, limit)
+        chat = read[0] if read else await render_chat(context, engine, request, tools, client, limit)
         salt = client.cache_salt(request.cache_salt)
         return [engine.inputs.encoded_chat(chat, request.checkpoint_positions or (), salt, params)]
 
@@ -165,8 +180,8 @@ async def start_chat(
 
 async def chat_completions(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
-    request = context.bodies.read(body, ChatCompletionRequest)
-    chat = await start_chat(context, request, client)
+    request, read = await read_request(context, "/v1/chat/completions", body, ChatCompletionRequest, client)
+    chat = await start_chat(context, request, client, read)
     return ChatResponseBuilder(chat, request).response(request.stream)
 
 
@@ -183,12 +198,16 @@ async def render_chat(
         context.service,
         engine,
         request.messages,
-        tools=tools.shown,
-        template_kwargs=_template_kwargs(request),
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
+        template_options(request, tools),
         limit=limit,
         caller=client.queue,
+    )
+
+
+def template_options(request: ChatCompletionRequest, tools: ToolUse) -> TemplateOptions:
+    """What a request says of the template. Raises RequestError."""
+    return TemplateOptions(
+        tools.shown, _template_kwargs(request), request.add_generation_prompt, request.continue_final_message
     )
 
 

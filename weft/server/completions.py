@@ -6,16 +6,18 @@ Job: prompts in, texts out, whole or streamed. Owns: the response's shape. Does 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
+from weft.engine.inputs import InputProcessor
 from weft.engine.output_processor import CompletionDelta
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, RequestOutput
 from weft.sampling_params import SamplingParams
-from weft.server.api_call import ApiCall, Context, check_model, submit_call
+from weft.server.api_call import ApiCall, Context, check_model, read_request, submit_call
 from weft.server.chat import need_tokenizer
 from weft.server.client import Client
 from weft.server.logprobs import completion_logprobs, prompt_logprobs
@@ -24,24 +26,32 @@ from weft.server.response_builder import OpenAIResponseBuilder
 from weft.server.sampling import completion_params, names_ids
 from weft.server.sse import JsonResponse, StreamResponse
 from weft.server.structured import constraint_of
+from weft.text.tokenizer import Tokenizer
 
 
 async def completions(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
-    request = context.bodies.read(body, CompletionRequest)
+    request, read = await read_request(context, "/v1/completions", body, CompletionRequest, client)
     model = check_model(context, request.model)
     params = completion_params(request, context.settings)
-    given = _prompt_list(request.prompt, context.settings.max_prompts)
+    given = prompt_list(request.prompt, context.settings.max_prompts) if read is None else []
 
     async def prepare(engine: AsyncEngine) -> Sequence[PreparedPrompt]:
-        return await context.service.render.run(_prepare, engine, request, params, given, client, size=len(body))
+        salt = client.cache_salt(request.cache_salt)
+        if read is not None:
+            made = [PreparedPrompt(chat.text or None, chat.token_ids, chat.turn_boundaries) for chat in read]
+            prompts = [engine.inputs.fitted(prompt, None) for prompt in made]
+        else:
+            run, inputs = context.service.render.run, engine.inputs
+            prompts = await run(prepare_prompts, inputs, engine.tokenizer, request, params, given, size=len(body))
+        return [replace(prompt, cache_salt=salt) for prompt in prompts]
 
     call = await submit_call(
         context,
         client,
         "cmpl",
         params,
-        len(given),
+        len(given if read is None else read),
         prepare,
         model=model,
         request_id=request.request_id,
@@ -52,7 +62,7 @@ async def completions(context: Context, body: bytes, client: Client) -> JsonResp
     return CompletionResponseBuilder(call, request, params.n).response(request.stream)
 
 
-def _prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[str | list[int]]:
+def prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[str | list[int]]:
     """The prompts; a text or a list of token ids is one."""
     if isinstance(prompt, str):
         return [prompt]
@@ -67,16 +77,17 @@ def _prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[
     return prompts
 
 
-def _prepare(
-    engine: AsyncEngine,
+def prepare_prompts(
+    inputs: InputProcessor,
+    tokenizer: Tokenizer | None,
     request: CompletionRequest,
     params: SamplingParams,
     given: list[str | list[int]],
-    client: Client,
 ) -> list[PreparedPrompt]:
-    shared = {"cache_salt": client.cache_salt(request.cache_salt), "checkpoint_positions": request.checkpoint_positions}
+    """Tokenize and check the prompts of a call. Raises RequestError."""
+    shared = {"checkpoint_positions": request.checkpoint_positions}
     special = request.add_special_tokens is not False
-    if request.echo and engine.tokenizer is None:
+    if request.echo and tokenizer is None:
         raise RequestError(
             "echo shows the prompt as text, which needs the tokenizer, but skip_tokenizer_init=True; return_token_ids "
             "shows its ids",
@@ -86,8 +97,8 @@ def _prepare(
     for prompt in given:
         fields: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
         if isinstance(prompt, str) and not special:
-            fields["prompt_token_ids"] = engine.inputs.encode(prompt, params, add_special_tokens=False)
-        prompts.append(engine.inputs.prepare_prompt(fields | shared, params))
+            fields["prompt_token_ids"] = inputs.encode(prompt, params, add_special_tokens=False)
+        prompts.append(inputs.prepare_prompt(fields | shared, params))
     return prompts
 
 

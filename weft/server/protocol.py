@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
@@ -181,12 +181,21 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
+MAX_ENTRIES = 16_384
+"""Most entries of a list of a body, and most parts of content of all its messages."""
+
+_MAX_ENTRIES_OF = {"tools": 1_024, "prompt": 1 << 23, "tokens": 1 << 23, "allowed_token_ids": 1 << 18}
+"""Lists with another bound. Token ids are bounded by the size of a body."""
+
+
 class BodyReader:
     """Reads request bodies. ``strict``: an unknown field is an error; otherwise each is warned of once."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._warned: set[str] = set()
+        self.unknown: list[str] = []
+        """Unknown fields of the latest body."""
 
     def read(self, body: bytes, kind: type[Body]) -> Body:
         """``body`` as ``kind``.
@@ -197,6 +206,7 @@ class BodyReader:
         """
         fields = parse_object(body)
         self._check_names(fields, kind)
+        _check_counts(fields)
         try:
             return msgspec.convert(_whole_numbers(fields, kind), kind)
         except msgspec.ValidationError as error:
@@ -211,11 +221,32 @@ class BodyReader:
                 raise RequestError(f"{name} is not supported: {REFUSED[name]}", name)
         if unknown and self._strict:
             raise RequestError(f"unknown field {unknown[0]!r}; leave it out (this server is strict)", unknown[0])
+        self.unknown = unknown
+        self.warn(unknown)
+
+    def warn(self, unknown: Iterable[str]) -> None:
+        """Log unknown fields, each once."""
         for name in unknown:
             # Callers choose the names, so what is remembered and what is logged have a bound.
             if name not in self._warned and len(self._warned) < 100:
                 self._warned.add(name)
                 logger.warning("request field %.60r is not known and has no effect", name)
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Raise RequestError for lists with more entries than a body may have."""
+    for name, entries in fields.items():
+        if not isinstance(entries, list):
+            continue
+        most = _MAX_ENTRIES_OF.get(name, MAX_ENTRIES)
+        if len(entries) > most:
+            raise RequestError(f"{name[:60]} has {len(entries):,} entries; this server takes {most:,}", name[:60])
+        if name not in ("messages", "input"):
+            continue
+        contents = [entry.get("content") for entry in entries if isinstance(entry, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        if num_parts > MAX_ENTRIES:
+            raise RequestError(f"{name} have {num_parts:,} parts of content; this server takes {MAX_ENTRIES:,}", name)
 
 
 def _whole_numbers(fields: dict[str, Any], kind: type[Body]) -> dict[str, Any]:

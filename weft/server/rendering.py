@@ -102,9 +102,7 @@ class RenderPool:
         try:
             return await self.run(lambda: then(limited()), size=size)
         except TemplateTimeout as error:
-            raise RequestError(
-                f"the chat template took longer than {self._timeout_s:g} s; shorten the conversation", "messages"
-            ) from error
+            raise _too_slow(self._timeout_s) from error
         finally:
             alarm.cancel()
 
@@ -132,6 +130,22 @@ def _in_time(work: Callable[[], Result]) -> Result:
         return _interruptible(work)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def render_in_worker(work: Callable[[], Result], timeout_s: float) -> Result:
+    """Run ``work`` in the main thread of a worker. Raises RequestError after ``timeout_s`` of processor time."""
+    signal.signal(signal.SIGVTALRM, _interrupted)
+    signal.setitimer(signal.ITIMER_VIRTUAL, timeout_s, _INLINE_S)
+    try:
+        return _interruptible(work)
+    except TemplateTimeout as error:
+        raise _too_slow(timeout_s) from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+
+
+def _too_slow(timeout_s: float) -> RequestError:
+    return RequestError(f"the chat template took longer than {timeout_s:g} s; shorten the conversation", "messages")
 
 
 class _Limited:

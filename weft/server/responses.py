@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from weft.errors import RequestError
-from weft.server.api_call import Context
+from weft.server.api_call import Context, read_request
 from weft.server.chat_completions import Chat, start_chat
 from weft.server.client import Client
 from weft.server.content_blocks import Block, BlockEvent, BlockResponseBuilder
@@ -45,8 +45,8 @@ class ResponsesRequest(ExtraFields, kw_only=True):
 
 async def responses(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
-    request = context.bodies.read(body, ResponsesRequest)
-    chat = await start_chat(context, to_chat(request), client, prefix="resp")
+    request, read = await read_request(context, "/v1/responses", body, ResponsesRequest, client)
+    chat = await start_chat(context, to_chat(request), client, read, prefix="resp")
     return ResponsesBuilder(chat, request).response(request.stream)
 
 

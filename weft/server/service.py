@@ -30,6 +30,7 @@ from weft.server.admission import Admission, OpenCounts
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
 from weft.server.history import History
+from weft.server.large_bodies import LargeBodies, PromptSetup
 from weft.server.media_pool import MediaPool
 from weft.server.process_reports import ApiProcesses, SingleProcess
 from weft.server.rendering import RenderPool
@@ -111,6 +112,7 @@ class Service:
         self._capacity: wire.Capacity | None = None
         self._readers: asyncio.Task[tuple[Tokenizer | None, MediaProcessor | None]] | None = None
         self._admission: Admission | None = None
+        self._large_bodies: LargeBodies | None = None
         self._watch: asyncio.Task[None] | None = None
         self._began = time.monotonic()
         self._num_starts = 0
@@ -166,6 +168,11 @@ class Service:
             vocab_size = config.model_config.vocab_size
             self._grammars = GrammarChecker(config.tokenizer_path, vocab_size, config.eos_token_ids)
         return self._grammars
+
+    @property
+    def large_bodies(self) -> LargeBodies:
+        assert self._large_bodies is not None, "asked before the engine was ready"
+        return self._large_bodies
 
     @property
     def model_name(self) -> str:
@@ -258,6 +265,11 @@ class Service:
             return
         inputs = InputProcessor(self.config, tokenizer, capacity.max_model_len, self._numbers, media)
         self._capacity = capacity
+        if self._large_bodies is not None:
+            self._large_bodies.close()
+        self._large_bodies = LargeBodies(
+            PromptSetup(self.config, self.settings, capacity.max_model_len, inputs.text_only, self.keeps_states)
+        )
         self._engine = AsyncEngine(self.engine_client, inputs, tokenizer, self.token_times, self._numbers)
         if self._admission is None:
             self._admission = Admission(capacity.max_num_seqs, self.settings.max_queue_size, self._counts)
@@ -310,6 +322,8 @@ class Service:
             self._watch.cancel()
         self.render.close()
         self.media.close()
+        if self._large_bodies is not None:
+            self._large_bodies.close()
         if self._grammars is not None:
             await self._grammars.close()
         is_drained = self.state is State.DRAINING and self._engine is not None

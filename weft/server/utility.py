@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from weft import __version__
 from weft.engine import wire
 from weft.engine.replicas import why_not_drain, why_not_start
 from weft.errors import RequestError
-from weft.server.api_call import Context, check_model, served_names
-from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer
+from weft.server.api_call import Context, check_model, respond_to_large, served_names
+from weft.server.chat import TemplateOptions, chat_prompt, check_special_tokens, need_tokenizer
 from weft.server.client import Client
 from weft.server.errors import ApiError
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.service import State
+from weft.text.tokenizer import Tokenizer
 
 
 def models(context: Context) -> dict[str, Any]:
@@ -38,61 +41,75 @@ def model(context: Context, name: str) -> dict[str, Any]:
     }
 
 
-async def tokenize(context: Context, body: bytes, client: Client) -> dict[str, Any]:
+async def tokenize(context: Context, body: bytes, client: Client) -> dict[str, Any] | Response:
     """``/tokenize``."""
+    if (response := await respond_to_large(context, "/tokenize", body, client)) is not None:
+        return response
     request = context.bodies.read(body, TokenizeRequest)
     check_model(context, request.model)
     ids = await _token_ids(context, request, client)
-    result: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": context.service.capacity.max_model_len,
-        "tokens": ids,
-    }
-    result["token_strs"] = None
-    if request.return_token_strs:
-        token_text = need_tokenizer(context.service.engine).token_text
-        result["token_strs"] = await context.service.render.run(lambda: list(map(token_text, ids)), size=len(ids))
-    return result
+    token_text = need_tokenizer(context.service.engine).token_text if request.return_token_strs else None
+    max_model_len = context.service.capacity.max_model_len
+    return await context.service.render.run(tokenized, ids, max_model_len, token_text, size=len(ids))
+
+
+def tokenized(ids: list[int], max_model_len: int, token_text: Callable[[int], str] | None) -> dict[str, Any]:
+    """The response to a request to tokenize. ``token_text``: gives the texts of tokens, if they are wanted."""
+    texts = list(map(token_text, ids)) if token_text is not None else None
+    return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": texts}
 
 
 async def _token_ids(context: Context, request: TokenizeRequest, client: Client) -> list[int]:
     service, engine = context.service, context.service.engine
     tokenizer = need_tokenizer(engine)
-    if (request.prompt is None) == (request.messages is None):
-        raise RequestError("give either prompt or messages", "prompt")
+    check_tokenize(request, tokenizer)
     if request.prompt is not None:
         special = request.add_special_tokens is not False
         prompt = request.prompt
         return await service.render.run(lambda: tokenizer.encode(prompt, add_special_tokens=special), size=len(prompt))
     assert request.messages is not None
-    check_special_tokens(engine, request.add_special_tokens)
     chat = await chat_prompt(
         service,
         engine,
         request.messages,
-        tools=request.tools,
-        template_kwargs=request.chat_template_kwargs,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
+        tokenize_options(request),
         caller=client.queue,
     )
     return chat.token_ids
 
 
-async def detokenize(context: Context, body: bytes, client: Client) -> dict[str, Any]:
+def tokenize_options(request: TokenizeRequest) -> TemplateOptions:
+    """What a request to tokenize messages says of the template."""
+    return TemplateOptions(
+        request.tools, request.chat_template_kwargs, request.add_generation_prompt, request.continue_final_message
+    )
+
+
+def check_tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> None:
+    """Raise RequestError unless there is either a prompt or a conversation."""
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if request.messages is not None:
+        check_special_tokens(tokenizer, request.add_special_tokens)
+
+
+async def detokenize(context: Context, body: bytes, client: Client) -> dict[str, Any] | Response:
     """``/detokenize``."""
+    if (response := await respond_to_large(context, "/detokenize", body, client)) is not None:
+        return response
     request = context.bodies.read(body, DetokenizeRequest)
     check_model(context, request.model)
     tokenizer, limit = need_tokenizer(context.service.engine), context.service.config.model_config.vocab_size
-
-    def decode() -> str:
-        wrong = next((token for token in request.tokens if not 0 <= token < limit), None)
-        if wrong is not None:
-            raise RequestError(f"tokens holds {wrong}; the vocabulary has {limit} ids, 0 to {limit - 1}", "tokens")
-        return tokenizer.decode(request.tokens, skip_special_tokens=False)
-
-    text = await context.service.render.run(decode, size=len(request.tokens))
+    text = await context.service.render.run(detokenized, tokenizer, limit, request.tokens, size=len(request.tokens))
     return {"prompt": text}
+
+
+def detokenized(tokenizer: Tokenizer, limit: int, tokens: list[int]) -> str:
+    """The text of token ids. Raises RequestError for ids that are not below ``limit``."""
+    wrong = next((token for token in tokens if not 0 <= token < limit), None)
+    if wrong is not None:
+        raise RequestError(f"tokens holds {wrong}; the vocabulary has {limit} ids, 0 to {limit - 1}", "tokens")
+    return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def tokenizer_info(context: Context) -> dict[str, Any]:
