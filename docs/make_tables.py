@@ -244,6 +244,29 @@ def server_load_table() -> Table:
     return [name], ("median", "before", "now", "now, 2 API processes", "goal"), rows
 
 
+LARGE = {
+    "200k_messages": "a chat of 200,000 messages of one letter",
+    "16k_messages": "a chat of 16,000 messages",
+    "60k_tools": "60,000 tools",
+    "1m_stops": "1 million stop strings",
+    "tokenize_8mb": "`/tokenize`, 8 MB of text",
+    "detokenize_1500k_ids": "`/detokenize`, 1.5 million ids",
+    "prompt_of_1500k_ids": "a prompt of 1.5 million ids",
+    "four_8mb_prompts": "four chats of 8 MB at once",
+}
+
+
+def large_bodies_table() -> Table:
+    names = ("large-bodies-before-cpu", "large-bodies-cpu")
+    before, now = (read(name).get("requests", {}) for name in names)
+    rows = []
+    for key, what in LARGE.items():
+        pauses = [shown(found[key]["pause_ms"]) for found in (before, now)]
+        health = [shown(found[key]["health_ms"]["p99"]) for found in (before, now)]
+        rows.append([what, *pauses, *health])
+    return list(names), ("ms", "longest pause, before", "now", "p99 of `/health`, before", "now"), rows
+
+
 RANKS = {
     2: ("C2", {"Weft": "2xh200", "Weft, NCCL": "2xh200-nccl", "Weft, whole experts": "2xh200-experts"}),
     4: ("C", {"Weft": "4xh200"}),
@@ -456,6 +479,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
     "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
     "prefix": prefix_table, "tuned": tuned_table, "router": router_table, "server-load": server_load_table,
+    "large-bodies": large_bodies_table,
     "ranks-decode": ranks_decode_table, "ranks-first-token": ranks_first_token_table, "ranks-start": ranks_start_table,
     "all-reduce": all_reduce_table, "hybrids": hybrids_table, "e-decode": e_decode_table,
     "e-first-token": e_first_token_table, "e-rest": e_rest_table, "caches": caches_table,

@@ -16,7 +16,6 @@ class Do(msgspec.Struct):
     """One task."""
 
     what: str
-    content: bytes = b""
     path: str = ""
     seconds: float = 0.0
 
@@ -25,11 +24,11 @@ def make(setup: bytes) -> object:
     if setup == b"broken":
         raise RequestError("no tokenizer", "model")
 
-    def run(content: bytes) -> Result:
+    def run(content: bytes, blob: bytes) -> Result:
         task = decode(content, Do)
         match task.what:
             case "echo":
-                return [setup.decode(), len(task.content), os.getpid()], b"x" * 3_000_000
+                return [setup.decode(), len(blob), os.getpid()], b"x" * 3_000_000
             case "spin":
                 while True:
                     pass

@@ -56,7 +56,7 @@ def user(text: Any) -> list[dict[str, Any]]:
 
 
 def read(worker: PromptWorker, path: str, body: Any) -> tuple[BodyRead, list[int]]:
-    value, blob = worker(encode(ReadBody(path, json.dumps(body).encode())))
+    value, blob = worker(encode(ReadBody(path)), json.dumps(body).encode())
     found = decode(encode(value), BodyRead)
     return found, array("I", blob).tolist()
 

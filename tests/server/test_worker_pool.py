@@ -41,7 +41,7 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def echo(pool: WorkerPool, content: bytes = b"") -> list[Any]:
-    value, blob = await pool.run(Do("echo", content))
+    value, blob = await pool.run(Do("echo"), content)
     assert blob == b"x" * 3_000_000
     return msgspec.msgpack.decode(value)
 
@@ -110,9 +110,9 @@ def test_small_tasks_pass_large_ones_and_callers_take_turns(pool: WorkerPool, tm
     async def body() -> None:
         pool.start()
         await echo(pool)
-        tasks = [pool.run(Do(f"large {i}", b"", str(path), 0.3), caller="a", size=11) for i in range(3)]
-        tasks += [pool.run(Do(f"small {i}", b"", str(path), 0.3), caller="a", size=1) for i in range(3)]
-        tasks += [pool.run(Do("other", b"", str(path), 0.3), caller="b", size=10)]
+        tasks = [pool.run(Do(f"large {i}", str(path), 0.3), caller="a", size=11) for i in range(3)]
+        tasks += [pool.run(Do(f"small {i}", str(path), 0.3), caller="a", size=1) for i in range(3)]
+        tasks += [pool.run(Do("other", str(path), 0.3), caller="b", size=10)]
         await asyncio.gather(*tasks)
 
     run(body)

@@ -45,10 +45,9 @@ class PromptSetup(msgspec.Struct, frozen=True):
 
 
 class ReadBody(msgspec.Struct, frozen=True):
-    """Read the body of a request to ``path``."""
+    """Read the body beside this message, of a request to ``path``."""
 
     path: str
-    body: bytes
 
 
 class ReadPrompt(msgspec.Struct, frozen=True):
@@ -118,7 +117,7 @@ class LargeBodies:
 
     async def _run(self, path: str, body: bytes, caller: str) -> tuple[BodyRead, bytes]:
         param = "prompt" if path in ("/v1/completions", "/tokenize") else "messages"
-        content, blob = await self._workers.run(ReadBody(path, body), caller=caller, size=len(body), param=param)
+        content, blob = await self._workers.run(ReadBody(path), body, caller=caller, size=len(body), param=param)
         return decode(content, BodyRead), blob
 
     def close(self) -> None:

@@ -82,8 +82,8 @@ class MediaPool:
         data, key, size = await self._in_thread(source, partial(_read_image, source, reader))
         if (found := processor.cached(key)) is not None:
             return found
-        task = NewImage(data, is_low_detail(source), reader.param)
-        processed = await self._run(task, caller=caller, size=size, param=reader.param)
+        task = NewImage(is_low_detail(source), reader.param)
+        processed = await self._run(task, data, caller=caller, size=size, param=reader.param)
         processor.keep(processed, key)
         return processed
 
@@ -100,9 +100,9 @@ class MediaPool:
         threads = self._remote if _is_remote(source) else self._local
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    async def _run(self, task: NewImage | NewVideo, **options: Any) -> Processed:
+    async def _run(self, task: NewImage | NewVideo, blob: bytes = b"", **options: Any) -> Processed:
         assert self._workers is not None, "a model that reads images has workers"
-        content, pixels = await self._workers.run(task, **options)
+        content, pixels = await self._workers.run(task, blob, **options)
         return replace(decode(content, Processed), pixel_values=pixels)
 
     def close(self) -> None:

@@ -11,9 +11,8 @@ from weft.server.worker import Result, decode, serve
 
 
 class NewImage(msgspec.Struct, frozen=True, tag="image"):
-    """Process an encoded image; see ``PatchMaker.image``."""
+    """Process the encoded image beside this message; see ``PatchMaker.image``."""
 
-    data: bytes
     is_low: bool
     param: str
 
@@ -32,10 +31,10 @@ class Task:
     def __init__(self, setup: bytes) -> None:
         self._maker = decode(setup, PatchMaker)
 
-    def __call__(self, content: bytes) -> Result:
+    def __call__(self, content: bytes, blob: bytes) -> Result:
         task = decode(content, NewImage | NewVideo)
         if isinstance(task, NewImage):
-            processed = self._maker.image(task.data, task.is_low, task.param)
+            processed = self._maker.image(blob, task.is_low, task.param)
         else:
             processed = self._maker.video(task.frames, task.times, task.param)
         return replace(processed, pixel_values=b""), processed.pixel_values

@@ -54,11 +54,10 @@ class PromptWorker:
             "/detokenize": self._detokenize,
         }
 
-    def __call__(self, content: bytes) -> Result:
+    def __call__(self, content: bytes, body: bytes) -> Result:
         task = decode(content, ReadBody)
         try:
-            value, blob = self._readers[task.path](task.body)
-            return value, blob
+            return self._readers[task.path](body)
         except OverflowError as error:
             raise RequestError("a number of the body is out of range; allowed are 64-bit integers") from error
         except UnicodeEncodeError as error:

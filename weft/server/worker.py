@@ -29,6 +29,9 @@ Result = tuple[Any, bytes]
 DONE = b"+"
 """The first byte of an answer that is a result. Any other answer is a ``Failure``."""
 
+Run = Callable[[bytes, bytes], Result]
+"""Runs a task, given as an encoded message and bytes beside it."""
+
 _NICENESS = 5
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
@@ -99,11 +102,11 @@ def _exactly(link: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
-def serve(setup: Callable[[bytes], Callable[[bytes], Result]]) -> None:
+def serve(setup: Callable[[bytes], Run]) -> None:
     """Serve tasks until the parent ends: ``python -m MODULE DESCRIPTOR PARENT``.
 
     Args:
-        setup: takes ``Setup.content`` and returns what runs a task.
+        setup: takes ``Setup.content`` and returns a function that runs a task.
     """
     link = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]))
@@ -119,14 +122,14 @@ def serve(setup: Callable[[bytes], Callable[[bytes], Result]]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         send(link, DONE)
         while True:
-            _answer(link, run, receive(link)[0])
+            _answer(link, run, *receive(link))
     except (EOFError, OSError):
         return
 
 
-def _answer(link: socket.socket, run: Callable[[bytes], Result], task: bytes) -> None:
+def _answer(link: socket.socket, run: Run, task: bytes, task_blob: bytes) -> None:
     try:
-        value, blob = run(task)
+        value, blob = run(task, task_blob)
         content = encode(value)
     except MemoryError:
         os._exit(1)

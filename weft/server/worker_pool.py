@@ -68,6 +68,7 @@ class WorkerKind:
 @dataclass(slots=True, eq=False)
 class _Task:
     content: bytes
+    blob: bytes
     caller: str
     is_large: bool
     param: str
@@ -106,11 +107,14 @@ class WorkerPool:
             while len(self._threads) < self._num_workers:
                 self._add_thread()
 
-    async def run(self, task: msgspec.Struct, *, caller: str = "", size: int = 0, param: str = "messages") -> Answer:
+    async def run(
+        self, task: msgspec.Struct, blob: bytes = b"", *, caller: str = "", size: int = 0, param: str = "messages"
+    ) -> Answer:
         """Run a task in a worker.
 
         Args:
             task: a message that the worker's module knows.
+            blob: bytes of any size for the task, which are sent without a copy.
             caller: who is to get a fair share of the workers.
             size: how large the task is, in the unit of ``WorkerKind.small``.
             param: the request's field that errors blame.
@@ -121,7 +125,7 @@ class WorkerPool:
         Raises:
             RequestError: what the task raised, or that it took too long or too much memory.
         """
-        queued = _Task(encode(task), caller, size > self._kind.small, param, next(self._numbers))
+        queued = _Task(encode(task), blob, caller, size > self._kind.small, param, next(self._numbers))
         with self._changed:
             self._waiting.append(queued)
             if self._num_idle < len(self._waiting) and len(self._threads) < self._num_workers:
@@ -235,7 +239,7 @@ class Worker:
             assert self._process is not None
             pid = self._process.pid
             used = processor_s(pid)
-            send(link, task.content)
+            send(link, task.content, task.blob)
             waiter = select.poll()
             waiter.register(link, select.POLLIN)
             for _ in range(int(_PATIENCE * kind.limit_s * 1e3 / _POLL_MS)):
