@@ -202,7 +202,7 @@ FIELDS_AND_FIGURES = (
     ),
     mutant(
         "chats-drop-variables", "chat_template_kwargs reach the template", "weft/server/chat_completions.py",
-        "        template_kwargs=_template_kwargs(request),\n", "", _ARRIVALS,
+        "tools.shown, _template_kwargs(request), ", "tools.shown, None, ", _ARRIVALS,
     ),
     mutant(
         "first-constraint-wins", "two constraints exclude each other", "weft/server/structured.py",
