@@ -106,7 +106,7 @@ def serve() -> None:
         await plain(*args, **named)
         watching.cancel()
 
-    main.serve_http = watched  # type: ignore[attr-defined]
+    main.serve_http = watched
     from tests.server import fake_server
 
     fake_server.run(sys.argv[1:])

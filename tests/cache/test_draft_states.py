@@ -52,7 +52,7 @@ def test_random_steps_lose_no_slot(policy: str, seed: int) -> None:
         if count:
             accepted = rng.randint(0, count)
             reached = dict([*pairs[:count], (start + 1 + count, lease.state_slot)])
-            manager.drafts.settle(lease, count, accepted)
+            manager.drafts.accept(lease, count, accepted)
             assert lease.state_slot == reached[start + 1 + accepted]
             tokens += [rng.randrange(9) for _ in range(accepted)]
         tokens.append(1)
@@ -93,6 +93,6 @@ def test_a_snapshot_goes_with_the_drafts_that_are_rejected() -> None:
         assert manager.drafts.allocate(lease, start, 9) == 3, "it ends where a state has to be kept"
         pairs = manager.allocate_checkpoints(lease, start, 4, 3)
         manager.commit(lease, alignment)
-        manager.drafts.settle(lease, 3, num_accepted)
+        manager.drafts.accept(lease, 3, num_accepted)
         assert pairs[-1][0] == alignment and lease.num_committed_tokens == start + 1 + num_accepted
         assert (lease.checkpoints.snapshot == pairs[-1]) == (num_accepted == 3)

@@ -175,7 +175,7 @@ def test_a_cache_that_was_reset_has_nothing() -> None:
     tokens = prompt(1)
     router.refresh(1, prefix_hashes(tokens))
     assert router.choose(tokens) == 1
-    router.forget(1)
+    router.reset(1)
     assert router.choose(tokens) == 0
 
 

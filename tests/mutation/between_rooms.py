@@ -174,7 +174,7 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "reset-prefixes-remembered", "a replica whose cache was reset has nothing cached", "weft/engine/replicas.py",
-        "            self._router.forget(member.index)\n", "", "tests/server/test_replicas.py",
+        "            self._router.reset(member.index)\n", "", "tests/server/test_replicas.py",
     ),
     mutant(
         "image-keys-unrouted", "images are part of what a router compares", "weft/engine/replicas.py",

@@ -423,7 +423,7 @@ MUTANTS = (
     ),
     _mutant(
         "state-after-all-drafts", "the state is the one after the last accepted draft", "weft/cache/draft_slots.py",
-        "lease.drafts.settle(num_accepted)", "lease.drafts.settle(num_drafts)",
+        "lease.drafts.accept(num_accepted)", "lease.drafts.settle(num_drafts)",
         "tests/cache/test_draft_states.py", "tests/speculation/test_traffic.py",
     ),
     _mutant(

@@ -20,7 +20,7 @@ SETTINGS_AND_ENDS = (
     mutant(
         "lookup-kept-on-abort", "nothing is remembered of a request that does not wait any more",
         "weft/scheduler/scheduler.py",
-        ("            self._waiting.remove(request)\n            self._lookups.forget(request)\n           "
+        ("            self._waiting.remove(request)\n            self._lookups.remove(request)\n           "
          " self._end(request)"),
         "            self._waiting.remove(request)\n            self._end(request)",
         "tests/scheduler/test_prefix_reuse.py",
@@ -28,7 +28,7 @@ SETTINGS_AND_ENDS = (
     mutant(
         "lookup-kept-on-admission", "a resumed request is looked up with all its tokens",
         "weft/scheduler/scheduler.py",
-        ("            self._waiting.remove(request)\n            self._lookups.forget(request)\n           "
+        ("            self._waiting.remove(request)\n            self._lookups.remove(request)\n           "
          " running"),
         "            self._waiting.remove(request)\n            running", "tests/scheduler/test_prefix_reuse.py",
     ),
@@ -87,7 +87,7 @@ SETTINGS_AND_ENDS = (
     mutant(
         "broken-encodings-kept", "what a broken step was to encode is encoded again", "weft/engine/failures.py",
         ("        if self._scheduler.encoder is not None:\n            "
-         "self._scheduler.encoder.forget(scheduler_output.encodings)\n"),
+         "self._scheduler.encoder.discard(scheduler_output.encodings)\n"),
         "", "tests/engine/test_images.py::test_what_a_broken_step_was_to_encode_is_encoded_again",
     ),
     mutant(

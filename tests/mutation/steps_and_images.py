@@ -145,7 +145,7 @@ STEPS_AND_IMAGES = (
     mutant(
         "images-of-no-step-stay", "what a step that was not launched was to encode keeps nobody waiting",
         "weft/scheduler/encoder_cache.py",
-        "        self.forget(self.take_encodings())\n", "", "tests/scheduler/test_encoder_cache.py", IMAGES,
+        "        self.discard(self.take_encodings())\n", "", "tests/scheduler/test_encoder_cache.py", IMAGES,
     ),
     mutant(
         "first-used-evicted", "the image that was used longest ago makes room", "weft/scheduler/encoder_cache.py",

@@ -118,7 +118,7 @@ def test_what_a_broken_step_was_to_encode_is_forgotten() -> None:
     a = image(5, 1)
     cache.begin_step()
     cache.reach(a.media, 0, 5)
-    cache.forget(cache.take_encodings())
+    cache.discard(cache.take_encodings())
     cache.begin_step()
     assert cache.reach(a.media, 0, 5) == 5 and len(cache.take_encodings()) == 1
 

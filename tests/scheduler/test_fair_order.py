@@ -99,7 +99,7 @@ def test_callers_who_are_ahead_are_remembered() -> None:
     for caller in "da":
         order.begin(caller)
         order.wait(caller)
-    assert order.place("a", 10) == 910 and order.place("d", 10) == 310
+    assert order.key("a", 10) == 910 and order.key("d", 10) == 310
 
 
 def test_who_comes_now_is_placed_behind_all_that_was_served() -> None:
@@ -112,12 +112,12 @@ def test_who_comes_now_is_placed_behind_all_that_was_served() -> None:
     order.admit("b", 1)
     order.begin("new")
     order.wait("new")
-    assert order.place("a", 10) == 170
-    assert order.place("new", 10) == pytest.approx(90.5), "half of what two callers have got"
+    assert order.key("a", 10) == 170
+    assert order.key("new", 10) == pytest.approx(90.5), "half of what two callers have got"
     order.admit("a", 0)
     order.begin("newer")
     order.wait("newer")
-    assert order.place("newer", 10) == 170
+    assert order.key("newer", 10) == 170
 
 
 def test_who_waits_longer_than_expected_is_placed_by_what_was_charged_meanwhile() -> None:

@@ -25,7 +25,7 @@ from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.drafts import MtpStepDrafter
-from weft.scheduler.draft_steps import ON_DEVICE, settle
+from weft.scheduler.draft_steps import ON_DEVICE, apply_acceptance
 from weft.speculation.acceptance import RejectionSampler
 
 NUM_DRAFTS, LONGEST, ROWS, WRONG = 3, 160, 3, 0.25
@@ -225,7 +225,7 @@ def test_only_drafts_that_were_found_are_counted() -> None:
     request = SimpleNamespace(draft_token_ids=[4], num_computed_tokens=10)
     running = SimpleNamespace(request=request, lease=None)
     planner, launched = Mock(), SimpleNamespace(running=running, num_drafts=3, num_proposed=ON_DEVICE)
-    settle(planner, Mock(), launched, num_tokens=3)  # type: ignore[arg-type]
+    apply_acceptance(planner, Mock(), launched, num_tokens=3)  # type: ignore[arg-type]
     planner.verified.assert_called_once_with(request, 1, 1)
     assert request.num_computed_tokens == 9
 

@@ -74,26 +74,26 @@ def panel(title: str, label: str, xs: Sequence[float], series: Series) -> str:
     values = [value for line in series.values() for value in line if value is not None]
     right, top = _ceiling(max(xs, default=1.0)), _ceiling(max(values, default=1.0))
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         across, up = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
         return round(_LEFT + across * x / right, 1), round(HEIGHT - _BOTTOM - up * y / top, 1)
 
-    shapes = [_axes(label, right, top, place), f'<text class="title" x="{_LEFT}" y="16">{escape(title)}</text>']
+    shapes = [_axes(label, right, top, to_pixels), f'<text class="title" x="{_LEFT}" y="16">{escape(title)}</text>']
     for i, (name, line) in enumerate(series.items()):
-        points = [place(x, y) for x, y in zip(xs, line, strict=True) if y is not None]
+        points = [to_pixels(x, y) for x, y in zip(xs, line, strict=True) if y is not None]
         shapes.append(_line(name, points, _COLOURS[i % len(_COLOURS)], _LEFT + 110 * i))
     return "".join(shapes)
 
 
-def _axes(label: str, right: float, top: float, place: Any) -> str:
+def _axes(label: str, right: float, top: float, to_pixels: Any) -> str:
     shapes = []
     for step in range(5):
         x, y = right * step / 4, top * step / 4
-        (left, level), (across, bottom) = place(0, y), place(x, 0)
+        (left, level), (across, bottom) = to_pixels(0, y), to_pixels(x, 0)
         shapes.append(f'<line class="grid" x1="{left}" x2="{WIDTH - _RIGHT}" y1="{level}" y2="{level}"/>')
         shapes.append(f'<text x="{left - 6}" y="{level + 4}" text-anchor="end">{y:g}</text>')
         shapes.append(f'<text x="{across}" y="{bottom + 16}" text-anchor="middle">{x:g}</text>')
-    left, bottom = place(0, 0)
+    left, bottom = to_pixels(0, 0)
     shapes.append(f'<line class="axis" x1="{left}" x2="{WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     shapes.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(label)}</text>')

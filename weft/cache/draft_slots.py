@@ -63,13 +63,13 @@ class DraftSlots:
         *before, last = lease.drafts.follow()
         return list(zip(range(start + 1, start + 1 + len(before)), before, strict=True)), last
 
-    def settle(self, lease: Lease, num_drafts: int, num_accepted: int) -> None:
+    def accept(self, lease: Lease, num_drafts: int, num_accepted: int) -> None:
         """Apply the acceptance of the first unsettled step that verified drafts: the first ``num_accepted`` of
         ``num_drafts``."""
         assert num_accepted <= num_drafts, "more tokens than were fed"
         lease.num_committed_tokens -= num_drafts - num_accepted
         if lease.drafts.stored:
-            lease.state_slot = lease.drafts.settle(num_accepted)
+            lease.state_slot = lease.drafts.accept(num_accepted)
         snapshot, lease.drafts.snapshot = lease.drafts.snapshot, None
         if snapshot is not None and snapshot[0] == lease.num_committed_tokens:
             self.keep_snapshot(lease, snapshot)

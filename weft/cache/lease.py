@@ -62,7 +62,7 @@ class DraftStates:
         self.num_unsettled += 1
         return [slot for _, slot in self.stored]
 
-    def settle(self, num_accepted: int) -> int:
+    def accept(self, num_accepted: int) -> int:
         """Accept ``num_accepted`` drafts of the first unsettled step. Returns the slot of the state after them."""
         self.num_unsettled -= 1
         slots = [slot for _, slot in self.stored]
@@ -170,7 +170,7 @@ class Lease:
         checkpoints: the states that the request stores.
         drafts: slots for the states after drafts.
         num_committed_tokens: tokens fed by the launched steps, which is the position of the working state. A launched
-            step that verifies drafts counts with all of them until ``DraftSlots.settle``.
+            step that verifies drafts counts with all of them until ``DraftSlots.accept``.
         is_inserted: the tree has everything that ``tokens`` can insert.
     """
 

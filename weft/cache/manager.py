@@ -361,7 +361,7 @@ class Manager:
         fed = lease.num_committed_tokens
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
         if not keep and cached and (node := self.tree.match(tokens[:fed], lease.salt).node) is not None:
-            self.tree.forget(node)  # drop the states of every prefix, and the KV that no other sequence needs
+            self.tree.remove_path(node)  # drop the states of every prefix, and the KV that no other sequence needs
         if keep and self.observer is not None and fed >= len(lease.tokens):
             boundaries = [position for position, kind in lease.checkpoints.kinds.items() if kind == "boundary"]
             self.observer(EndedRequest(tokens[:fed], lease.num_prompt_tokens, lease.salt, boundaries))

@@ -266,7 +266,7 @@ class RadixTree:
             self._offer_leaf(leaf)
         self.version += 1
 
-    def forget(self, node: Node) -> None:
+    def remove_path(self, node: Node) -> None:
         """Remove the states on the path to ``node``, and the KV there that no other sequence needs."""
         for each in [each for each in node.path() if each.parent is not None]:
             for checkpoint in [c for c in each.checkpoints.values() if not c.pins]:

@@ -30,12 +30,12 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         if not word.startswith("-"):
-            self.error(f"unexpected argument {word!r}; {self._places()}")
+            self.error(f"unexpected argument {word!r}; {self._positional_words()}")
         flag = word.split("=", maxsplit=1)[0]
         close = difflib.get_close_matches(flag, self._option_string_actions, n=3)
         self.error(f"unknown flag {flag}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
 
-    def _places(self) -> str:
+    def _positional_words(self) -> str:
         """Describe the positional arguments and their places."""
         for taken in self._get_positional_actions():
             which = f"one {taken.metavar}" if taken.nargs == "?" else f"every {taken.metavar} in one place"

@@ -192,7 +192,7 @@ class AsyncEngine:
             self._link.send(wire.FinishRequests([request.request_id]))
         request.finish_reason = "error"
 
-    def forget(self, stream: ResponseStream) -> None:
+    def drop(self, stream: ResponseStream) -> None:
         """Drop a stream that nobody reads any more, and abort its unfinished requests."""
         if self._streams.get(stream.request_id) is not stream:
             return  # dropped already; another stream may have its id by now

@@ -190,7 +190,7 @@ class EngineCore:
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """End a request from outside the loop; see ``Scheduler.finish``."""
-        waiting_for_grammar = self._grammars.forget(request_id)
+        waiting_for_grammar = self._grammars.cancel(request_id)
         if waiting_for_grammar is None:
             return self.scheduler.finish(request_id, reason, stop_reason)
         waiting_for_grammar.end(reason, stop_reason)

@@ -34,7 +34,7 @@ class Failures:
     def _end_step(self, scheduler_output: SchedulerOutput) -> None:
         rows = [scheduled.row for scheduled in scheduler_output.requests]
         if self._scheduler.encoder is not None:
-            self._scheduler.encoder.forget(scheduler_output.encodings)
+            self._scheduler.encoder.discard(scheduler_output.encodings)
         self._requests += self._scheduler.update(ModelOutput(scheduler_output.step, [], [], failed_rows=rows))
 
     def end_all(self, in_flight: Iterable[SchedulerOutput], held_back: Iterable[Request]) -> None:

@@ -116,7 +116,7 @@ class Grammars:
         self._matchers.clear()
         return waiting
 
-    def forget(self, request_id: str) -> Request | None:
+    def cancel(self, request_id: str) -> Request | None:
         """Drop a request that ended from outside. Returns the request if it waited for its grammar."""
         self._matchers.pop(request_id, None)
         request, _ = self._compiling.pop(request_id, (None, None))

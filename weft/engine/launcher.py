@@ -119,7 +119,7 @@ class EngineHandle(ABC):
     def _handle(self, message: wire.FromEngine) -> None:
         self._on_message(message)
 
-    async def _settle(self, status: int) -> None:
+    async def _finish(self, status: int) -> None:
         """Report the end of the engine, after reading the messages that it had sent."""
         if status == wire.FAILED_STATUS:
             with contextlib.suppress(TimeoutError):
@@ -188,10 +188,10 @@ class EngineProcess(EngineHandle):
 
     def _end(self, status: int) -> None:
         self._watchdog.cancel()
-        self._settling = self._loop.create_task(self._settle(status))
+        self._finishing = self._loop.create_task(self._finish(status))
 
-    async def _settle(self, status: int) -> None:
-        await super()._settle(status)
+    async def _finish(self, status: int) -> None:
+        await super()._finish(status)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:

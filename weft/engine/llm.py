@@ -174,7 +174,7 @@ class LLM:
                 for stream in changed:
                     if stream.finished:
                         done[stream.request_id] = stream.output()
-                        self._forget(stream.request_id)
+                        self._drop(stream.request_id)
                 deliver_interrupts()
         self._drain()
         return [done[request_id] for request_id in ids]
@@ -293,7 +293,7 @@ class LLM:
         outputs = [stream.output() for stream in self._advance()]
         for output in outputs:
             if output.finished:
-                self._forget(output.request_id)
+                self._drop(output.request_id)
         self._drain_if_finished()
         return outputs
 
@@ -322,7 +322,7 @@ class LLM:
             if request.finish_reason is None:
                 self._core.finish(request.request_id, "abort")
                 stream.take(request)
-        self._forget(request_id)
+        self._drop(request_id)
         return stream.output()
 
     def is_finished(self) -> bool:
@@ -335,7 +335,7 @@ class LLM:
         if self.is_finished():
             self._drain()
 
-    def _forget(self, request_id: str) -> None:
+    def _drop(self, request_id: str) -> None:
         for request in self._streams.pop(request_id).requests:
             del self._by_request[request.request_id]
 

@@ -116,7 +116,7 @@ class RayEngine(EngineHandle):
             self._has_failed.set()
         except Exception as error:  # the actor or its machine is gone
             logger.error("an engine on the Ray cluster has gone: %s", str(error).strip().replace("\n", " "))
-        await self._settle(status)
+        await self._finish(status)
         if self._actor is not None:
             ray_cluster.kill_actor(self._actor)
         if group is not None:

@@ -199,7 +199,7 @@ class ReplicaSet:
         for member in asked:
             assert member.process is not None
             member.process.send(message)
-            self._router.forget(member.index)
+            self._router.reset(member.index)
         self._resets.ask([m.index for m in asked], done=not self._open)
 
     # -- from the replicas ---------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ Push = Callable[[list[PromptDelta]], bool]
 class StreamOwner(Protocol):
     """The part of ``AsyncEngine`` that a stream calls."""
 
-    def forget(self, stream: ResponseStream) -> None:
+    def drop(self, stream: ResponseStream) -> None:
         """Abort what still runs of the stream, and drop the stream."""
 
     def give_up(self, request: Request) -> None:
@@ -173,7 +173,7 @@ class ResponseStream:
 
     def abort(self) -> None:
         """End all unfinished completions with finish reason ``"abort"``. The reader gets their tokens so far."""
-        self._engine.forget(self)
+        self._engine.drop(self)
         for index, output in enumerate(self.outputs):
             for request in output.requests:
                 if request.finish_reason is None:
@@ -183,7 +183,7 @@ class ResponseStream:
 
     def close(self) -> None:
         """Stop reading: abort all unfinished completions. May be called again."""
-        self._engine.forget(self)
+        self._engine.drop(self)
 
     async def __aenter__(self) -> ResponseStream:
         return self

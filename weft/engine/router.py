@@ -54,7 +54,7 @@ class Replica:
         """Whether the replica may have whole chunks beyond the prefix with this hash."""
         return value in self.sent or value in self.reported or passing(value) in self.reported
 
-    def forget_sent(self, now: float) -> None:
+    def expire_sent(self, now: float) -> None:
         """Drop prefixes that were sent too long ago."""
         self.sent_since = now - RECENT_S
         self.sent = {value: moment for value, moment in self.sent.items() if moment > self.sent_since}
@@ -87,7 +87,7 @@ class Router:
         replica, now = self.replicas[chosen], self._clock()
         replica.num_open += 1
         if now - replica.sent_since > 2 * RECENT_S:  # also for a replica that reports nothing
-            replica.forget_sent(now)
+            replica.expire_sent(now)
         replica.sent.update(dict.fromkeys(hashes, now))
         return chosen
 
@@ -117,9 +117,9 @@ class Router:
     def refresh(self, index: int, reported: Iterable[int]) -> None:
         """Note the prefixes that a replica has cached."""
         self.replicas[index].reported = set(reported)
-        self.replicas[index].forget_sent(self._clock())
+        self.replicas[index].expire_sent(self._clock())
 
-    def forget(self, index: int) -> None:
+    def reset(self, index: int) -> None:
         """Note that a replica has dropped all its cached prefixes."""
         self.replicas[index].reported, self.replicas[index].sent = set(), {}
 

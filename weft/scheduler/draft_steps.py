@@ -101,12 +101,12 @@ def following_step(
     return planned
 
 
-def settle(planner: DraftPlanner, manager: Manager, launched: Launched, num_tokens: int) -> None:
+def apply_acceptance(planner: DraftPlanner, manager: Manager, launched: Launched, num_tokens: int) -> None:
     """Apply the acceptance of drafts. ``num_tokens`` tokens came back; tokens fed after the accepted drafts do not
     count."""
     request, num_accepted = launched.running.request, max(0, num_tokens - 1)
     request.num_computed_tokens -= launched.num_drafts - num_accepted
-    manager.drafts.settle(launched.running.lease, launched.num_drafts, num_accepted)
+    manager.drafts.accept(launched.running.lease, launched.num_drafts, num_accepted)
     num_proposed = launched.num_proposed
     if num_proposed == ON_DEVICE:  # tokens that came back with the results of the step before
         num_proposed = min(len(request.draft_token_ids), launched.num_drafts)

@@ -61,7 +61,7 @@ class EncoderCache:
     def begin_step(self) -> None:
         """Begin a step with the whole budget. Images of the last step become evictable. Encodings that were planned but
         not launched are discarded, since their requests may be gone and would keep others from being encoded."""
-        self.forget(self.take_encodings())
+        self.discard(self.take_encodings())
         self._in_use.clear()
         self._budget = self._step_budget
 
@@ -100,7 +100,7 @@ class EncoderCache:
         taken, self._encodings = self._encodings, []
         return taken
 
-    def forget(self, encodings: Sequence[Encoding]) -> None:
+    def discard(self, encodings: Sequence[Encoding]) -> None:
         """Discard encodings whose step raised, or was not launched. The content of their rows is undefined."""
         for encoding in encodings:
             self._entries.pop(encoding.item.content_hash, None)

@@ -39,7 +39,7 @@ class FairOrder:
         """Note that ``caller`` has a waiting request and had none before."""
         self._used[caller] = max(self._used.get(caller, 0.0), self._time)
 
-    def place(self, caller: str, num_tokens: int) -> float:
+    def key(self, caller: str, num_tokens: int) -> float:
         """The sort key of a waiting request with ``num_tokens`` prompt and output tokens; smaller keys go first."""
         return self._used[caller] + min(num_tokens, MAX_EXPECTED)
 

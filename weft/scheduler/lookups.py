@@ -38,7 +38,7 @@ class PrefixLookups:
         self._manager = manager
         self._lookups: dict[Request, Lookup] = {}
 
-    def forget(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Drop the lookup of a request that does not wait any more."""
         self._lookups.pop(request, None)
 

@@ -75,7 +75,7 @@ class WaitingQueue:
         priority = request.priority if self.policy == "priority" else 0
         if request.admission is not None:
             return priority, 0, request.admission, 0
-        place = self._order.place(request.caller, request.num_prompt_tokens + request.max_tokens)
+        place = self._order.key(request.caller, request.num_prompt_tokens + request.max_tokens)
         return priority, 1, place, request.arrival
 
     def _enter(self, lane: _Lane) -> None:

@@ -35,7 +35,7 @@ from weft.cache.lease import Lease
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
-from weft.scheduler.draft_steps import add_drafts, following_step, must_wait, settle, tokens_by_row
+from weft.scheduler.draft_steps import add_drafts, apply_acceptance, following_step, must_wait, tokens_by_row
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.fair_order import FairOrder
 from weft.scheduler.lookups import PrefixLookups
@@ -100,7 +100,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
-            self._lookups.forget(request)
+            self._lookups.remove(request)
             self._end(request)
         else:
             self._leave(next(r for r in self._running if r.request is request))
@@ -239,7 +239,7 @@ class Scheduler:
             if lease is None:
                 break
             self._waiting.remove(request)
-            self._lookups.forget(request)
+            self._lookups.remove(request)
             running = self._admit(request, lease)
             num_tokens = self._reach(request, min(request.num_tokens_to_compute, budget))
             if num_tokens == 0:
@@ -359,7 +359,7 @@ class Scheduler:
             elif not running.failed:
                 self.manager.confirm(running.lease, launched.num_tokens)
             if self.drafts is not None and launched.num_drafts:
-                settle(self.drafts, self.manager, launched, len(runs.get(running.row, ())))
+                apply_acceptance(self.drafts, self.manager, launched, len(runs.get(running.row, ())))
             if request.finish_reason is not None:
                 self._give_back_if_idle(running)
                 continue

@@ -68,7 +68,7 @@ def load_weights(
     num_tensors, ignored = 0, dict[str, int]()
     with torch.no_grad():
         if load_format == "dummy":
-            _fill_random(model, seed)
+            _initialize_random(model, seed)
         elif load_format == "auto":
             num_tensors, ignored = _load_safetensors(model, model_config, Path(folder))
         else:
@@ -80,7 +80,7 @@ def load_weights(
 # --- random weights ---------------------------------------------------------------------------------------------------
 
 
-def _fill_random(model: nn.Module, seed: int) -> None:
+def _initialize_random(model: nn.Module, seed: int) -> None:
     filled: set[int] = set()  # a tied head shares the embedding's parameter
     for module_name, module in model.named_modules():
         if not isinstance(module, WeightModule):
@@ -91,10 +91,10 @@ def _fill_random(model: nn.Module, seed: int) -> None:
             filled.add(id(parameter))
             digest = hashlib.blake2b(f"{seed}/{module_name}.{name}".encode(), digest_size=8).digest()
             generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big") >> 1)
-            _fill_uniform(parameter, *module.initial_range(name), generator)
+            _initialize_uniform(parameter, *module.initial_range(name), generator)
 
 
-def _fill_uniform(parameter: Tensor, low: float, high: float, generator: torch.Generator) -> None:
+def _initialize_uniform(parameter: Tensor, low: float, high: float, generator: torch.Generator) -> None:
     """Fill a parameter with uniform random numbers. One-byte types have no generator, so parts of float32 numbers are
     rounded."""
     if parameter.element_size() > 1:
@@ -115,7 +115,7 @@ def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: P
         head = tensors.pop(_HEAD, None) if model_config.tie_word_embeddings else None
         _check(plan, tensors, checkpoint)
         for name, stored in tensors.items():
-            _fill(plan[name], checkpoint, stored)
+            _copy_piece(plan[name], checkpoint, stored)
         if head is not None:
             embedding = model.weight_table.checkpoint_name("model.embed_tokens", "weight")
             _check_tied_head(checkpoint, head, embedding, plan[embedding])
@@ -124,7 +124,7 @@ def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: P
     return len(tensors) + (head is not None), ignored
 
 
-def _fill(piece: WeightPiece, checkpoint: SafetensorsFolder, stored: str) -> None:
+def _copy_piece(piece: WeightPiece, checkpoint: SafetensorsFolder, stored: str) -> None:
     is_transposed = piece.is_transposed(checkpoint.shape(stored))
     for source, target in piece.copies:
         if is_transposed:
