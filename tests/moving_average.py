@@ -104,7 +104,7 @@ class MovingAverage(WeightModule):
 def moving_average(values: Tensor, gates: Tensor, decay: Tensor, fast: Tensor, slow: Tensor, batch: Batch) -> Tensor:
     """``values [T, C]``, ``gates [T, G]``, ``decay [C]`` -> ``[T, C]``; states advance in place."""
     out = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    if batch.mixture is not None:
+    if batch.mixed is not None:
         given, states = {"values": values, "gates": gates, "decay": decay}, {"fast": fast, "slow": slow}
         return device_work(moving_average, batch, out, given, states)
     count = batch.num_decodes

@@ -43,7 +43,7 @@ class ChunkTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class MixedBatch:
     """Real sizes of a batch, read on the device, in a captured graph that serves any mixture of sequences.
 
     Attributes:
@@ -126,7 +126,7 @@ class Batch:
         verification: set if every sequence verifies drafts. No sequence counts as a decode then.
         may_have_media: whether tokens of images may be among them, whose ids follow the vocabulary's
             (``models/vision_language.py``). A captured graph that serves such tokens always sets it.
-        mixture: real sizes on the device, in a captured graph that serves any mixture of decodes and prefills; None
+        mixed: real sizes on the device, in a captured graph that serves any mixture of decodes and prefills; None
             otherwise.
         logits_rows: set if the model returns the hidden states of these rows alone; None: of all rows.
     """
@@ -144,7 +144,7 @@ class Batch:
     state_slots: Tensor
     chunks: ChunkTable | None = None
     token_count: Tensor | None = None
-    mixture: Mixture | None = None
+    mixed: MixedBatch | None = None
     verification: Verification | None = None
     may_have_media: bool = False
     logits_rows: LogitsRows | None = None

@@ -77,7 +77,7 @@ MUTANTS = (
         "tests/engine/test_chat_prompts.py::test_a_bos_comes_from_the_template_alone",
     ),
     _mutant(
-        "padding-claims-tokens", "padding sequences of a mixture have no tokens", "weft/runner/padding.py",
+        "padding-claims-tokens", "padding sequences of a mixed batch have no tokens", "weft/runner/padding.py",
         'host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_tokens',
         'host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = padded.num_tokens',
         "tests/runner/test_batch_builder.py",
@@ -459,7 +459,7 @@ MUTANTS = (
         "tests/scheduler/test_encoder_cache.py",
     ),
     _mutant(
-        "padding-keeps-old-slots", "padding of a mixture decodes in slot 0", "weft/runner/padding.py",
+        "padding-keeps-old-slots", "padding of a mixed batch decodes in slot 0", "weft/runner/padding.py",
         'host["decode_slots"][real.num_decodes : padded.num_seqs] = 0', "pass",
         "tests/runner/test_padding.py",
     ),

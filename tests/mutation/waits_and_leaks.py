@@ -312,7 +312,7 @@ WAITS_AND_LEAKS = (
         "else shape.num_seqs - shape.num_decodes", "else shape.num_seqs - shape.num_decodes - 1", _BATCH_TESTS,
     ),
     mutant(
-        "decodes-have-old-chunks", "decodes alone in a mixture have no chunk", "weft/runner/padding.py",
+        "decodes-have-old-chunks", "decodes alone in a mixed batch have no chunk", "weft/runner/padding.py",
         "real.num_seqs + 1 if real.num_chunks else 0 : padded.num_seqs + 1",
         "real.num_seqs + 1 : padded.num_seqs + 1", "tests/runner/test_padding.py",
     ),

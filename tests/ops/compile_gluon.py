@@ -20,7 +20,7 @@ import triton
 from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
-from weft.forward_context import Batch, ChunkTable, Mixture
+from weft.forward_context import Batch, ChunkTable, MixedBatch
 from weft.ops.attention import decode as attention_decode
 from weft.ops.attention import decode_hopper as attention_decode_hopper
 from weft.ops.attention.prefill_hopper import launch_prefill_hopper
@@ -50,7 +50,7 @@ def launch(
     batch = Batch(
         num_tokens=600, num_seqs=3, num_decodes=1, max_query_len=300, max_seq_len=300, positions=numbers,
         slot_mapping=numbers, cu_seqlens_q=numbers, seq_lens=numbers[1:], page_table=numbers[:3, None],
-        state_slots=numbers[1:], mixture=Mixture(numbers[1:], numbers[1:], 2) if is_mixture else None,
+        state_slots=numbers[1:], mixed=MixedBatch(numbers[1:], numbers[1:], 2) if is_mixture else None,
     )  # fmt: skip
     sinks = torch.zeros(num_heads, dtype=torch.bfloat16) if has_sinks else None
     v_scale = torch.ones(1) if dtype == E4M3 else None

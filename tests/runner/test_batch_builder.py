@@ -204,10 +204,10 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
     builder.pad_mixed(shape, 32)
     builder.send()
     batch = builder.materialise(BatchDescriptor.mixed(32, 8, 1024, (64,))).batch
-    assert batch.mixture is not None and batch.mixture.counts.tolist() == [22, 3, 2]
+    assert batch.mixed is not None and batch.mixed.counts.tolist() == [22, 3, 2]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 22] + [22] * 5
     assert batch.seq_lens.tolist() == [41, 41, 60] + [0] * 5 and batch.state_slots.tolist() == [3, 7, 5] + [0] * 5
-    assert batch.mixture.decode_slots.tolist() == [3, 7] + [0] * 6
+    assert batch.mixed.decode_slots.tolist() == [3, 7] + [0] * 6
     assert batch.slot_mapping[22:].tolist() == [0] * 10 and batch.positions[22:].tolist() == [0] * 10
     assert batch.page_table[3:].count_nonzero() == 0
     chunks = batch.chunk_table

@@ -10,8 +10,8 @@ from weft.forward_context import Batch
 
 
 def decode_slots(batch: Batch) -> Tensor:
-    """State slots of the rows at the front that decode; in a captured mixture, of all rows that may."""
-    return batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
+    """State slots of the rows at the front that decode; in a captured mixed batch, of all rows that may."""
+    return batch.state_slots[: batch.num_decodes] if batch.mixed is None else batch.mixed.decode_slots
 
 
 def mix_rows(

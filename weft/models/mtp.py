@@ -145,7 +145,7 @@ class MtpDrafter:
             state_slots=slots,
             chunks=None,
             token_count=None if batch.token_count is None else batch.token_count // _query_len(batch),
-            mixture=None,
+            mixed=None,
             verification=None,
         )
         for i, (positions, slot_mapping, lengths) in enumerate(zip(*places, strict=True)):

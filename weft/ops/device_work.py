@@ -42,7 +42,7 @@ def device_work(
     given: Mapping[str, Any],
     states: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Write ``reference(**given, **states, batch=batch)`` into ``out``, for a captured batch (one with a ``mixture``).
+    """Write ``reference(**given, **states, batch=batch)`` into ``out``, for a captured batch (one with ``mixed``).
 
     Args:
         given: tensors, numbers and None, by parameter.
@@ -58,9 +58,9 @@ def device_work(
 
 
 def _to_tensors(batch: Batch) -> list[Tensor]:
-    assert batch.mixture is not None, "the batch knows its sizes on the host"
+    assert batch.mixed is not None, "the batch knows its sizes on the host"
     tensors = [
-        batch.mixture.counts, batch.positions, batch.slot_mapping,
+        batch.mixed.counts, batch.positions, batch.slot_mapping,
         batch.cu_seqlens_q, batch.seq_lens, batch.page_table, batch.state_slots,
     ]  # fmt: skip
     if batch.chunks is not None:

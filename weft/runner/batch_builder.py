@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.cache.lease import MAX_CHECKPOINTS
 from weft.config.chunks import CHUNK_SIZE
-from weft.forward_context import Batch, ChunkTable, Mixture, Verification
+from weft.forward_context import Batch, ChunkTable, MixedBatch, Verification
 from weft.graph.batch_descriptor import MAX_PREFILLS, BatchDescriptor, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
@@ -283,7 +283,7 @@ class BatchBuilder:
             token_count=device("counts", 1) if shape.padded else None,
             verification=self._verification(shape) if shape.query_len else None,
             may_have_media=shape.may_have_media,
-            mixture=Mixture(device("counts", 3), device("decode_slots", shape.num_seqs), MAX_PREFILLS)
+            mixed=MixedBatch(device("counts", 3), device("decode_slots", shape.num_seqs), MAX_PREFILLS)
             if shape.is_mixed
             else None,
         )

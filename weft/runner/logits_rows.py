@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.forward_context import Batch, LogitsRows, Mixture
+from weft.forward_context import Batch, LogitsRows, MixedBatch
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.runner.buffers import StepBuffers
 from weft.runner.step_inputs import Layout
@@ -44,7 +44,7 @@ def rows_of(batch: Batch, shape: BatchDescriptor, buffers: StepBuffers, one_each
     size = shape.num_seqs
     indices, positions, slots = (buffers.device(name, size) for name in PER_SEQUENCE)
     counts = buffers.device(COUNTS, 3)
-    mixture = Mixture(counts, batch.mixture.decode_slots, max_prefills=0) if batch.mixture is not None else None
+    mixed = MixedBatch(counts, batch.mixed.decode_slots, max_prefills=0) if batch.mixed is not None else None
     alone = replace(
         batch,
         num_tokens=size,
@@ -56,7 +56,7 @@ def rows_of(batch: Batch, shape: BatchDescriptor, buffers: StepBuffers, one_each
         cu_seqlens_q=one_each[: size + 1],
         chunks=None,
         token_count=counts[:1] if batch.token_count is not None else None,
-        mixture=mixture,
+        mixed=mixed,
         may_have_media=False,
     )
     return LogitsRows(indices, alone)

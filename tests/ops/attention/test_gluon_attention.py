@@ -26,7 +26,7 @@ if not is_known(triton.__version__):
 
 from tests.ops.attention.test_triton_attention import plain_attention
 from tests.ops.gluon_emulator import Emulator
-from weft.forward_context import Batch, Mixture
+from weft.forward_context import Batch, MixedBatch
 from weft.ops.attention import paged as attention
 from weft.ops.attention import paged_attention
 from weft.ops.attention import prefill_hopper as attention_prefill_hopper
@@ -126,8 +126,8 @@ class Case:
     def as_mixture(self, num_decodes: int, max_prefills: int) -> Case:
         """The same batch for a captured graph: what is real is known to the device alone."""
         counts = torch.tensor([9, self.num_real, len(self.lens), num_decodes], dtype=torch.int32, device=DEVICE)[1:]
-        mixture = Mixture(counts, self.batch.state_slots, max_prefills)
-        self.batch = dataclasses.replace(self.batch, mixture=mixture, num_decodes=1)
+        mixture = MixedBatch(counts, self.batch.state_slots, max_prefills)
+        self.batch = dataclasses.replace(self.batch, mixed=mixture, num_decodes=1)
         return self
 
 
@@ -169,8 +169,8 @@ def test_a_mixture_without_prefills() -> None:
 def test_a_mixture_of_nothing(cache: torch.dtype) -> None:
     """A graph that is captured, before any batch is there."""
     tensors = Case("128 of 2", [1], [0], padding=63, cache=cache).as_mixture(0, max_prefills=2)
-    assert tensors.batch.mixture is not None
-    for numbers in (tensors.batch.mixture.counts, tensors.batch.cu_seqlens_q, tensors.batch.seq_lens):
+    assert tensors.batch.mixed is not None
+    for numbers in (tensors.batch.mixed.counts, tensors.batch.cu_seqlens_q, tensors.batch.seq_lens):
         numbers.zero_()
     assert (tensors.run() == 0).all()
 
@@ -250,8 +250,8 @@ def test_a_captured_launch_serves_other_batches(cache: torch.dtype) -> None:
         launch_prefill_hopper(*tensors, skip_decodes=True, sinks=first.sinks, v_scale=first.v_scale)
     graph.replay()
     first.check(out.cpu())
-    assert first.batch.mixture is not None
-    first.batch.mixture.counts.copy_(torch.tensor([700, 1, 0]))  # the second sequence is gone: its rows are padding
+    assert first.batch.mixed is not None
+    first.batch.mixed.counts.copy_(torch.tensor([700, 1, 0]))  # the second sequence is gone: its rows are padding
     first.num_real, first.lens = 700, first.lens[:1]
     graph.replay()
     first.check(out.cpu())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
-from weft.forward_context import Batch, Mixture, Verification
+from weft.forward_context import Batch, MixedBatch, Verification
 
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
@@ -84,7 +84,7 @@ def run(
     out = torch.full_like(q, torch.nan)
     if as_mixture:
         counts = torch.tensor([batch.num_tokens, *[len(query_lens)] * 2], dtype=torch.int32, device=DEVICE)
-        batch = dataclasses.replace(batch, mixture=Mixture(counts, batch.state_slots, max_prefills=0))
+        batch = dataclasses.replace(batch, mixed=MixedBatch(counts, batch.state_slots, max_prefills=0))
     paged_attention(q, *caches, batch, scale=dim**-0.5, sinks=sinks, backend=Backend.TRITON, out=out)
     return out, expected, batch
 

@@ -59,7 +59,7 @@ def paged_attention(
     """
     # Decode rows in one call, prefill sequences one by one.
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    if batch.mixture is not None:
+    if batch.mixed is not None:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "scale": scale, "sinks": sinks}
         device_work(paged_attention.reference, batch, out, given)
     elif batch.verification is not None:
@@ -269,7 +269,7 @@ def latent_attention(
         ``[T, H, rank]`` in q's dtype; padding rows are zero.
     """
     # Attention with one key head, whose values are its keys.
-    if batch.mixture is not None:
+    if batch.mixed is not None:
         out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
         return device_work(
             latent_attention.reference, batch, out, {"q": q, "latents": latents, "rank": rank, "scale": scale}

@@ -351,14 +351,14 @@ def launch_decode(
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     table_tokens = batch.page_table.shape[1] * page_size
-    decodes = num_seqs if batch.mixture is None else min(num_seqs, _MIXTURE_DECODES)
+    decodes = num_seqs if batch.mixed is None else min(num_seqs, _MIXTURE_DECODES)
     double_from = most_short_tokens(decodes, num_kv_heads, head_dim) if double_from is None else double_from
     max_splits = most_splits(table_tokens, double_from, split)
-    splits_last = batch.mixture is None and num_seqs * num_kv_heads <= _MANY_SEQUENCES
+    splits_last = batch.mixed is None and num_seqs * num_kv_heads <= _MANY_SEQUENCES
     if aim is None:
         aim = _HELD_PROGRAMS if tile.held_splits else _FEW_PROGRAMS if splits_last else _MANY_PROGRAMS
     programs = min(max_splits, next_power_of_2(cdiv(aim, num_seqs * num_kv_heads)))
-    mixture = batch.mixture
+    mixture = batch.mixed
     is_decode = mixture is None and query_len == 1
     released = decode_release(num_seqs, num_kv_heads, tile) if is_decode else Release.BY_KERNEL
     counts = batch.seq_lens if mixture is None else mixture.counts

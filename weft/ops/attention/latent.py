@@ -152,7 +152,7 @@ def latent_attention_triton(q, latents, batch, *, rank, scale) -> Tensor:
     assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= entry
     assert latents.shape[2] % 8 == 0, "entries of pages are read in vectors of 16 bytes, whatever their place"
     out = torch.zeros(num_rows, num_heads, rank, dtype=q.dtype, device=q.device)
-    num_seqs, mixture = batch.seq_lens.shape[0], batch.mixture
+    num_seqs, mixture = batch.seq_lens.shape[0], batch.mixed
     table_tokens, split, max_splits = batch.page_table.shape[1] * latents.shape[1], 0, 1
     if batch.max_query_len == 1 and mixture is None:
         split = max(_LEAST_SPLIT, next_power_of_2(cdiv(table_tokens * num_seqs, _MOST_SPLITS)))

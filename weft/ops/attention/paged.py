@@ -45,10 +45,10 @@ def paged_attention_triton(q, k_cache, v_cache, batch, *, scale, sinks, v_scale,
         _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, batch.verification.query_len)
         return out
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
-    only_decodes = batch.max_query_len == 1 if batch.mixture is None else batch.mixture.max_prefills == 0
-    decodes = only_decodes or batch.num_decodes > 0 or batch.mixture is not None
-    prefills = not only_decodes or (num_rows > num_seqs and batch.mixture is None)
-    branches = decodes and prefills and batch.mixture is not None
+    only_decodes = batch.max_query_len == 1 if batch.mixed is None else batch.mixed.max_prefills == 0
+    decodes = only_decodes or batch.num_decodes > 0 or batch.mixed is not None
+    prefills = not only_decodes or (num_rows > num_seqs and batch.mixed is None)
+    branches = decodes and prefills and batch.mixed is not None
     branches = branches and num_rows >= _BRANCH_ROWS and num_rows * q.shape[1] <= _BRANCH_HEADS
     with graph_branch(q.device) if branches else nullcontext(nullcontext()) as branch:
         if decodes:
@@ -89,8 +89,8 @@ def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
     mixture will serve is not known: it is made for few."""
     if not GLUON_IS_KNOWN or q.shape[0] < _HOPPER_ROWS or not hopper.takes(q, k_cache):
         return False
-    if batch.mixture is not None:
-        num_seqs = batch.mixture.max_prefills
+    if batch.mixed is not None:
+        num_seqs = batch.mixed.max_prefills
     else:
         num_seqs = batch.seq_lens.shape[0]
         if q.shape[0] < _HOPPER_ROWS_EACH * (batch.num_seqs - batch.num_decodes):

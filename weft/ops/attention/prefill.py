@@ -172,7 +172,7 @@ def launch_prefill(
     group = num_heads // num_kv_heads
     tokens = tile.rows // group
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
-    blocks = num_rows // tokens + (num_seqs if batch.mixture is None else batch.mixture.max_prefills) + 1
+    blocks = num_rows // tokens + (num_seqs if batch.mixed is None else batch.mixed.max_prefills) + 1
     counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
     fixed = Fixed(
         head_dim, group, page_size, tokens, tile.rows, tile.keys, max(16, next_power_of_2(head_dim)), precision(q),

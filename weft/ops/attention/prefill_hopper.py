@@ -356,7 +356,7 @@ def launch_prefill_hopper(
     is_shared = shares_rows(q, k_cache)
     tokens = block_tokens(group) // (2 if is_shared else 1)
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
-    blocks = num_rows // tokens + (num_seqs if batch.mixture is None else batch.mixture.max_prefills) + 1
+    blocks = num_rows // tokens + (num_seqs if batch.mixed is None else batch.mixed.max_prefills) + 1
     is_widened = k_cache.dtype == E4M3
     keys, stages = _tiles(head_dim, is_shared, is_widened)
     k_source, v_source = k_cache, v_cache

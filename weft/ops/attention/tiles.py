@@ -46,8 +46,8 @@ def prefilled(batch: Batch, *, skip_decodes: bool) -> tuple[Tensor, int, int]:
     """``counts``, ``num_seqs`` and ``least_tokens`` of a prefill kernel, which takes sequences with at least so many
     query tokens, as numbers and not as constants: it takes seconds to compile. If ``num_seqs`` is negative, ``counts``
     holds it, and how many sequences at the front decode, which are the other kernel's."""
-    if batch.mixture is not None:
-        return batch.mixture.counts, -1, 1
+    if batch.mixed is not None:
+        return batch.mixed.counts, -1, 1
     return batch.seq_lens, batch.seq_lens.shape[0], 2 if skip_decodes else 1
 
 

@@ -46,7 +46,7 @@ def causal_conv1d(
     # Every sequence is laid out after its state in one long buffer, with ``W - 1`` rows of state before its tokens.
     # The state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if batch.mixture is not None:
+    if batch.mixed is not None:
         given = {"x": x, "weight": weight, "bias": bias, "silu": silu}
         return device_work(causal_conv1d.reference, batch, out, given, {"conv_state": conv_state})
     first, last = batch.num_decodes, batch.num_seqs

@@ -126,7 +126,7 @@ def chunk_gated_delta_rule(
         ``[T, HV, V]`` in v's dtype; rows outside those sequences are zero.
     """
     out = v.new_zeros(v.shape)
-    if batch.mixture is not None:
+    if batch.mixed is not None:
         given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, {"state": state}
         return device_work(chunk_gated_delta_rule.reference, batch, out, given, states)
     if batch.num_decodes == batch.num_seqs:

@@ -188,7 +188,7 @@ def scan_chunks(
         return
     if tile is None:
         # A captured graph does not know how many sequences there will be; short latency is for the case of one.
-        num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
+        num_seqs = 1 if batch.mixed is not None else chunks.max_seqs
         tile = _choose_tile(num_seqs * num_heads, head_v_dim, q.dtype)
         if prepared.keys is not None:  # a third stage of the three forms of keys would not fit
             tile = tile._replace(stages=min(tile.stages, 2))

@@ -367,7 +367,7 @@ def launch_delta_scan(
     solve, attention, vectors, keys = prepared
     num_rows, num_heads, head_v_dim = v.shape
     num_squares, num_lines = solve.shape[0] * num_heads, vectors.shape[2]
-    num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
+    num_seqs = 1 if batch.mixed is not None else chunks.max_seqs
     consumers = consumers or (2 if num_seqs * num_heads * 2 > MULTIPROCESSORS else 1)
 
     def rows_of(x: Tensor) -> TensorDescriptor:

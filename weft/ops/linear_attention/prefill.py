@@ -214,7 +214,7 @@ def chunk_linear_attention_triton(q, k, v, g, beta, skip, state, batch, *, tile:
     out = v.new_empty(v.shape)
     (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
-    num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
+    num_seqs = 1 if batch.mixed is not None else chunks.max_seqs
     tile = tile or choose_tile(num_seqs * num_heads, head_k_dim, head_v_dim, q.dtype)
     block_k, block_v = max(16, next_power_of_2(head_k_dim)), max(16, tile.block_v)
     fixed = Fixed(

@@ -104,7 +104,7 @@ def selective_scan(
     """
     # The sequences side by side, token by token.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if batch.mixture is not None:
+    if batch.mixed is not None:
         given = {"x": x, "z": z, "dt": dt, "b": b, "c": c, **weights._asdict()}
         return device_work(_scan_of_tensors, batch, out, given, {"state": state})
     if batch.num_decodes == batch.num_seqs:

@@ -236,7 +236,7 @@ def launch_selective_scan(
     """
     chunks, (num_rows, channels) = batch.chunk_table, x.shape
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
-    shape = shape or choose_shape(1 if batch.mixture is not None else chunks.max_seqs)
+    shape = shape or choose_shape(1 if batch.mixed is not None else chunks.max_seqs)
     _selective_scan_gluon_kernel[(channels // shape.channels, chunks.max_seqs)](
         x, z, dt, b, c, *weights, state, out,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),

@@ -100,7 +100,7 @@ def window_attention(
     """
     # One sequence after the other.
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    if batch.mixture is not None:
+    if batch.mixed is not None:
         given = {"q": q, "k": k, "v": v, "scale": scale, "sinks": sinks}
         states = {"k_window": k_window, "v_window": v_window}
         return device_work(window_attention.reference, batch, out, given, states)
