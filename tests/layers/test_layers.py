@@ -53,7 +53,7 @@ def test_sums_are_left_only_where_a_norm_comes_next(harness: Harness, monkeypatc
     """Not the shared expert's, which is added to the experts' first; nor where a tracer or a named split op would have
     to know of parts; nor with a bias, on this rank or another; nor where ranks sum without peer memory."""
     products = {n: m for n, m in harness.model.named_modules() if isinstance(m, RowParallelLinear)}
-    leaving = {name.removeprefix("model.layers.") for name, product in products.items() if product.leaves_sums}
+    leaving = {name.removeprefix("model.layers.") for name, product in products.items() if product.returns_partial_sums}
     assert leaving == {*(f"{i}.linear_attn.out_proj" for i in range(3)), "3.self_attn.o_proj"}
     product, left = products["model.layers.0.linear_attn.out_proj"], leave_parts(monkeypatch)
     x = torch.randn(5, product.shard.columns)
@@ -66,10 +66,10 @@ def test_sums_are_left_only_where_a_norm_comes_next(harness: Harness, monkeypatc
     for rank, size, bias in ((0, 1, False), (1, 2, False), (0, 1, True), (0, 2, True), (1, 2, True)):
         context_of_ranks = model_context(tp=SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
         other = RowParallelLinear(8, 8, bias=bias, context=context_of_ranks, what="inputs")
-        other.leave_sums(None)
-        assert other.leaves_sums == (not bias)
+        other.return_partial_sums(None)
+        assert other.returns_partial_sums == (not bias)
     ranks = SimpleNamespace(peers=lambda x: None, peers_to_send=lambda x: None)
-    product.leave_sums(ranks)  # type: ignore[arg-type]
+    product.return_partial_sums(ranks)  # type: ignore[arg-type]
     with forward_context(context):
         assert product(x).dim() == 2 and len(left) == 1
         ranks.peers = lambda x: "memory"
@@ -102,7 +102,7 @@ def test_mixers_whose_outputs_are_added_up_leave_no_sums(tmp_path: Path) -> None
     plain = {"attention_out_multiplier": 1.0, "mlp_multipliers": [1.0, 1.0]}
     model = Harness(make_checkpoint("FalconH1ForCausalLM", tmp_path, **plain)).model
     products = {n: m for n, m in model.named_modules() if isinstance(m, RowParallelLinear)}
-    assert {name.split(".")[-1] for name, product in products.items() if product.leaves_sums} == {"down_proj"}
+    assert {name.split(".")[-1] for name, product in products.items() if product.returns_partial_sums} == {"down_proj"}
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.linear_attn", "model.layers.3.self_attn", "model.layers.1.mlp"])

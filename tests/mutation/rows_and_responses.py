@@ -137,7 +137,7 @@ ROWS_AND_RESPONSES = (
     mutant(
         "head-leaves-sums-to-a-product", "a head's norms add sums, its first product's are whole", "weft/models/mtp.py",
         '        place = LayerPlace(MTP_LAYER,',
-        '        self.fc.leave_sums(None)\n        place = LayerPlace(MTP_LAYER,',
+        '        self.fc.return_partial_sums(None)\n        place = LayerPlace(MTP_LAYER,',
         "tests/models/test_mtp.py",
     ),
     mutant(

@@ -76,7 +76,7 @@ class LinearMethod(QuantMethod[LinearBase]):
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b``: ``[..., K] -> [..., N]`` in x's dtype."""
 
-    def apply_parts(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+    def apply_partial_sums(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         """``x W^T``: ``[T, K] -> [T, N]``, or ``[S, T, N]``, or sent to ``peers``, as
         ``weft.ops.linear.linear_parts``."""
         return self.apply(layer, x, None)
@@ -183,11 +183,11 @@ class RowParallelLinear(LinearBase):
     The next ``ResidualRMSNorm`` sums over the ranks. Rank 0 alone adds the bias.
 
     Attributes:
-        leaves_sums: of few rows, parts ``[S, T, out_features]`` may come out, which that norm adds (``linear_parts``),
+        returns_partial_sums: of few rows, parts ``[S, T, out_features]`` may come out, which that norm adds (``linear_parts``),
             or with several ranks rows that are sent already.
     """
 
-    leaves_sums = False
+    returns_partial_sums = False
     _all_reduce: AllReduce | None = None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str) -> None:
@@ -197,16 +197,16 @@ class RowParallelLinear(LinearBase):
         super().__init__(shard, bias and context.tp.rank == 0, context)
         self._bias_elsewhere = bias and context.tp.rank > 0
 
-    def leave_sums(self, all_reduce: AllReduce | None) -> None:
+    def return_partial_sums(self, all_reduce: AllReduce | None) -> None:
         """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is; ``all_reduce``: that norm's."""
-        self.leaves_sums, self._all_reduce = self.bias is None and not self._bias_elsewhere, all_reduce
+        self.returns_partial_sums, self._all_reduce = self.bias is None and not self._bias_elsewhere, all_reduce
 
     def forward(self, x: Tensor) -> Tensor | SentRows:
-        leaves = self.leaves_sums and not serves_any_num_tokens()
+        leaves = self.returns_partial_sums and not serves_any_num_tokens()
         if leaves and self._all_reduce is None:
-            return self.quant_method.apply_parts(self, x)
+            return self.quant_method.apply_partial_sums(self, x)
         if leaves and self._all_reduce is not None and self._all_reduce.peers(x) is not None:
-            return self.quant_method.apply_parts(self, x, self._all_reduce.peers_to_send(x))
+            return self.quant_method.apply_partial_sums(self, x, self._all_reduce.peers_to_send(x))
         return self.quant_method.apply(self, x, self.bias)
 
     def _bias_layout(self) -> WeightLayout:

@@ -200,7 +200,7 @@ class SparseMoe(WeightModule):
             self.shared_expert = dense_mlp(config, shared_size, context)
             self.experts.shared_linears = _as_one_expert(self.shared_expert, self.experts)
 
-    def leave_sums(self, all_reduce: AllReduce | None) -> None:
+    def return_partial_sums(self, all_reduce: AllReduce | None) -> None:
         """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is; ``all_reduce``: that norm's."""
         self._all_reduce = all_reduce
 

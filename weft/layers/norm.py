@@ -49,7 +49,7 @@ class ResidualRMSNorm(RMSNorm):
 
     def add(self, x: Tensor | SentRows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """``(norm(x + residual), x + residual)``, where ``x [T, size]`` must not be used afterwards; no residual at the
-        first layer counts as zero. ``x`` may be in parts (``RowParallelLinear.leaves_sums``) where there is one, and
+        first layer counts as zero. ``x`` may be in parts (``RowParallelLinear.returns_partial_sums``) where there is one, and
         sent where ``AllReduce.peers_to_send`` says so."""
         peers = None if self._all_reduce is None else self._all_reduce.peers(x)
         if peers is not None:

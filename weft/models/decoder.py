@@ -109,14 +109,14 @@ class DecoderLayer(nn.Module):
             partial = bool(self._mixers) or partial_input
             self.post_attention_layernorm = residual_norm(config, context, partial=partial)
 
-    def leave_sums(self, all_reduce: AllReduce | None) -> None:
+    def return_partial_sums(self, all_reduce: AllReduce | None) -> None:
         """Say that a norm of the residual stream, with ``all_reduce``, follows each half: ``x`` may then come in and
-        out as parts of sums, or sent (``RowParallelLinear.leaves_sums``). Several mixers' outputs are added before."""
+        out as parts of sums, or sent (``RowParallelLinear.returns_partial_sums``). Several mixers' outputs are added before."""
         halves = [getattr(self, module) for module in self._mixers if len(self._mixers) == 1]
         for half in [*halves, self.mlp] if self._has_mlp else halves:
             last = half if isinstance(half, SparseMoe) else getattr(half, "output_projection", None)
             if last is not None:
-                last.leave_sums(all_reduce)
+                last.return_partial_sums(all_reduce)
 
     def forward(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor]:
         if rows is None:
@@ -248,7 +248,7 @@ class Decoder(nn.Module):
         self.norm = residual_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
         if all(type(layer) is DecoderLayer for layer in layers):
             for layer in layers:
-                layer.leave_sums(AllReduce.over_ranks(config.hidden_size, context))
+                layer.return_partial_sums(AllReduce.over_ranks(config.hidden_size, context))
         self._multiplier = config.multipliers.embedding / config.multipliers.residual
 
     def forward(self, input_ids: Tensor) -> Tensor:

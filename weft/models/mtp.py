@@ -40,7 +40,7 @@ class MultiTokenPredictor(nn.Module):
         self.fc = RowParallelLinear(2 * size, size, bias=False, context=context, what="2 * hidden_size")
         place = LayerPlace(MTP_LAYER, MTP_LAYER_TYPE, sparse=config.moe is not None)
         layer = DecoderLayer(config, context, place)
-        layer.leave_sums(AllReduce.over_ranks(size, context))
+        layer.return_partial_sums(AllReduce.over_ranks(size, context))
         self.layers = nn.ModuleList([layer])
         self.norm = residual_norm(config, context)
 

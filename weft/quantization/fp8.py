@@ -75,7 +75,7 @@ class Fp8Linear(LinearMethod):
             backend=self._context.backend,
         )
 
-    def apply_parts(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor:
+    def apply_partial_sums(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor:
         weight, scale = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
         static, backend = _optional(layer, "input_scale"), self._context.backend
         return fp8_linear_parts(x, weight, scale, static, block=self._storage.block, backend=backend)

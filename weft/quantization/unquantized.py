@@ -40,7 +40,7 @@ class UnquantizedLinear(LinearMethod):
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, layer.weight, bias, backend=self._context.backend)
 
-    def apply_parts(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+    def apply_partial_sums(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         return linear_parts(x, layer.weight, peers, backend=self._context.backend)
 
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
