@@ -27,13 +27,15 @@ _MOST_BYTES_READ = 3 * 2**20
 
 
 def max_rows(size: int, row_bytes: int) -> int:
-    """Rows above which NCCL and a norm are faster than the fused kernel; see docs/parallelism.md."""
+    """Return the rows above which NCCL and a norm are faster than the fused kernel (docs/parallelism.md)."""
     return max(1, (_MOST_BYTES if size == 2 else _MOST_BYTES_READ // (size - 1)) // row_bytes)
 
 
 class AllReduce:
-    """``[T, width] -> [T, width]``: the sum of every rank's rows, written in place where no graph is broken. Layers
-    share it, so it is no module of any of them."""
+    """``[T, width] -> [T, width]``: sums every rank's rows, in place where no graph is broken.
+
+    Layers share the object, so it is not a submodule of any layer.
+    """
 
     def __init__(self, width: int, context: ModelContext, name: str = NAME) -> None:
         self.name, self.width, self._tp, self._dtype = name, width, context.tp, context.dtype
@@ -51,18 +53,20 @@ class AllReduce:
 
     @classmethod
     def over_ranks(cls, width: int, context: ModelContext) -> AllReduce | None:
-        """The one of the model; None with one rank."""
+        """Return the model's all-reduce; None with one rank."""
         return cls._registered(NAME, width, context)
 
     @classmethod
     def inside_a_layer(cls, width: int, context: ModelContext) -> AllReduce | None:
-        """One for a few columns that a layer needs whole, in the group's own way; layers share those of one width. None
-        with one rank."""
+        """Return the all-reduce of ``width`` columns that layers need whole; None with one rank.
+
+        It always goes through the group. Layers share one object per width.
+        """
         return cls._registered(f"{NAME}.{width}", width, context)
 
     @classmethod
     def _registered(cls, name: str, width: int, context: ModelContext) -> AllReduce | None:
-        """Made and registered at its first use."""
+        """Return the all-reduce ``name``, made and registered at its first use."""
         if context.tp.size == 1:
             return None
         if name not in context.layers:
@@ -84,8 +88,10 @@ class AllReduce:
         return self._peers if x.shape[-2] <= self._peers.max_rows else None
 
     def peers_to_send(self, x: Tensor) -> PeerBuffers | None:
-        """The memory for the fused kernel, if the one that forms a row of a sum from each of ``x [T, *]`` may send it
-        there. Not where the norm that follows gets other rows, or split ops see what comes out."""
+        """Return the memory for the fused kernel, if the kernel that computes a row from each of ``x [T, *]`` sends it.
+
+        None where the following norm gets other rows, or where a split op reads the output.
+        """
         peers = self.peers(x)
         context = get_forward_context()
         if peers is None or context.any_num_tokens or context.batch.logits_rows is not None:

@@ -97,7 +97,7 @@ class Attention(PagedAttention):
         context.layers.register(name, self)
 
     def _head_norms(self, geometry: AttentionConfig, context: ModelContext) -> list[RMSNorm]:
-        """Of queries and of keys."""
+        """Return the norms of queries and keys."""
         if not geometry.qk_norm_spans_heads:
             return [RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered) for _ in "qk"]
         return [
@@ -147,7 +147,7 @@ class Attention(PagedAttention):
 
     @property
     def output_projection(self) -> RowParallelLinear | None:
-        """Whose output is the layer's; None: it is scaled."""
+        """Return the linear layer that produces this layer's output; None if its output is scaled."""
         return self.o_proj if self._out_multiplier == 1.0 else None
 
     def _output(self, attended: Tensor) -> Tensor:

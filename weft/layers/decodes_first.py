@@ -10,7 +10,7 @@ from weft.forward_context import Batch
 
 
 def decode_slots(batch: Batch) -> Tensor:
-    """State slots of the rows at the front that decode; in a captured mixed batch, of all rows that may."""
+    """Return the state slots of the leading rows that decode; in a captured mixed batch, of all rows that may."""
     return batch.state_slots[: batch.num_decodes] if batch.mixed is None else batch.mixed.decode_slots
 
 
@@ -21,15 +21,15 @@ def mix_rows(
     decode: Callable[..., Tensor],
     prefill: Callable[..., Tensor],
 ) -> Tensor:
-    """What a layer makes of all rows of a batch.
+    """Compute all rows of a batch: decodes by one function, the rest by another.
 
     Args:
         inputs: ``[T, *]`` each, all with one row per token; the first has the dtype of the result.
         shape: of a row of the result.
         decode: ``(*inputs, slots=, out=)`` computes the first rows, one token of an existing state each. Rows with
             slot 0 are padding. ``decode`` returns zeros there, but does not write them to a given ``out``.
-        prefill: ``(*inputs)`` computes all rows. It returns zeros in every row that belongs to no chunk: rows of
-            decodes, which ``decode`` then overwrites, and padding, which stays zero.
+        prefill: ``(*inputs)`` computes all rows. Rows that belong to no chunk are zero in its result: decodes, which
+            ``decode`` then overwrites, and padding.
 
     Returns:
         ``[T, *shape]``; padding rows are zero.

@@ -111,7 +111,7 @@ class GatedDeltaNet(WeightModule):
 
     @property
     def output_projection(self) -> RowParallelLinear:
-        """Whose output is the layer's."""
+        """Return the linear layer that produces this layer's output."""
         return self.out_proj
 
     def forward(self, hidden_states: Tensor) -> Tensor:

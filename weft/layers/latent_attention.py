@@ -21,11 +21,11 @@ from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_pa
 from weft.ops.attention import latent_attention, store_latents
 
 _EPS = 1e-6
-"""Of the latents' norms, whatever the model's is."""
+"""Epsilon of the latents' norms, whatever the model's is."""
 
 
 class LatentExpansion(WeightModule):
-    """Of the rank's heads, the keys' part ``k [H, key_dim, rank]`` and the values' ``v [H, value_dim, rank]``."""
+    """The rank's heads of the expansion: keys ``k [H, key_dim, rank]`` and values ``v [H, value_dim, rank]``."""
 
     def __init__(self, geometry: LatentAttentionConfig, context: ModelContext) -> None:
         super().__init__()

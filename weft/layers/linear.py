@@ -183,8 +183,8 @@ class RowParallelLinear(LinearBase):
     The next ``ResidualRMSNorm`` sums over the ranks. Rank 0 alone adds the bias.
 
     Attributes:
-        returns_partial_sums: of few rows, parts ``[S, T, out_features]`` may come out, which that norm adds (``linear_parts``),
-            or with several ranks rows that are sent already.
+        returns_partial_sums: few rows may come out as parts ``[S, T, out_features]``, which the norm adds
+            (``linear_parts``). With several ranks they may be sent to the other ranks already.
     """
 
     returns_partial_sums = False
@@ -198,7 +198,7 @@ class RowParallelLinear(LinearBase):
         self._bias_elsewhere = bias and context.tp.rank > 0
 
     def return_partial_sums(self, all_reduce: AllReduce | None) -> None:
-        """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is; ``all_reduce``: that norm's."""
+        """Return partial sums and let the following ``ResidualRMSNorm`` add them. ``all_reduce`` is the norm's."""
         self.returns_partial_sums, self._all_reduce = self.bias is None and not self._bias_elsewhere, all_reduce
 
     def forward(self, x: Tensor) -> Tensor | SentRows:
@@ -216,8 +216,8 @@ class RowParallelLinear(LinearBase):
 class MergedReplicatedLinear(PackedLinear):
     """Several small projections of one input in one matrix that every rank holds whole (routers).
 
-    The output has zero columns at its end up to a multiple of 8: for rows that are not aligned to 16 bytes the matrix
-    library falls back to a kernel that loads element by element (seen in a profile with 513 columns on an H200).
+    The output has zero columns at its end up to a multiple of 8. For rows that are not aligned to 16 bytes the matrix
+    library falls back to a kernel that loads element by element: a profile with 513 columns on an H200 shows it.
     """
 
     ALIGNMENT = 8

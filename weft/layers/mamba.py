@@ -1,9 +1,9 @@
 """Mamba, the recurrent token mixer of Jamba and FalconMamba (arXiv 2312.00752).
 
-Job: one input projection ``x | z``, short convolution over x, from which B, C and the time steps are projected and
-normalised, the selective scan (one step for decoding rows, chunks for the rest), output projection. Owns: the layer's
-weights, sharded by channel; B, C and the time steps come from all channels, so each rank's part is summed. Does not
-know: how states are allocated or forked; it finds them by its own name in the forward context.
+Job: one input projection ``x | z``, and a short convolution over x. B, C and the time steps are projected from the
+result and normalised. The selective scan (one step for decoding rows, chunks for the rest) and the output projection
+follow. Owns: the layer's weights, sharded by channel; B, C and the time steps need all channels, so they are summed
+over the ranks. Does not know: how states are allocated or forked; the forward context has them by the layer's name.
 """
 
 from __future__ import annotations

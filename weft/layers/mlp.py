@@ -55,7 +55,7 @@ class MLP(nn.Module):
 
     @property
     def output_projection(self) -> RowParallelLinear | None:
-        """Whose output is the layer's; None: it is scaled."""
+        """Return the linear layer that produces this layer's output; None if its output is scaled."""
         return self.down_proj if self._down_multiplier == 1.0 else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from weft.ops.moe import SOFTMAX, RoutingRule, topk_router
 
 
 class Routed(NamedTuple):
-    """Which experts each token meets, and an expert that sees all of them: arguments of ``weft.ops.moe.fused_moe``."""
+    """The experts of each token, and a shared expert of all tokens: arguments of ``weft.ops.moe.fused_moe``."""
 
     weights: Tensor
     ids: Tensor
@@ -48,7 +48,9 @@ class Routed(NamedTuple):
 
 class Experts(WeightModule):
     """The experts of a layer: ``gate_up [E, 2 * I / tp, H]`` (gate rows, then up rows) and ``down [E, H, I / tp]``.
-    With expert parallelism ``[E / tp, 2 * I, H]`` and ``[E / tp, H, I]``. Without a gate: half of the rows, up alone.
+
+    With expert parallelism the shapes are ``[E / tp, 2 * I, H]`` and ``[E / tp, H, I]``. Without a gate, ``gate_up``
+    has half of the rows: up alone.
 
     Attributes:
         num_experts: experts of the layer, over all ranks.
@@ -57,7 +59,7 @@ class Experts(WeightModule):
         clamped, interleaved: see ``MoeConfig``.
         shared_linears: ``gate_up`` and ``down`` of a shared expert with matrices of the same shape as the others', or
             None.
-        shared_joins: these matrices follow the others in memory, so that ids may reach them.
+        shared_joins: True if the shared expert's matrices follow the others in memory, so that an id selects it.
         joined: what ``allocate`` made, by parameter: all experts' matrices or scales, the shared one's included.
         gate_up_bias, down_bias: ``[E, 2 * I / tp]`` and ``[E, H]``, or None. Where ranks hold a share of every expert,
             the first alone has ``down_bias``.
@@ -110,7 +112,7 @@ class Experts(WeightModule):
             self.shared_linears[matrix].places[part] = joined[count]
 
     def matrices(self, shared: bool) -> dict[str, Tensor]:
-        """What ``allocate`` made, by name; ``shared``: with the shared expert, if it joins."""
+        """Return the matrices that ``allocate`` made, by name; with ``shared``, including the shared expert's."""
         return self.joined if shared else {name: self.get_parameter(name) for name in self.joined}
 
     def forward(
@@ -122,8 +124,10 @@ class Experts(WeightModule):
         shared_gate: Tensor | None = None,
         peers: PeerBuffers | None = None,
     ) -> Tensor | SentRows:
-        """As ``weft.ops.moe.fused_moe``, or with ``peers`` as ``send_fused_moe``: ``[T, H] -> [T, H]``; ids count from
-        the first local expert."""
+        """Run ``weft.ops.moe.fused_moe``, or ``send_fused_moe`` with ``peers``: ``[T, H] -> [T, H]``.
+
+        Ids count from the first local expert.
+        """
         return self.quant_method.apply(self, x, Routed(weights, ids, shared, shared_gate), peers)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
@@ -155,8 +159,11 @@ MOST_ROUTED_ROWS = 256
 products are large enough for the matrix library."""
 
 _NARROW, _MOST_ROUTED_ROWS_OF_NARROW = 256, 2048
-"""The same for experts of up to 256 columns in two bytes, as on one of several ranks: 2 to 3% of a pass of 512 to
-2,048 rows, where measuring ended, of a quarter of Qwen3-Next's experts, 1.5% of half of them."""
+"""Columns of narrow experts of two bytes, and the rows up to which a narrow shared expert is routed.
+
+A pass of 512 to 2,048 rows takes 2 to 3% less with a quarter of Qwen3-Next's experts on a rank, and 1.5% less with
+half of them. More rows were not measured.
+"""
 
 
 class ExpertsMethod(QuantMethod[Experts]):
@@ -164,8 +171,10 @@ class ExpertsMethod(QuantMethod[Experts]):
 
     @abstractmethod
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
-        """The routed experts' weighted sum, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``. Ids reach the shared
-        expert only where ``experts.shared_joins`` says so. With ``peers``, as ``send_fused_moe``."""
+        """Return the weighted sum of the routed experts, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``.
+
+        An id may select the shared expert only if ``experts.shared_joins``. With ``peers``, see ``send_fused_moe``.
+        """
 
 
 def most_routed_rows(experts: Experts) -> int:
@@ -175,9 +184,9 @@ def most_routed_rows(experts: Experts) -> int:
 
 
 class SparseMoe(WeightModule):
-    """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum. Padding rows meet no routed expert.
+    """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum. Padding rows have no routed expert.
 
-    The router's rows and the shared expert's gate are one small matrix, so that both come from one product.
+    The router and the shared expert's gate share one small matrix, and so one product.
     """
 
     _all_reduce: AllReduce | None = None
@@ -201,7 +210,7 @@ class SparseMoe(WeightModule):
             self.experts.shared_linears = _as_one_expert(self.shared_expert, self.experts)
 
     def return_partial_sums(self, all_reduce: AllReduce | None) -> None:
-        """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is; ``all_reduce``: that norm's."""
+        """Return partial sums and let the following ``ResidualRMSNorm`` add them. ``all_reduce`` is the norm's."""
         self._all_reduce = all_reduce
 
     def forward(self, x: Tensor) -> Tensor | SentRows:

@@ -35,10 +35,10 @@ class RMSNorm(WeightModule):
 
 
 class ResidualRMSNorm(RMSNorm):
-    """The norm of the residual stream. It sums what the block before it left on each rank, adds and normalises.
+    """The norm of the residual stream: sums the previous block's output over the ranks, adds it and normalises.
 
     Args:
-        partial: what it adds is each rank's part of a sum; otherwise whole on every rank.
+        partial: True if each rank has a part of the sum that is added; otherwise every rank has the whole sum.
     """
 
     def __init__(
@@ -48,9 +48,11 @@ class ResidualRMSNorm(RMSNorm):
         self._all_reduce = AllReduce.over_ranks(size, context) if partial else None
 
     def add(self, x: Tensor | SentRows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``(norm(x + residual), x + residual)``, where ``x [T, size]`` must not be used afterwards; no residual at the
-        first layer counts as zero. ``x`` may be in parts (``RowParallelLinear.returns_partial_sums``) where there is one, and
-        sent where ``AllReduce.peers_to_send`` says so."""
+        """Return ``(norm(x + residual), x + residual)``. ``x [T, size]`` must not be used afterwards.
+
+        The first layer has no residual, which counts as zero. With a residual, ``x`` may hold partial sums
+        (``RowParallelLinear.returns_partial_sums``), or rows sent to other ranks (``AllReduce.peers_to_send``).
+        """
         peers = None if self._all_reduce is None else self._all_reduce.peers(x)
         if peers is not None:
             return all_reduce_rms_norm(x, residual, self.weight, self._eps, peers, zero_centered=self._zero_centered)

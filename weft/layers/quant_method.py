@@ -28,7 +28,7 @@ class QuantMethod(ABC, Generic[Layer]):
 
     @abstractmethod
     def layouts(self, layer: Layer) -> tuple[WeightLayout, ...]:
-        """Which checkpoint tensors fill them, as ``WeightModule.layouts``."""
+        """Return the checkpoint tensors that fill the parameters, as ``WeightModule.layouts``."""
 
     def initial_range(self, layer: Layer, name: str) -> tuple[float, float]:
         """Bounds of random values of parameter ``name``, as ``WeightModule.initial_range``."""

@@ -56,12 +56,12 @@ class BlockedTokens:
 
 
 LogitsProcessor = Callable[[Tensor], Tensor]
-"""From a row's logits ``[V]`` float32, which it may modify, to those that are sampled from; of the same shape."""
+"""A function from a row's logits ``[V]`` float32, which it may modify, to the logits to sample from ``[V]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """What the sampled rows of one step ask for. Optional parts are present only if some row needs them.
+    """The sampling parameters of one step's rows. Optional parts are present only if some row needs them.
 
     Attributes:
         temperature, top_p, min_p: ``[N]`` float32.

@@ -10,9 +10,9 @@ import weft.layers
 
 
 class LayerTable(dict[str, Any]):
-    """Layers announce themselves here while a model is built. Those that keep a cache have it under the same name.
+    """The layers of a model by name. Each layer registers itself while the model is built.
 
-    The names of layers with a cache are those of ``ModelConfig.layer_specs``.
+    Layers with a cache have the names of ``ModelConfig.layer_specs``.
     """
 
     def register(self, name: str, layer: Any) -> None:

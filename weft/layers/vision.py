@@ -89,7 +89,7 @@ class PositionGrid(WeightModule):
         self.weight = empty_parameter(num_positions, size, dtype=context.dtype, device=context.device)
 
     def forward(self, places: Tensor) -> Tensor:
-        """Of patches, as ``patch_places`` says where they stand: ``[N, size]``."""
+        """Return the embeddings ``[N, size]`` of patches at the positions of ``patch_places``."""
         return grid_positions(self.weight, places, backend=self._backend)
 
     def layouts(self) -> tuple[WeightLayout, ...]:

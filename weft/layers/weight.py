@@ -1,12 +1,12 @@
-"""Weight loading per parameter: which checkpoint tensors, and which of their rows, fill it.
+"""Weight loading per parameter: the checkpoint tensors, and their rows, that fill a parameter.
 
-Job: the contract between layers (which own parameters and know their sharding), models (which own a table of names)
-and the loader (which owns files). Owns: ``WeightPiece``, ``WeightModule``, ``WeightTable``.
-Does not know: file formats or checkpoint folders.
+Job: the contract of three parties. Layers own parameters and know their sharding, models own a table of names, the
+loader owns files. Owns: ``WeightPiece``, ``WeightModule``, ``WeightTable``. Does not know: file formats or checkpoint
+folders.
 
-A layer offers one or more *layouts*. A layout names every tensor that the layer needs, relative to the layer; for a
-merged layer the name starts with the number of the part (``"0.weight"``), which the model's table turns into the
-checkpoint's name of that part (``q_proj.weight``).
+A layer offers one or more *layouts*. A layout names every tensor that the layer needs, relative to the layer. In a
+merged layer the name starts with the number of the part (``"0.weight"``); the model's table turns the number into the
+checkpoint's name of the part (``q_proj.weight``).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Slices = tuple[slice, ...]
 
 
 class CopyTarget(Protocol):
-    """What receives a part of a checkpoint's tensor: a view of a parameter, or what converts on the way to one."""
+    """The target of a part of a checkpoint's tensor: a view of a parameter, or a converter that fills one."""
 
     def copy_(self, source: Tensor, /) -> Any:
-        """Take the values over; ``source`` is on the CPU, in the checkpoint's dtype."""
+        """Copy the values of ``source``, which is on the CPU in the checkpoint's dtype."""
 
 
 class Interleaved:
@@ -122,7 +122,7 @@ def whole_rows(total: int) -> RowMap:
 
 
 def split_rows(sizes: Sequence[int], tp: TensorParallel, what: str) -> RowMap:
-    """Rows of parts that stand one after the other, each of them split over the ranks.
+    """Map the rows of consecutive parts, each part split over the ranks.
 
     Args:
         what: named in the error.
@@ -183,7 +183,7 @@ class MatrixShard:
 
 
 def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
-    """The piece of a tensor that holds the rows of several, one after the other, or the one number of them all."""
+    """Join pieces to the piece of one tensor: all rows in order, or the single number that all pieces share."""
     if not any(source for piece in pieces for source, _ in piece.copies):
         return WeightPiece((1,), tuple(copy for piece in pieces for copy in piece.copies))
     copies: list[tuple[Slices, CopyTarget]] = []
@@ -246,8 +246,8 @@ class WeightTable:
             (``mlp``: feed_forward).
         fused: module name -> the checkpoint's name of the one tensor that holds the rows of all its parts, in order.
         patterns: regular expression -> replacement, for whole names in a checkpoint, before all else.
-        aliases: one component of a stored name -> the component that it stands for, where checkpoints have several
-            names for one module.
+        aliases: one component of a stored name -> the component that is meant, where checkpoints have several names
+            for one module.
         ignorable: patterns (``fnmatch``) of checkpoint names that are left out where the model has no such module.
     """
 
@@ -260,7 +260,7 @@ class WeightTable:
     ignorable: tuple[str, ...] = ()
 
     def module_name(self, stored: str) -> str:
-        """What a tensor that a checkpoint calls ``stored`` is called by ``checkpoint_name``."""
+        """Convert the name of a tensor in a checkpoint to the form of ``checkpoint_name``."""
         name = stored
         for pattern, replacement in self.patterns.items():
             name = re.sub(pattern, replacement, name)
@@ -293,7 +293,7 @@ class WeightTable:
         return {f"{name}{parameter}": concatenated(pieces) for parameter, pieces in together.items()}
 
     def part_name(self, module_name: str, parameter: str) -> str:
-        """What a checkpoint calls the module that holds a parameter: ``...self_attn.k_proj`` for ``1.weight``."""
+        """Return the checkpoint's name of the module with a parameter: ``...self_attn.k_proj`` for ``1.weight``."""
         parent, _, leaf = module_name.rpartition(".")
         if leaf in self.fused and parameter[0].isdigit():
             module_name, parameter = f"{parent}.{self.fused[leaf]}", parameter.partition(".")[2]

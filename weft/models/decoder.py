@@ -110,8 +110,11 @@ class DecoderLayer(nn.Module):
             self.post_attention_layernorm = residual_norm(config, context, partial=partial)
 
     def return_partial_sums(self, all_reduce: AllReduce | None) -> None:
-        """Say that a norm of the residual stream, with ``all_reduce``, follows each half: ``x`` may then come in and
-        out as parts of sums, or sent (``RowParallelLinear.returns_partial_sums``). Several mixers' outputs are added before."""
+        """Let both halves return partial sums (``RowParallelLinear.returns_partial_sums``).
+
+        A norm of the residual stream, with ``all_reduce``, follows each half and adds them. Layers with several mixers
+        add the mixers' outputs first, so these return whole sums.
+        """
         halves = [getattr(self, module) for module in self._mixers if len(self._mixers) == 1]
         for half in [*halves, self.mlp] if self._has_mlp else halves:
             last = half if isinstance(half, SparseMoe) else getattr(half, "output_projection", None)
