@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -65,14 +64,6 @@ def input_scale(name: str) -> float:
     layer = int(re.findall(r"layers\.(\d+)", name)[0])
     kind = next((i for i, words in enumerate(_INPUTS) if any(word in name for word in words)), len(_INPUTS))
     return INPUT_SCALE * (0.8 + 0.1 * ((3 * layer + 2 * kind) % 5))
-
-
-def uneven(name: str, weight: Tensor) -> Tensor:
-    """``weight`` with another magnitude for each tensor, block of 128 and row, so that no two scales are alike."""
-    rows, columns = (torch.arange(size) for size in weight.shape)
-    tensor = 2.0 ** ((zlib.crc32(name.encode()) % 9 - 4) / 8)
-    of_rows = tensor * (1.0 + 0.2 * torch.sin(rows.float())) * (0.88 + 0.24 * (rows // 128 % 2))
-    return weight * of_rows[:, None] * (0.88 + 0.24 * (columns // 128 % 2))
 
 
 def quantize_weight(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
@@ -173,7 +164,7 @@ def quantize_checkpoint(plain: Path, scheme: str, left_out: str = "no tensor") -
         if not is_quantized(name, tensor) or name.removesuffix(".weight") in ignored:
             stored[name] = tensor
             continue
-        values, scale = quantize_weight(uneven(name, tensor), scheme)
+        values, scale = quantize_weight(tensor, scheme)
         stored[name] = values
         stored[f"{name}_scale_inv" if scheme == "block" else f"{name}_scale"] = scale
         if scheme.endswith("static"):

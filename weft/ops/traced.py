@@ -59,6 +59,8 @@ def traced_op(
         plain_function = reference or function.reference  # type: ignore[attr-defined]
         dropped = _parameters(function) - _parameters(plain_function) | {"backend"}
         operator = _register(function, dropped, fake or plain_function)
+        hints = typing.get_type_hints(function)
+        fields = {parameter: hint._fields for parameter, hint in hints.items() if _is_group(hint)}
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,8 +71,11 @@ def traced_op(
                 return plain_function(*args, **{p: v for p, v in kwargs.items() if p not in dropped})
             plain: dict[str, Any] = {}
             for p, v in kwargs.items():
-                plain |= {f"{p}_{field}": x for field, x in v._asdict().items()} if _is_group(v) else {p: _plain(v)}
-            results = operator(*(x for v in args for x in (v if _is_group(v) else [_plain(v)])), **plain)
+                if p in fields:  # torch 2.11 traces no hasattr, nor methods of named tuples
+                    plain |= {f"{p}_{field}": x for field, x in zip(fields[p], v, strict=True)}
+                else:
+                    plain[p] = _plain(v)
+            results = operator(*(x for v in args for x in (v if isinstance(v, tuple) else [_plain(v)])), **plain)
             return results[0] if len(results) == 1 else tuple(results)
 
         return cast(Function, call)
@@ -95,9 +100,9 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _is_group(value: Any) -> bool:
-    """Whether a value is a named tuple, or a type is one of named tuples."""
-    return hasattr(value, "_fields")
+def _is_group(hint: Any) -> bool:
+    """Whether a type is one of named tuples."""
+    return hasattr(hint, "_fields")
 
 
 def _as_declared(
