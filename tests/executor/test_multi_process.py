@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -151,6 +152,7 @@ def test_a_start_that_fails_leaves_nothing_open(where: str, monkeypatch: pytest.
     monkeypatch.setattr(*((MultiProcessExecutor, where) if where == "_gather" else (multi_process, where)), refuse)
     monkeypatch.setattr("torch.get_num_threads", lambda: 7)
     monkeypatch.setattr("torch.set_num_threads", threads.append)
+    gc.collect()  # what earlier tests left is not closed in the middle of this one
     config, before = resolve(device="cpu", tensor_parallel_size=2), len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="no"):
         MultiProcessExecutor(config)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,16 +17,27 @@ from weft.processes import child
 from weft.processes.child import Child, Restarts, describe_exit
 
 LIMIT_S = 30
+MADE: list[Child] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """Children of a test end with it, so that their descriptors do not change in the middle of the next one."""
+    yield
+    while MADE:
+        MADE.pop().end()
 
 
 def shell(script: str, monkeypatch: pytest.MonkeyPatch, **named: Any) -> Child:
     """A child that runs ``script`` instead of a module."""
 
-    def run(_: list[str], **pipes: Any) -> subprocess.Popen[bytes]:
+    def run(command: list[str], **pipes: Any) -> subprocess.Popen[bytes]:
+        assert command[1:] == ["-m", "weft.nothing", "first", "second"]
         return subprocess.Popen(["sh", "-c", script], **pipes)
 
     monkeypatch.setattr(child, "Popen", run)
-    return Child("weft.nothing", **named)
+    MADE.append(Child("weft.nothing", "first", "second", **named))
+    return MADE[-1]
 
 
 def test_a_module_runs_with_its_input_variables_and_descriptors() -> None:
@@ -35,7 +47,7 @@ def test_a_module_runs_with_its_input_variables_and_descriptors() -> None:
     saved = os.dup(1)
     os.dup2(writer, 1)
     try:
-        process = Child("json.tool", environment={"PYTHONUTF8": "1"})
+        MADE.append(process := Child("json.tool", environment={"PYTHONUTF8": "1"}))
     finally:
         os.dup2(saved, 1)
         os.close(saved)
@@ -50,6 +62,14 @@ def test_variables_are_added_to_those_of_the_parent(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WEFT_OF_THE_PARENT", "1")
     process = shell("exit $((WEFT_OF_THE_PARENT + OF_THE_CHILD))", monkeypatch, environment={"OF_THE_CHILD": "2"})
     assert process.wait(LIMIT_S) == 3
+
+
+def test_a_child_in_the_background_has_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing to read, and nobody who reads what it prints."""
+    process = shell("read line || echo nothing; sleep 100", monkeypatch, in_background=True)
+    assert os.getsid(process.pid) == process.pid != os.getsid(0)
+    assert os.readlink(f"/proc/{process.pid}/fd/0") == os.readlink(f"/proc/{process.pid}/fd/1") == "/dev/null"
+    process.end()
 
 
 def test_each_line_of_a_pipe_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

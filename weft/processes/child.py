@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from subprocess import PIPE, Popen, TimeoutExpired
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import IO
 
 MAX_RESTARTS_IN_A_ROW = 3
@@ -38,26 +38,32 @@ class Child:
 
     Args:
         module: the module to run.
+        arguments: its command-line arguments.
         environment: variables besides those of this process.
         pass_fds: descriptors that the child inherits.
         forwards_errors: write the child's standard error to this process's, and keep its last lines.
+        in_background: the child has no standard input and output, and a session of its own: a Ctrl-C in the terminal
+            does not reach it.
     """
 
     def __init__(
         self,
         module: str,
-        *,
+        *arguments: str,
         environment: Mapping[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
         forwards_errors: bool = False,
+        in_background: bool = False,
     ) -> None:
         self._module = module
         self._process = Popen(
-            [sys.executable, "-m", module],
-            stdin=PIPE,
+            [sys.executable, "-m", module, *arguments],
+            stdin=DEVNULL if in_background else PIPE,
+            stdout=DEVNULL if in_background else None,
             stderr=PIPE if forwards_errors else None,
             env=None if environment is None else os.environ | environment,
             pass_fds=pass_fds,
+            start_new_session=in_background,
         )
         self._lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
         self._readers: list[threading.Thread] = []
@@ -129,9 +135,11 @@ class Child:
             self._process.kill()
 
     def end(self) -> None:
-        """Kill the process if it runs, and reap it."""
+        """Kill the process if it runs, reap it, and close its standard input."""
         self.kill()
         self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 def describe_exit(status: int) -> str:

@@ -16,8 +16,6 @@ import logging
 import os
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weft.errors import RequestError
+from weft.processes.child import Child
 from weft.processes.liveness import processor_s
 from weft.server.worker import DONE, Failure, Setup, decode, encode, receive, send
 
@@ -205,7 +204,7 @@ class Worker:
 
     def __init__(self, kind: WorkerKind) -> None:
         self._kind = kind
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._socket: socket.socket | None = None
 
     def ensure(self) -> socket.socket:
@@ -213,13 +212,13 @@ class Worker:
         if self._socket is not None:
             return self._socket
         ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self._kind.module, str(theirs.fileno()), str(os.getpid())],
+        self._process = Child(
+            self._kind.module,
+            str(theirs.fileno()),
+            str(os.getpid()),
+            environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            in_background=True,
         )
         theirs.close()
         self._socket = ours
@@ -258,8 +257,7 @@ class Worker:
         process, self._process = self._process, None
         link, self._socket = self._socket, None
         if process is not None:
-            process.kill()
-            process.wait()
+            process.end()
         if link is not None:
             link.close()
 
