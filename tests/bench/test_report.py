@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from weft.bench import report
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_no_figure_of_a_table_is_cut_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +23,14 @@ def test_no_figure_of_a_table_is_cut_off(capsys: pytest.CaptureFixture[str], mon
     report.table("Load", headings, [["", "1", "10.0", "350", "", "1,234.5 2,345.6 ms"]])
     out = capsys.readouterr().out
     assert all(text in out for text in (*headings, "1,234.5 2,345.6 ms"))
+
+
+def test_a_measurement_names_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repository's, or the one that the environment names where there is no repository."""
+    monkeypatch.delenv(report.COMMIT_VARIABLE, raising=False)
+    if (ROOT / ".git").exists():
+        head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        found = report.origin()["commit"].removesuffix("-dirty")
+        assert len(found) >= 8 and head.stdout.startswith(found)
+    monkeypatch.setenv(report.COMMIT_VARIABLE, "0123abcd")
+    assert report.provenance("cpu")["commit"] == "0123abcd"

@@ -1,4 +1,4 @@
-"""The common head of measurements in JSON (device, versions, settings, command, date), and tables."""
+"""The common head of measurements in JSON (device, versions, commit, settings, command, date), and tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,18 +24,38 @@ PACKAGES = (
 )  # fmt: skip
 
 
+COMMIT_VARIABLE = "WEFT_COMMIT"
+"""Environment variable that names the commit where the code lies outside of its repository."""
+
+
 def provenance(device: str) -> dict[str, Any]:
-    """Device in words, versions, command and date (UTC) of a measurement on ``device`` (``cpu`` or ``cuda``)."""
+    """Device in words, versions, commit, command and date (UTC) of a measurement on ``cpu`` or ``cuda``."""
     return {"device": device_name(device)} | origin()
 
 
 def origin() -> dict[str, Any]:
-    """Versions, command and date (UTC) of a measurement of something that runs elsewhere."""
+    """Versions, commit, command and date (UTC) of a measurement of something that runs elsewhere."""
     return {
         "versions": {"weft": __version__, "python": platform.python_version()} | _versions(),
+        "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def commit() -> str | None:
+    """The commit of the running code, with ``-dirty`` if files differ from it; None if that is unknown."""
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=8", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def device_name(device: str) -> str:
