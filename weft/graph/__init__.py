@@ -1,5 +1,5 @@
-"""Captured graphs: record device work once, replay it with one call, whole or in pieces between split ops.
+"""Captured graphs: record device work once, replay it with one call.
 
-Job: the ``Graph`` protocol with its two implementations, split ops, pieces, the wrapper that replays them, and the
-policy of which sizes are captured and which batch runs how. Does not know: models, schedulers, caches.
+Job: the ``Graph`` protocol and its two implementations, sets of graphs by size, split ops, the sizes that are captured,
+and the choice of a graph for a batch. Does not know: models, schedulers, caches.
 """

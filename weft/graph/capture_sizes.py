@@ -98,7 +98,7 @@ class CaptureSizes:
         verifies: bool = False,
         max_model_len: int | None = None,
     ) -> CaptureSizes:
-        """What the configured mode uses.
+        """Return the sizes that the configured mode uses.
 
         Args:
             verifies: the model can run verifications (``CacheSpec.verifies``).

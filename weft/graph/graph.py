@@ -3,11 +3,10 @@
 Job: one interface over both. Owns: the capture stream and the memory pool that all graphs of an engine share.
 Does not know: what is captured.
 
-A captured function reads and writes fixed memory. What it read on the host at capture (Python numbers, which branch was
-taken) is frozen; a replay repeats the device work only. The emulator keeps these rules: it records the operations that
-reach the dispatcher, with their tensors, and a replay executes that tape and none of the Python. So a value frozen at
-capture, a buffer that was rebound instead of copied into, or a host synchronisation inside shows on the CPU as it would
-on the GPU.
+A captured function reads and writes fixed memory. Its host values at capture (Python numbers, branches taken) are
+frozen; a replay repeats the device work only. The emulator keeps these rules. It records the operations that reach the
+dispatcher, with their tensors; a replay executes the tape and no Python. So the CPU shows the same errors as a GPU: a
+value frozen at capture, a buffer that was rebound instead of copied into, or a host synchronisation inside.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Recording(Protocol):
         ...
 
     def end(self) -> Graph:
-        """What was recorded since ``begin``. What follows is not recorded, until the next ``begin``."""
+        """Return the graph of the work since ``begin``, and stop recording until the next ``begin``."""
         ...
 
 
@@ -154,7 +153,7 @@ class Tape(TorchDispatchMode):
     """Records operations while active; ``replay`` executes them on the recorded tensors."""
 
     FORBIDDEN = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
-    """Operations whose result the host waits for, or whose output size depends on data. So does indexing by a mask."""
+    """Operations whose result the host waits for, or whose output size depends on data, as in indexing by a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +203,7 @@ def _fresh_outputs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among an operation's arguments or results, lists of them included."""
+    """Yield the tensors among an operation's arguments or results, also those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

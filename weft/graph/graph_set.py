@@ -54,7 +54,7 @@ class FunctionRecorder(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What the sets of one engine have in common.
+    """Settings that all sets of one engine share.
 
     Attributes:
         device: where the function runs.
@@ -157,11 +157,11 @@ class GraphSet(Generic[T]):
                 bar.set_postfix_str(_free_text(device), refresh=False)
 
     def graph(self, size: int) -> Graph:
-        """What is replayed for a captured size."""
+        """Return the graph of a captured size."""
         return self._graphs[size][0]
 
     def results(self, size: int) -> T:
-        """Where a replay of a captured size leaves its results."""
+        """Return the memory to which a replay of a captured size writes its results."""
         return self._graphs[size][1]
 
     def replay(self, size: int, num_rows: int) -> T:
@@ -184,8 +184,11 @@ class GraphSet(Generic[T]):
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Device memory that this process holds for tensors; 0 on the CPU. What it grows by across a capture belongs to the
-    graph: warm-ups take theirs from the common pool, where every other step finds it again."""
+    """Return the device memory that this process holds for tensors, in bytes; 0 on the CPU.
+
+    Its growth across a capture is the graph's memory. Warm-ups allocate from the common pool instead, which every other
+    step reuses.
+    """
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 

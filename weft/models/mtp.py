@@ -1,11 +1,11 @@
 """The multi-token-prediction head (MTP) of Qwen3-Next and Qwen3.5, and drafts made with it.
 
-Job: at position t, read the model's hidden state there (after the final norm) and token t + 1, and predict token t + 2;
-further drafts read the head's own hidden states in place of the model's. Owns: the head's modules, named as published
+Job: at position t, predict token t + 2 from the model's hidden state (after the final norm) and token t + 1. Further
+drafts read the head's own hidden states in place of the model's. Owns: the head's modules, named as published
 (``mtp.fc``, ``mtp.layers.0``, ...), and the batches of later drafts. Does not know: which drafts are accepted.
 
-Its attention layer has a paged cache of its own, which lies in the pages of the sequence: the entry at position t comes
-from the pair (hidden state of t, token t + 1), so whoever computes tokens also fills the cache of the head.
+The head's attention layer has its own cache in the pages of the sequence. The entry at position t comes from the hidden
+state of t and token t + 1, so a step that computes tokens also fills the head's cache.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MultiTokenPredictor(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """What a step leaves for the drafts that follow it. T, S: tokens and sequences of its batch, padding included.
+    """A step's results for the drafts that follow. T, S: tokens and sequences of its batch, padding included.
 
     Attributes:
         hidden_states: ``[T, hidden_size]``, what the model returned for the batch.

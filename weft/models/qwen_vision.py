@@ -3,8 +3,8 @@
 Job: embed patches, add interpolated positions, run the blocks, merge squares of patches. Owns: module names, which are
 the published ones. Does not know: files, requests, where embeddings are kept.
 
-A frame is a grid of patches; the processor lays it out square by square, ``merge * merge`` patches each, which become
-one embedding. Frames of a video do not see each other.
+A frame is a grid of patches. The processor lays it out square by square; the ``merge * merge`` patches of a square
+become one embedding. Frames of a video do not attend to each other.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class VisionTower(nn.Module):
         Args:
             patches: ``[N, patch_dim]`` on the tower's device, the items' one after the other.
             places: ``[N, 6]`` int32 on the same device, as ``patch_places`` makes them.
-            lengths: ``frame_lengths`` of the items; None: they are read from ``places`` on the device, as in a graph,
-                and there may be padding patches after the real ones, with zeros for places, but in the last two
-                columns the number of real patches.
+            lengths: ``frame_lengths`` of the items. If None, as in a graph, the lengths are read from ``places`` on
+                the device. Padding patches may follow the real ones then: their places are zeros, and the number of
+                real patches in the last two columns.
 
         Returns:
             ``[N / merge_unit, num_features, out_hidden_size]``: each token's embedding, and then its features for the
@@ -163,8 +163,11 @@ def frame_lengths(grids: Sequence[Grid]) -> list[int]:
 
 
 def patch_places(grids: Sequence[Grid], merge: int) -> NDArray[np.int32]:
-    """Where each patch of some items stands, in the processor's order, ``[N, 6]``: row and column; the last row and
-    column of its frame; the frame's first patch and the one after its last."""
+    """Return the places of the items' patches, ``[N, 6]``, in the processor's order.
+
+    The columns are the patch's row and column, the last row and column of its frame, the frame's first patch, and the
+    patch after the frame's last.
+    """
     places = np.empty((sum(t * h * w for t, h, w in grids), NUM_PLACES), dtype=np.int32)
     first = 0
     for t, h, w in grids:
@@ -179,6 +182,6 @@ def patch_places(grids: Sequence[Grid], merge: int) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=64)
 def _rows_and_columns(height: int, width: int, merge: int) -> NDArray[np.int32]:
-    """Of the patches of a frame, square by square: ``[height * width, 2]``."""
+    """Return row and column of a frame's patches, square by square: ``[height * width, 2]``."""
     squares = np.indices((height, width), dtype=np.int32).reshape(2, height // merge, merge, width // merge, merge)
     return squares.transpose(1, 3, 2, 4, 0).reshape(-1, 2)

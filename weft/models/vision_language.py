@@ -6,8 +6,8 @@ Does not know: requests, the cache of embeddings, graphs.
 A step's image tokens need no graphs of their own. Each has a row of its own after the vocabulary's rows of the
 embedding matrix, and after the rows of the rotary table, and its token id and position name these rows. The runner
 fills them before the step (``runner/media_inputs.py``); the kernels are those of text, and a step without images runs
-as it does in a text model. Features for the decoder's first layers (DeepStack) are added there to the tokens whose ids
-come after the vocabulary; steps of decodes, which have no such tokens, leave that out.
+as it does in a text model. The decoder's first layers add further features (DeepStack) to the tokens whose ids come
+after the vocabulary. Steps of decodes have no such tokens and skip this.
 """
 
 from __future__ import annotations

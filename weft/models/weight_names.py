@@ -1,4 +1,4 @@
-"""What the checkpoints of each architecture call the decoder's modules: all in which models differ beyond their config.
+"""The checkpoints' names of the decoder's modules, by architecture: the only difference of models beyond their config.
 
 Does not know: anything that ``decoder.py`` and the config express.
 """

@@ -7,11 +7,10 @@ what the model computes, which batch runs in pieces.
     capture │ piece 0 ─▶ qkv ┊ (attention noted, not run) ┊ out ─▶ piece 1 ─▶ qkv ┊ … ┊ out ─▶ piece n ─▶ result
     replay  │ graph          ┊ attention on real rows     ┊        graph          ┊ … ┊        graph
 
-What goes into a split op is copied to static memory inside the piece before it; what comes out is written to static
-memory that the next piece reads. One such buffer serves all layers and all sizes, because they run one after the other.
-Everything else that lives across a break (the residual stream) stays in the pool: at capture its owner holds it until
-its last use, so later pieces of the same pass cannot be given its memory, and another pass fills it again before it
-reads it.
+A split op's inputs are copied to static memory inside the piece before it. Its output is written to static memory that
+the next piece reads. One buffer serves all layers and all sizes, because no two run at once. Every other tensor that
+lives across a break (the residual stream) stays in the pool. At capture its owner holds it until its last use, so later
+pieces of the pass cannot reuse its memory; another pass writes it before reading it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Profiling a prefill pass in pieces: each piece, each split op, and their cost.
 
-Job: capture one pass with a pool that records its operations, run it, put names, operations and times together. Does
+Job: capture one pass with a pool that records its operations, run the pass, and join names, operations and times. Does
 not know: how they are shown.
 """
 

@@ -1,10 +1,10 @@
 """The table of graph modes by measured milliseconds.
 
-Between two measured sizes every mode's time is taken to grow in a straight line: within one captured size a step
-without a graph computes its real rows, and a graph computes nearly the same whatever its padding, so that the lines
-cross where padding stops being worth it. So measure the smallest and the largest batch of every captured size, and of a
-wide one every doubling between: launched one by one, kernels take the host's time until the device's is longer, which
-is no straight line.
+Between two measured sizes, each mode's time is interpolated linearly. Within one captured size a step without a graph
+computes its real rows, and a graph takes nearly the same time whatever its padding. The two lines cross where padding
+costs more than it saves. So the smallest and the largest batch of every captured size are measured, and in a wide size
+every doubling between them. The doublings are needed because a step without a graph takes the host's launch time until
+the device's time is longer, and that is not linear.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ from weft.pieces.sources import CompileCounters, Forward, Traced, run_eagerly
 from weft.pieces.split_points import select_split_ops
 
 FOLDER = "pieces"
-"""Of compiled pieces, in the cache folder."""
+"""Name of the folder of compiled pieces in the cache folder."""
 
 
 def make_source(name: str, device: torch.device) -> Traced:
-    """The source that the setting ``piecewise_cuda_graph_compiler`` names, if it is not ``capture``.
+    """Make the source that the setting ``piecewise_cuda_graph_compiler`` names, other than ``capture``.
 
     Raises:
         ConfigError: it is not available on this machine.
@@ -71,11 +71,11 @@ class ModelCompiler:
 
     @contextmanager
     def for_pieces(self, context: ForwardContext, num_tokens: int) -> Iterator[Forward]:
-        """What pieces are captured of, in the body.
+        """Provide the model from which pieces are captured, in the body.
 
         Args:
-            context: of a captured batch.
-            num_tokens: of the largest one.
+            context: forward context of a captured batch.
+            num_tokens: tokens of the largest batch.
         """
         if self._named is None:
             yield self._prepare(self._pieces_source, context, num_tokens)
@@ -91,7 +91,7 @@ class ModelCompiler:
             yield prepared
 
     def for_decodes(self, context: ForwardContext, num_tokens: int) -> Forward:
-        """What full graphs of decodes are captured of, up to ``torch_compile_max_bs``. Arguments as above."""
+        """Return the model for full graphs of decodes up to ``torch_compile_max_bs``; see ``for_pieces``."""
         return self._prepare(self._decodes_source, context, num_tokens)
 
     def capture_pieces(
@@ -109,7 +109,7 @@ class ModelCompiler:
 
     @property
     def counters(self) -> CompileCounters:
-        """Of all sources together."""
+        """Return the counters of all sources together."""
         every = [source.counters for source in self._sources.values()]
         return CompileCounters(
             sum(c.compiled for c in every), sum(c.cache_hits for c in every), sum(c.reused for c in every)

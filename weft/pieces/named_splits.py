@@ -1,16 +1,17 @@
 """Split ops by name: functions, methods and modules that nobody has decorated.
 
-Job: find what a name of ``splitting_ops`` means in a model, and while a pass is traced or captured make each of its
-calls one of a split op. Owns: the wrappers, which stand only that long. Does not know: how passes are captured.
+Job: find the functions and methods that a name of ``splitting_ops`` stands for, and make their calls split ops while a
+pass is traced or captured. Owns: the wrappers, which exist only during that time. Does not know: how passes are
+captured.
 
     weft.ops.activation.silu_and_mul    a function, by the path it is imported by
     SparseMoe.forward, GatedDeltaNet.mix  a method of a class of layers
     SparseMoe                            its forward
     model.layers.3.mlp, model.layers.*.mlp   the forward of modules, by their names in the model
 
-A call becomes a split op with the tensors of one row per token as inputs; what else it is given stays as it was in the
-run that finds the calls (``prepare``), and a later pass that gives it anything else is refused. It must return one
-tensor ``[T, width]`` of the first input's dtype.
+A call becomes a split op whose inputs are its tensors with one row per token. Its other arguments keep the values of
+the run that finds the calls (``prepare``); a later pass with other values is refused. The call must return one tensor
+``[T, width]`` of the first input's dtype.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ class CallSite:
 
 @dataclass(eq=False)
 class Target:
-    """What a name means in one place: a function, or a method of one module.
+    """One place that a name stands for: a function, or a method of one module.
 
-    ``sites``: its calls in order. ``other``: what a later pass gave one of them that it was not found with.
+    ``sites`` are its calls in order. ``other`` names an argument of a call that differed in a later pass.
     """
 
     given: str

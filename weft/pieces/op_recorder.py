@@ -94,8 +94,9 @@ class Operation:
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Value)]
 
     def num_bytes(self, without: Collection[int] = ()) -> int:
-        """Bytes of the tensors that it is given and makes, each counted once and whole; of the table that a gather
-        reads, as many as it returns.
+        """Return the bytes of the operation's inputs and results. Each tensor counts once and whole.
+
+        Of a table that a gather reads, as many bytes count as the gather returns.
 
         Args:
             without: storages that do not count.

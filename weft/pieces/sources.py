@@ -74,7 +74,7 @@ class Traced:
             ConfigError: this model cannot be traced.
         """
         traced = trace(model, context, self._device, num_tokens, self._operations)
-        # Cut at every split op, also those that will not break a capture: what they look up is never compiled in.
+        # Cut also at split ops that will not break a capture: values that they look up must not be compiled in.
         module, items = split_graph(traced.graph, known_split_ops())
         for item in items:
             runner = SplitOpModule(item) if item.op is not None else self._piece(item.graph)

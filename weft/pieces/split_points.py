@@ -3,8 +3,8 @@
 Job: choose the split ops that break a pass, and make each one an operation ``weft::<name>_with_output`` that writes
 into the caller's memory. Does not know: how pieces are captured or compiled.
 
-A split op always sees the real rows of the running batch and nothing else: the operation cuts its inputs to them, and
-zeroes the other rows of the output, so that nothing downstream reads memory that nobody wrote.
+A split op always gets the real rows of the running batch and no others. The operation cuts its inputs to these rows and
+zeroes the other rows of the output, so that no later operation reads unwritten memory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def select_split_ops(
     """Return the ops that break a pass, and names that are no op: functions, methods and modules (``named_splits.py``).
 
     Args:
-        given: names of ops, as ``attention`` or ``weft::attention_with_output``, and others. They replace the default
-            list; if the first one starts with ``+``, they extend it. The default list if None.
+        given: names of ops, as ``attention`` or ``weft::attention_with_output``, and paths. They replace the default
+            list, or extend it if the first name starts with ``+``. None stands for the default list.
         also: ops that the default list has besides ``DEFAULT_SPLIT_OPS``.
 
     Raises:

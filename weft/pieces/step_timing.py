@@ -1,9 +1,9 @@
 """Milliseconds of whole steps, of any size and in any graph mode.
 
-Method: a step is timed from an idle device, by device events on a GPU (so that gaps between launches count) and by the
-clock on the CPU, from the scheduler output to the sampled tokens. Candidates take turns, each round in random order;
-the figure is the median. Prompts are random tokens, sampling is greedy, which costs a step without graphs the least.
-Sequences have pages of their own as far as the cache goes; what the pages hold is arbitrary, but finite.
+Method: a step is timed from an idle device, from the scheduler output to the sampled tokens. A GPU is timed by device
+events, so that gaps between launches count, a CPU by the clock. Candidates take turns, each round in random order; the
+figure is the median. Prompts are random tokens, sampling is greedy, which costs a step without graphs the least.
+Sequences have pages of their own as far as the cache is large enough. The pages hold arbitrary, finite values.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def compare(
     for done in range(repeats):
         if done >= MIN_REPEATS and time.perf_counter() - started > max_s:
             break
-        shuffled.shuffle(names)  # in a fixed cycle, each would find the caches as the same one before it leaves them
+        shuffled.shuffle(names)  # in a fixed order, each candidate would find the caches that the same other one left
         for name in names:
             found[name].append(_time_as(runner, step, candidates[name])[0])
     return found
@@ -205,8 +205,7 @@ class Effort:
 
 
 def measure_modes(runner: Runner, profile: GraphProfile, effort: Effort, *, show_progress: bool = True) -> GraphProfile:
-    """The profile with figures: every mode that has a graph for it, at both ends of every captured size
-    and between them (``points_to_measure``).
+    """Measure a profile: every possible mode at both ends of every captured size, and between (``points_to_measure``).
 
     Args:
         runner: idle, with graphs of every mode; its caches are overwritten.

@@ -1,11 +1,10 @@
 """A model's forward pass as one FX graph with a symbolic number of tokens, cut at split ops.
 
-Job: run Dynamo over the pass once, with split ops and kernels as opaque operators, and tell what of the graph's inputs
-is bound for good; cut the graph into a module of submodules in the original order. Does not know: models, what becomes
-of the pieces.
+Job: run Dynamo over the pass once, with split ops and kernels as opaque operators. Bind the graph's inputs that never
+change, and cut the graph into a module of submodules in the original order. Does not know: models, how pieces run.
 
-Only what never moves may be bound: parameters, buffers, and static memory of the batch builder. What a batch carries in
-tensors of its own size belongs to split ops, which look it up when they run. A cut graph::
+Only memory that never moves may be bound: parameters, buffers, and static memory of the batch builder. Tensors whose
+size depends on the batch belong to split ops, which look them up when they run. A cut graph::
 
     submod_0   embedding, norm, projection                       a piece
     submod_1   out = new_empty; attention_with_output(…, out)    a split op, with the memory of its output
@@ -101,7 +100,7 @@ def trace(
     ids = torch.zeros(max(2, num_tokens), dtype=torch.int64, device=device)
     torch._dynamo.mark_dynamic(ids, 0)
     compiled = torch.compile(_fresh_code(model), backend=take, fullgraph=True)
-    # What differs from the last model that this process traced, its width for one, is no variable of this one.
+    # Otherwise a size that differs from the model traced before, for example its width, would become a variable.
     one_model = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
     passed = dataclasses.replace(context, breaks=Opaque(operations), any_num_tokens=True)
     try:
@@ -193,8 +192,8 @@ class SplitItem:
     """One part of a cut graph.
 
     Attributes:
-        name: of the submodule.
-        graph: what it computes; the memory in which a split op leaves its result is its output.
+        name: name of the submodule.
+        graph: the part's operations. A split op's output is the memory to which it writes its result.
         op: name of the split op; None for a piece.
         layer: name of the layer that runs it; None for a piece.
     """

@@ -347,7 +347,7 @@ def _arrays(
         (torch.int64, max_num_seqs, logits_rows.PER_SEQUENCE),
     ]
     if has_chunks:
-        # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint or draft.
+        # Besides its full chunks, a sequence has at most two broken ones, and one per checkpoint or draft.
         max_chunks = max_num_tokens // CHUNK_SIZE + (2 + max(MAX_CHECKPOINTS, num_drafts)) * max_num_seqs
         groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens)), CHUNK_COLUMNS))
         groups.append((torch.int32, max_num_seqs + 1, ("chunk_first",)))

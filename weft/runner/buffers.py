@@ -3,10 +3,10 @@
 Job: typed slices of one block on the host and of one of the same layout on the device. Owns: both blocks and when a
 host block may be filled again. Does not know: what the numbers mean.
 
-On a GPU there are two pinned host blocks, used in turn; a block is filled again only after the device has read it, so
-the next step can be prepared while the last one's inputs are still to be read. The event that says so is recorded
-after the step's launches (``mark``): recording it costs the host time for which the device would wait. The device
-block never moves: a captured graph reads it. On the CPU host and device block are the same memory.
+On a GPU there are two pinned host blocks, used in turn, so that the next step can be prepared before the device has
+read the last one's inputs. A block is filled again only after the device has read it. ``mark`` records the event for
+that after the step's launches, when the device does not wait for the host. The device block never moves, because
+captured graphs read it. On the CPU, host and device block are the same memory.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class CacheCopier:
         if not pairs:
             return
         source, target = table[0], table[1]
-        # One launch reads and writes in any order, so it must not write what it reads.
+        # A launch reads and writes in any order, so sources and targets must be disjoint.
         chained = not {s for s, _ in pairs}.isdisjoint(t for s, t in pairs if s != t)
         for tensors, copier in groups:
             if chained:

@@ -1,7 +1,7 @@
-"""Which kernels are compiled first: those that take longest, so that no start ends with one of them.
+"""The order in which kernels are compiled: the slowest first, so that no start ends with a slow kernel.
 
-Job: the seconds of those that take half a second or more. Does not know: how a kernel is compiled, nor its arguments,
-by which kernels of one name differ.
+Job: the compile seconds of kernels that take half a second or more. Does not know: how a kernel is compiled, or the
+arguments that distinguish kernels of one name.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ _SECONDS = {
 
 
 def compile_seconds(name: str) -> float:
-    """About how long the kernel of this name takes at most; 0 if that is little, or not known."""
+    """Return about how many seconds the kernel takes at most; 0 if it takes less than half a second or is unknown."""
     return _SECONDS.get(name, 0.0)

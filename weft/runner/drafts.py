@@ -1,7 +1,7 @@
 """Drafters: after a step, drafts for the next one, on the device.
 
-Job: ``MtpStepDrafter`` hands a step's hidden states, the token after each position, and the last accepted positions to
-the model's head; all tokens of the step go through it, so that the head's cache is complete wherever drafts begin.
+Job: ``make_drafter`` chooses one of two. ``MtpStepDrafter`` runs the model's head over a step's hidden states and the
+token after each position. All tokens of the step go through the head, so that its cache is complete.
 ``NgramDrafter`` keeps the tokens of every row on the device and looks for earlier occurrences of the last ones. Does
 not know: how the head drafts (``models/mtp.py``), how a match is found (``ops/drafts``), which requests get drafts.
 """

@@ -42,10 +42,10 @@ Outcome = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class SizeCheck:
-    """What one captured size gave.
+    """The result of checking one captured size.
 
     Attributes:
-        kind: of graph: a decode step, one that verifies drafts, a forward pass, sampling, a forward pass in pieces, the
+        kind: kind of graph: a decode step, a verification, a forward pass, sampling, a forward pass in pieces, or the
             vision tower.
         size, num_rows: captured size; real rows in it.
         max_abs_diff: largest difference of two values (logits, or hidden states of a forward pass).
@@ -168,7 +168,7 @@ class _Checks:
 
     @torch.inference_mode()
     def encoder(self, size: int) -> SizeCheck:
-        """One image of random patches, one row of tokens less than ``size``, or all of it if it has but one."""
+        """Check with an image of random patches, one row of tokens smaller than ``size`` if it has two rows."""
         assert self._runner.media is not None
         media = self._runner.media
         rows = size // media.merge**2
@@ -240,8 +240,11 @@ class _Sequence:
 
 
 def _start(runner: ModelRunner, count: int, rng: random.Random, query_len: int = 1) -> list[_Sequence]:
-    """Prefill ``count`` sequences of random prompts; half of them sample, which checks the random numbers too. There is
-    room for ``query_len`` tokens more, and as many slots for each, of which the last is its working slot."""
+    """Prefill ``count`` sequences of random prompts.
+
+    Half of the sequences sample, which checks the random numbers too. Each has room for ``query_len`` more tokens, and
+    ``query_len`` slots, the last of which is its working slot.
+    """
     plan, spec = runner.plan, runner.spec
     room = min(MAX_PROMPT_TOKENS, plan.max_model_len - query_len, runner.config.max_num_batched_tokens)
     pages = min(spec.pages_for(room + query_len), (plan.num_pages - 1) // count)
@@ -274,8 +277,10 @@ def _decode(sequences: list[_Sequence]) -> SchedulerOutput:
 
 
 def _verification(runner: ModelRunner, count: int, query_len: int, rng: random.Random) -> SchedulerOutput:
-    """``count`` sequences that verify random drafts. Where drafts stay on the device, every second one follows a step
-    that has rejected one of its drafts."""
+    """Make a step of ``count`` sequences that verify random drafts.
+
+    Where drafts stay on the device, every second sequence follows a step that rejected one of its drafts.
+    """
     vocab, rows, num_drafts = runner.config.model_config.vocab_size, runner.steps.rows, query_len - 1
     requests = []
     for s in _start(runner, count, rng, query_len):

@@ -1,9 +1,10 @@
 """Images on the device: the encoder cache, the vision tower and its graphs, and the embeddings that a step reads.
 
-Job: run the vision tower, as a CUDA graph by padded number of patches where one fits; keep its embeddings in the cache;
-give a step's image tokens ids and positions by which the model finds embeddings, features and rotary angles, and
-fill those rows. Owns: the encoder cache, static inputs of the tower's graphs. Does not know: which images are in the
-cache (``scheduler/encoder_cache.py`` gives out its rows), which sizes are captured (``config/vision_settings.py``).
+Job: run the vision tower, as a CUDA graph by padded number of patches where a captured size fits, and store its
+embeddings in the cache. A step's image tokens get ids and positions by which the model finds embeddings, features and
+rotary angles; this module fills those rows. Owns: the encoder cache, static inputs of the tower's graphs. Does not
+know: which images are in the cache (``scheduler/encoder_cache.py`` assigns its rows), which sizes are captured
+(``config/vision_settings.py``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class EncoderGraphs:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What the graphs read, beside the tower, by name."""
+        """Return the tensors that the graphs read besides the tower's, by name."""
         return {"patches": self._patches, "places of patches": self._places}
 
     def walk(self) -> None:

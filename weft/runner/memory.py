@@ -123,8 +123,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def wait_for_steps() -> None:
-    """Until the device has done what is queued. Kernels read a step's inputs from pinned memory and write its results
-    there, of which torch does not know: as soon as nobody holds that memory, torch gives it to others."""
+    """Wait until the device has done all queued work.
+
+    Kernels read a step's inputs from pinned memory and write its results there. torch does not track these accesses
+    and reuses the memory as soon as its tensors are freed.
+    """
     if torch.cuda.is_initialized():
         with suppress(RuntimeError):  # the device has failed, and reads nothing any more
             torch.cuda.synchronize()

@@ -54,7 +54,7 @@ def _with_encoder_cache(plan: CachePlan, embeddings: torch.Tensor) -> CachePlan:
 def _budget_of_all(runner: StartingRunner) -> int:
     """Return the bytes for caches on this rank, if no rank lacks memory for a step.
 
-    Each rank measures by itself: a rank that ended in the middle of a step would leave the others waiting for it.
+    Each rank measures alone: if a rank failed in the middle of a common step, the others would wait forever.
 
     Raises:
         OutOfMemoryError, CapacityError: on every rank.

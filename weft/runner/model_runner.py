@@ -208,12 +208,12 @@ class ModelRunner:
 
     @property
     def caches(self) -> dict[str, LayerCache]:
-        """By layer name."""
+        """Return the caches by layer name."""
         return self.steps.caches
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those of the layer table."""
+        """Return the layers of the layer table."""
         return list(self._layers.values())
 
     @property

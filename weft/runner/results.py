@@ -43,7 +43,7 @@ def logprobs_to_host(logprobs: Logprobs) -> Logprobs:
 
 
 def _entries(logprobs: Logprobs) -> list[TokenLogprobs]:
-    """Those on the host, position by position."""
+    """Convert log probabilities on the host to one entry per position."""
     columns = (logprobs.token_ids.tolist(), logprobs.logprobs.tolist(), logprobs.ranks.tolist())
     return [TokenLogprobs(ids, values, rank) for ids, values, rank in zip(*columns, strict=True)]
 
@@ -52,10 +52,11 @@ _Block = tuple[Tensor, torch.cuda.Event | None]
 
 
 class ResultMemory:
-    """The host's memory for results of steps: a block for each step in flight, used again and again.
+    """The host's memory for results: a block for each step in flight, reused by later steps.
 
-    torch does not know of a kernel that writes pinned memory, and would give it to others as soon as nobody holds it.
-    So blocks stay here, and the device is waited for before the end of this object (``memory.wait_for_steps``).
+    Kernels write the blocks, which are pinned memory. torch does not track such writes and would reuse a block as soon
+    as its tensor is freed. So blocks are kept here, and ``memory.wait_for_steps`` waits for the device before this
+    object is freed.
 
     Args:
         max_results: most tokens that a step samples.
@@ -123,18 +124,17 @@ class PendingStep:
         step: its number.
         rows: rows that sampled, in batch order; a row with drafts once for each of its positions.
         prefill_rows: rows that did not sample.
-        draft_rows: rows for which drafts were looked for, each up to ``num_drafts``; none if nothing is drafted on the
-            device.
-        block: what the device writes: ``[len(rows)]`` token ids, whether each row has failed, and whether the token is
-            the sequence's; ``[len(prefill_rows)]`` whether what they computed is NaN or infinite;
-            ``[len(draft_rows), num_drafts]`` drafts for the next step, ``NO_DRAFT`` where none was found.
-        counts_all: all tokens are the sequences'; nothing is written about it.
-        num_logprobs: of the rows that want log probabilities: place in ``rows`` -> how many alternatives.
-        logprobs: of their sampled tokens, in that order, on the host.
-        prompt_logprobs: row -> those of its prompt tokens, on the host.
-        mode: how the step runs (NONE, PIECEWISE, FULL).
-        num_padding_tokens: padding rows that it computes.
-        encoder_time: of its images; None if it encodes none.
+        draft_rows: rows for which up to ``num_drafts`` drafts were made; empty if nothing is drafted on the device.
+        block: the device's results. For ``rows``: token ids, whether the row has failed, and whether the token is the
+            sequence's. For ``prefill_rows``: whether the hidden state is NaN or infinite. For ``draft_rows``:
+            ``num_drafts`` drafts for the next step, ``NO_DRAFT`` where none was found.
+        counts_all: True if all tokens are the sequences'; the block says nothing about it then.
+        num_logprobs: index in ``rows`` -> number of alternatives, for rows that want log probabilities.
+        logprobs: log probabilities of the sampled tokens of those rows, in the same order, on the host.
+        prompt_logprobs: row -> log probabilities of its prompt tokens, on the host.
+        mode: the graph mode in which the step runs.
+        num_padding_tokens: padding rows that the step computes.
+        encoder_time: time of the vision tower; None if the step encodes no images.
     """
 
     step: int
@@ -250,11 +250,11 @@ def pending_step(
 
 
 def failed_prefills(scheduler_output: SchedulerOutput, hidden_states: Tensor) -> Tensor | None:
-    """``[N] bool``: is the hidden state of the last token NaN or infinite, for each row that does not sample?
+    """Return ``[N]`` bool for the rows that do not sample: True if the last token's hidden state is NaN or infinite.
 
-    The last token reads all KV and every state of its sequence: if one of them is NaN, so is what it computes. A NaN
-    token spoils what comes before it in its step too (a weight of zero times NaN), so all that the step stored for the
-    row is worthless. Rows that sample are judged by their logits.
+    The last token reads all KV and every state of its sequence, so a NaN in any of them shows. A NaN token also spoils
+    earlier tokens of its step (a weight of zero times NaN), so all that the step stored for the row is worthless. For
+    rows that sample, the logits are checked instead.
 
     Args:
         hidden_states: ``[T, hidden_size]`` of the step's tokens.

@@ -1,8 +1,8 @@
 """The row table: per-request state on the device (page table, last token, sampling parameters).
 
-Token ids that a request brought along are on the host; tokens sampled since then live on the device (``last_token``)
-and need not visit the host before they are fed again. The row after the last is the padding row: padding sequences of a
-batch use it, so nothing that they read or write belongs to a request.
+Token ids that a request brought along are on the host. Tokens sampled since then are on the device (``last_token``) and
+become inputs of the next step without a copy to the host. The row after the last is the padding row: padding sequences
+of a batch use it, so they read and write no request's memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ class RowTable:
         page_table: ``[num_rows + 1, max_pages]`` int32 on the host.
         device_page_table: the same on the device.
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
-        state: drafts for each row's next step and what became of its last one's, on the device beside ``last_token``.
+        state: drafts for each row's next step, and the acceptance of its last drafts, on the device.
         temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.
         num_known_tokens, num_prompt_tokens: tokens that the request brought along, and how many of them are its prompt.
-        rope_positions: row -> ``[3, num_prompt_tokens]`` positions of its prompt; of rows whose prompt has images.
-        rope_delta: what later tokens' positions differ by from their places in the sequence; 0 without images.
-        prompt_logprobs: row -> how many alternatives it wants at every token of its prompt; rows that want none are not
-            in it.
+        rope_positions: row -> ``[3, num_prompt_tokens]`` positions of its prompt, for prompts with images.
+        rope_delta: difference between a later token's position and its place in the sequence; 0 without images.
+        prompt_logprobs: row -> number of alternatives at every token of its prompt, for rows that want any.
     """
 
     def __init__(

@@ -48,11 +48,11 @@ class BadWords:
     recent: Tensor
 
     def after(self, token_ids: Tensor) -> BadWords:
-        """As they are when ``token_ids [N]`` have been generated."""
+        """Return the bad words after ``token_ids [N]`` have been generated."""
         return BadWords(self.prefixes, self.last, torch.cat([self.recent, token_ids])[len(token_ids) :])
 
     def blocked(self) -> Tensor:
-        """``[B]`` bool: which of ``last`` must not come next."""
+        """Return ``[B]`` bool: True for those of ``last`` that must not be sampled next."""
         return ((self.prefixes == self.recent) | (self.prefixes == NO_TOKEN)).all(-1)
 
 
@@ -152,24 +152,27 @@ class SamplingState:
         return _core(rows, all_greedy=False, candidates=self._vocab_size, uses_min_p=True)
 
     def edited(self, sampled: Sequence[ScheduledRequest]) -> list[int]:
-        """Indices of the requests whose logits change before sampling: their rows ask for more than temperature, top-k,
-        top-p and min-p."""
+        """Return the indices of the requests whose logits change before sampling.
+
+        Their rows ask for more than temperature, top-k, top-p and min-p.
+        """
         if not (self._editing or self._step_masks or self._processors):
             return []
         edits = self._editing | self._step_masks.keys() | self._processors.keys()
         return [i for i, request in enumerate(sampled) if request.row in edits]
 
     def num_logprobs(self, sampled: Sequence[ScheduledRequest]) -> dict[int, int]:
-        """Of the rows that want log probabilities: place in ``sampled`` -> how many alternatives (0: of the token
-        alone)."""
+        """Return index in ``sampled`` -> number of alternatives, for rows that want log probabilities.
+
+        With 0 alternatives, only the sampled token's log probability is wanted.
+        """
         table = self._num_logprobs
         if not table:
             return {}
         return {i: n for i, request in enumerate(sampled) if (n := table.get(request.row)) is not None}
 
     def without_edits(self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors) -> SamplingMetadata:
-        """The sampling batch of the requests that sample, in order, without edits; ``rows`` are their parameters on the
-        device."""
+        """Describe the requests that sample, in order, without edits. ``rows`` are their parameters on the device."""
         params = [self._rows.sampling(request.row) for request in sampled]
         return _core(
             rows,
@@ -179,7 +182,7 @@ class SamplingState:
         )
 
     def with_edits(self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors) -> SamplingMetadata:
-        """The same with edits."""
+        """Describe the requests that sample, with edits."""
         params = [self._rows.sampling(request.row) for request in sampled]
         generated = [r.start + r.num_tokens - int(self._rows.num_prompt_tokens[r.row]) for r in sampled]
         processors = {i: self._processors[r.row] for i, r in enumerate(sampled) if r.row in self._processors}
@@ -210,7 +213,7 @@ class SamplingState:
         )
 
     def _with_drafts(self, counts: Counts | None, drafts: list[int]) -> Counts | None:
-        """As they are when ``drafts`` have been generated."""
+        """Return the counts after ``drafts`` have been generated."""
         if counts is None or not drafts:
             return counts
         times = torch.ones(len(drafts), dtype=torch.int32, device=self._device)

@@ -1,11 +1,11 @@
 """The functions that full graphs capture: a whole step, the forward pass of any batch, and sampling.
 
-Job: run each of them for a padded size, from the static step buffers, with device work only, so that a graph of it
-serves every batch that fits. Owns: the order of the work. Does not know: graphs, requests, which size a batch runs in.
+Job: run a function for a padded size, from the static step buffers, with device work only: its graph serves every
+batch that fits. Owns: the order of the work. Does not know: graphs, requests, which size a batch runs in.
 
 A step in which every sequence decodes, or verifies equally many drafts, is one graph, from the packed inputs to the
-sampled token. In a batch with prefill only the sequences whose prompt ends in the step sample a token, which are mostly
-few; so it runs as two graphs, one sized by its tokens and one by its samples.
+sampled token. In a batch with prefill, only sequences whose prompt ends in the step sample a token. They are mostly
+few, so such a batch runs as two graphs: one sized by its tokens, one by its samples.
 """
 
 from __future__ import annotations

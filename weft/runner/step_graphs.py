@@ -109,8 +109,11 @@ def capture_graphs(
     table: MeasuredModes | None,
     encoder: EncoderGraphs | None = None,
 ) -> StepGraphs:
-    """Capture the given sizes, and those of the vision tower. All graphs share ``pool``, because they run one after the
-    other, and ``GRAPH_BYTES``; what needs most memory goes first."""
+    """Capture the given sizes, and those of the vision tower.
+
+    All graphs share the memory of ``pool``, because no two run at once, and the budget ``GRAPH_BYTES``. The kind that
+    needs most memory goes first.
+    """
     graphs, budget = StepGraphs(), GRAPH_BYTES
 
     def captured(

@@ -16,10 +16,10 @@ from weft.runner.rows import RowTable
 
 @dataclass(slots=True)
 class Layout:
-    """Where the requests of a step lie, ``[S]`` int64 each.
+    """The places of a step's requests on the token axis, ``[S]`` int64 each.
 
     Attributes:
-        rows: of the runner's tables.
+        rows: rows of the runner's tables.
         first: position of the first token to run.
         counts: tokens to run.
         seq_lens: tokens after this step.
@@ -45,7 +45,8 @@ class Layout:
 class SamplingTensors:
     """Sampling parameters of the sequences that sample, ``[N]`` each, from the static buffers.
 
-    ``indices``: flat index of the last token; ``rows``: where the token is remembered; the others as in the sampler.
+    ``indices`` are flat indices of the tokens whose hidden states are sampled from, ``rows`` the rows of the row table.
+    The others are as in ``SamplingMetadata``.
     """
 
     indices: Tensor
@@ -58,7 +59,7 @@ class SamplingTensors:
     positions: Tensor
 
     def select(self, places: Tensor) -> SamplingTensors:
-        """Some of them: ``places [M]`` int64."""
+        """Return the parameters at ``places [M]`` int64."""
         return SamplingTensors(*(getattr(self, name).index_select(0, places) for name in self.__slots__))
 
 

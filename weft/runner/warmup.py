@@ -1,12 +1,12 @@
 """Compiling a model's kernels before the first step, several at a time.
 
-Job: walk through every kind of step that serving can bring, without launching a kernel, so that all that the model
-needs is compiled (``runner/compile_processes.py``) or loaded from Triton's cache on disk. Owns: which steps cover the
-kernels. Does not know: the kernels.
+Job: make every kind of step that serving can bring, and run a walk through them without launching a kernel. Every
+kernel of the model is then compiled (``runner/compile_processes.py``) or loaded from Triton's cache on disk. Owns:
+the steps that cover the kernels. Does not know: the kernels.
 
-A Triton kernel is compiled once for each combination of its compile-time arguments, and these follow from the model and
+A Triton kernel is compiled once for each combination of its compile-time arguments. These follow from the model and
 from sizes of the step: tiles grow with the number of tokens or sequences, splits with the context. Sizes at powers of
-two meet every tile. All layers of one kind use the same kernels, so one of each is walked through.
+two cover every tile. All layers of one kind use the same kernels, so the walk runs one layer of each kind.
 """
 
 from __future__ import annotations
@@ -164,11 +164,12 @@ def _prepare_triton(on_gpu: bool) -> None:
 
 @contextmanager
 def compiled_meanwhile(walk: Callable[[], None], device: torch.device) -> Iterator[None]:
-    """Compile what ``walk`` would launch, while the body runs; wait for that at its end. All of it is then on the
-    device, if that is a GPU, so that no launch has to load it: not even one in the middle of a capture.
+    """Compile the kernels that ``walk`` would launch while the body runs, and wait for them at its end.
 
-    ``walk`` runs first. Its torch operations run as usual, its kernels do not: what they would have written is
-    arbitrary, so it must index nothing by that.
+    On a GPU the kernels are then loaded too, so that no launch has to load one in the middle of a capture.
+
+    ``walk`` runs first. Its torch operations run, its kernels do not. The kernels' results are arbitrary, so ``walk``
+    must not index by them.
     """
     import triton
 

@@ -1,11 +1,10 @@
-"""Which drafts are accepted: those that are what was sampled.
+"""Acceptance: a draft is kept if the model sampled the same token.
 
-At every position of a step that verifies drafts a token is sampled as without drafts: from the same distribution, with
-the random numbers of that position. A draft is accepted if it is that token and all drafts before it are accepted; the
-first token that differs from its draft takes its place. For a draft that is one token, not a distribution, this is
-rejection sampling (arXiv 2211.17192): it is accepted with its probability p(draft), and otherwise the token comes from
-p without it, renormalised. More than the distribution stays: the tokens are those of decoding without drafts, seed for
-seed.
+At every position of a step that verifies drafts, a token is sampled as without drafts: from the same distribution, with
+the random numbers of the position. A draft is accepted if it equals the sampled token and all earlier drafts are
+accepted. The first sampled token that differs replaces its draft. For a draft that is one token, not a distribution,
+this is rejection sampling (arXiv 2211.17192): the draft is accepted with probability p(draft), and otherwise the token
+comes from p without the draft, renormalised. The tokens are even those of decoding without drafts, seed for seed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.ops.drafts.types import AcceptanceRule, RowState
 
 
 def sampled_positions(requests: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-    """The requests that sample; one with drafts once for each position, as if it had only the drafts before it."""
+    """Return a request for every position that samples. At each position, a request has only the earlier drafts."""
     positions: list[ScheduledRequest] = []
     for request in requests:
         drafts = request.draft_token_ids
@@ -41,7 +40,7 @@ def sampled_positions(requests: Sequence[ScheduledRequest]) -> list[ScheduledReq
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What became of the drafts of a step that samples at M positions of N requests, on the device.
+    """The acceptance of the drafts of a step that samples at M positions of N requests, on the device.
 
     Attributes:
         num_accepted: ``[N]`` int64, each request's accepted drafts.
@@ -54,7 +53,7 @@ class Acceptance:
     counted: Tensor
 
     def leading(self, num_requests: int, num_positions: int) -> Acceptance:
-        """That of the first requests: a graph pads."""
+        """Return the acceptance of the first requests, without a graph's padding."""
         return Acceptance(self.num_accepted[:num_requests], self.last[:num_requests], self.counted[:num_positions])
 
 
@@ -65,8 +64,8 @@ class RejectionSampler:
         synthetic_rate: for measurements with meaningless weights: a draft is right with this probability, by the
             random numbers of its position, and stands in the place of the token that was sampled. None: a draft is
             right if it is that token.
-        never: ids of drafts that are not accepted: what is sampled in their place is then the last token of its step,
-            the same one if it is right. For tokens that end a text: a step that follows without knowing of the end
+        never: ids of drafts that are never accepted: tokens that end a text. The token sampled at such a position is
+            then the last token of its step, also if it is the same. A step that follows without knowing of the end
             (``ScheduledRequest.follows``) begins with it, so that the state after exactly the text is stored.
     """
 
@@ -102,8 +101,8 @@ def accept(is_right: Tensor, first: Tensor) -> Acceptance:
     """Accept the drafts of each request up to the first wrong one; device work only.
 
     Args:
-        is_right: ``[M]`` bool, of the draft that follows each position; False at the last one of each request, whose
-            positions lie side by side.
+        is_right: ``[M]`` bool, whether the draft after each position is right; False at each request's last position.
+            The positions of a request are consecutive.
         first: ``[N]`` int64, index of each request's first position, ascending.
     """
     indices = torch.arange(len(is_right), device=is_right.device)

@@ -1,6 +1,7 @@
-"""Which drafts a step verifies.
+"""The plan of the drafts that a step verifies.
 
-As many as the request's parameters, the step and the cache have room for. Does not know: how drafts are made, tensors.
+A request gets as many as its parameters, the step and the cache have room for. Does not know: how drafts are made,
+tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ LOW_RATE = 0.3
 
 
 class Proposer(Protocol):
-    """Guesses what comes next. What it guesses changes the speed, never the tokens."""
+    """Proposes drafts. The proposals change the speed, never the tokens."""
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """Up to ``count`` tokens that may follow the known tokens of ``request``, all of which are known."""
+        """Return up to ``count`` drafts that follow ``request``'s tokens, all of which are known on the host."""
         ...
 
 
@@ -85,7 +86,7 @@ class DraftPlanner:
         max_drafts: no request gets more.
         drafts_at: from the requests of a step to the drafts that each of them gets.
         max_model_len: most tokens of a sequence.
-        reach: tokens past a step's last one for which the head wants pages; where there are none, it guesses worse.
+        reach: tokens past a step's last one for which the head wants pages. Without pages its drafts are worse.
         on_device: drafts stay on the device, so that a step can follow another before its results are known.
         may_be_none: for some texts nothing is drafted.
         why_few: drafts are accepted, if few are.
@@ -132,8 +133,8 @@ class DraftPlanner:
     def plan(self, decoding: Sequence[Decoding], num_seqs: int, budget: int) -> list[Drafts]:
         """Drafts for requests whose last known token runs in this step; empty if nobody gets any.
 
-        The leases get pages and slots for them. What is accepted past ``max_tokens`` is dropped. Where some get drafts,
-        any tokens fill up the others, so that all bring equally many, which runs faster than different numbers.
+        The leases get pages and slots for them. Accepted drafts past ``max_tokens`` are dropped. Requests with fewer
+        drafts than others are filled up with arbitrary tokens: steps with equally many drafts per request run faster.
 
         Args:
             num_seqs: requests in the step, prefills included.
@@ -193,7 +194,7 @@ class DraftPlanner:
         }
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Of ``num_drafts`` drafts of ``request`` the first ``num_accepted`` were right."""
+        """Count a verification in which the first ``num_accepted`` of ``num_drafts`` drafts were right."""
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         self.num_drafts += 1
