@@ -1,4 +1,4 @@
-"""Which implementation of every operation runs: plain torch, or Triton kernels."""
+"""Choice between the implementations of an operation: plain torch or Triton kernels."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from weft.forward_context import Batch
 class ChunkWalk:
     """All chunks of the sequences from ``batch.num_decodes`` on, of which there is one at least.
 
-    Chunks stand in the order of their index within the sequence, longest sequence first: those of one step of the state
-    pass are then a slice, and the sequences that still have one a prefix.
+    Chunks are ordered by their index within the sequence, longest sequence first. The chunks of one step of the state
+    pass are then a slice, and the sequences with chunks left are a prefix.
 
     Attributes:
         tokens, valid: ``[chunks, size]``: token index and validity of every cell; invalid ones point at their chunk's

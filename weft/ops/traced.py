@@ -42,7 +42,7 @@ def traced_op(
 
     Args:
         reference: its torch reference; None: that of an operation with a kernel (``with_kernel``).
-        fusible: bound by memory, so that a compiler gains by fusing it with what stands around it.
+        fusible: whether the function is bound by memory, so that fusing it with its neighbours is faster.
         fake: shapes and dtypes of the results, called as the reference. Default: the reference, which then must run on
             fake tensors.
 

@@ -46,9 +46,9 @@ def paged_attention(
         q: ``[T, Hq, D]``. Over a cache in e4m3 the kernels multiply bfloat16 queries as float16: beyond 65,504
             scores are not finite.
         k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in q's dtype or e4m3; Hq is a multiple of Hkv, and query
-            head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with
-            one query token, earlier steps wrote all keys but that token's, or kernels before an ordinary launch, which
-            waits for them: they are read early on the GPU (``ops/triton/early_launch.py``).
+            head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Keys of a sequence
+            with one query token, except the key of that token, are read early on the GPU
+            (``ops/triton/early_launch.py``): an earlier step wrote these keys, or a kernel before an ordinary launch.
         batch: says which tokens form which sequence and where their pages are.
         sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
         v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.
@@ -129,8 +129,8 @@ def _decode_block(
     *,
     ragged: bool,
 ) -> Tensor:
-    """The last ``query_len`` tokens of sequences of at most ``longest`` tokens (all of exactly that many unless
-    ``ragged``); they and the query heads of a group stand as rows, so that keys need no repetition."""
+    """Attend from the last ``query_len`` tokens of each sequence. Sequences have at most ``longest`` tokens, or exactly
+    as many unless ``ragged``. Tokens and the query heads of a group form rows, so that keys need no repetition."""
     n, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
     offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.

@@ -46,13 +46,13 @@ if GLUON_IS_KNOWN:
 
 _SPLIT = 256
 _DOUBLE_WORK = 112 * 1024 * 128
-"""A sequence has splits twice as long if its tokens, times the number of sequences, key heads and their size, are more
-than this, and four times as long if they are eight times as many: then fewer programs fill the device, each of which
-costs a start, an end, and a part of the workspace."""
+"""Threshold on tokens of a sequence times sequences times key heads times head size. Beyond the threshold splits are
+twice as long, beyond eight times the threshold four times as long: fewer programs then fill the device, and each
+program costs a start, an end and workspace."""
 
 _HELD_PROGRAMS, _FEW_PROGRAMS, _MANY_PROGRAMS = 1024, 2048, 8192
-"""Programs that the decode grid aims at, where they hold keys, for few and for many sequences: idle ones cost more
-where few work, and the first number is so small that the merge starts early."""
+"""Target numbers of programs of the decode grid: with held keys, for few sequences, for many sequences. Idle programs
+cost more where few work. The first number is small so that the merge starts early."""
 
 _MIXTURE_PROGRAMS, _MIXTURE_DECODES = 1024, 32
 """In a graph that may hold no decode at all: programs of the decode kernel, and the sequences that splits are made for
@@ -62,11 +62,11 @@ _FEW_SEQUENCES = 64
 """Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
 
 _HELD_WORK, _HELD_SPLITS, _HELD_TABLE, _HELD_HEAD = 16 * 128, 16, 16384, 256
-"""Up to so many sequences times key heads times their size, sequences of up to so many splits take one program per
-split, which holds all its keys: nothing else would move meanwhile. In longer ones a pipeline moves more, with fewer
-warps than these programs have: where page tables hold more tokens, all sequences take that. So do heads of more than
-the last number: the keys of a split would not fit in shared memory. With twice as many sequences half of a split is
-held, by programs of which two fit a multiprocessor."""
+"""Limits for programs that hold all keys of a split: sequences times key heads times head size, splits of a sequence,
+tokens of the page table, head size. Within the limits no other data would move meanwhile. Longer sequences move more
+data through a pipeline with fewer warps. Wider page tables use the pipeline for all sequences, and so do larger heads,
+because the keys of a split would not fit in shared memory. With twice as many sequences half of a split is held, by
+programs of which two fit a multiprocessor."""
 
 MOST_ROWS = 32
 """Query tokens times heads of a group that a tile holds: as many as were measured. Triton has miscompiled products of
@@ -83,7 +83,7 @@ _MANY_SEQUENCES = 256
 
 
 class Fixed(NamedTuple):
-    """What the decode kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         head_dim, group, num_heads, page_size: of the model; so many query heads share a key head.
@@ -295,9 +295,9 @@ def decode_tile(
     num_seqs: int, num_kv_heads: int, head_dim: int, num_rows: int, element_size: int, cache_size: int,
     table_tokens: int,
 ) -> Tile:  # fmt: skip
-    """Tile of the decode kernel, for so many rows (heads of a group, times query tokens), elements of queries and of
-    the cache of so many bytes: up to 32 KiB of keys, and as much of values, per stage; half of it where several
-    programs work on a multiprocessor."""
+    """Choose the tile of the decode kernel for ``num_rows`` rows (heads of a group times query tokens) and the bytes of
+    an element of queries and of the cache. A stage holds up to 32 KiB of keys and as much of values, or half as much if
+    several programs share a multiprocessor."""
     rows, work = max(16, next_power_of_2(num_rows)), num_seqs * num_kv_heads
     if element_size == 4:
         keys = max(16, min(64, 8192 // next_power_of_2(head_dim)))

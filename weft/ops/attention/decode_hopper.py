@@ -58,7 +58,7 @@ of a split, and start and end as often."""
 
 @gluon.jit
 def _load_page(table, start, end, places, FIXED: gl.constexpr):
-    """Of each block of the tile that begins at ``start``."""
+    """Load the page id of each block of the tile that begins at ``start``."""
     first = start + places[0]
     return gl.load(table + first // FIXED.page_size, mask=first < end, other=0)
 
@@ -77,7 +77,7 @@ def _load(cache, page, start, end, places, FIXED: gl.constexpr):
 
 @gluon.jit
 def _load_values(cache, page, start, end, places, FIXED: gl.constexpr):
-    """Of the even keys, and of the odd ones."""
+    """Load the words of the even keys and of the odd keys."""
     words, stride_word = cache
     even = _load(cache, page, start, end, places, FIXED)
     return even, _load((words + stride_word, stride_word), page, start, end - 1, places, FIXED)
@@ -148,8 +148,8 @@ def _decode_sequence(
 ):  # fmt: skip
     """Every ``step``-th split of one sequence and key head, if the sequence has ``query_len`` query tokens.
 
-    With EARLY this is where the program waits for the kernels before it; one without a split leaves at once. What
-    earlier steps wrote of the first tile loads before that.
+    With EARLY this is where the program waits for the kernels before it; one without a split leaves at once. The part
+    of the first tile that earlier steps wrote is loaded before the wait.
     """
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks = inputs
     stride_q, stride_slot, stride_table = strides
@@ -193,7 +193,7 @@ def _decode_sequence(
                 k_page = _load_page(table, first + KEYS, end, of_keys, FIXED)
                 v_page = _load_page(table, first + KEYS, end, of_values, FIXED)
                 for start in range(first, end, KEYS):
-                    # What is loaded next takes the registers of what was just multiplied.
+                    # The next loads reuse the registers of the operands that were just multiplied.
                     scores = scores_of(keys, queries, FIXED, PRODUCTS)
                     keys = _load(caches[0], k_page, start + KEYS, end, of_keys, FIXED)
                     k_page = _load_page(table, start + 2 * KEYS, end, of_keys, FIXED)

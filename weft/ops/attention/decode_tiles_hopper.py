@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 HEAD_DIM, ROWS = gl.constexpr(128), gl.constexpr(8)
 WORDS = gl.constexpr(32)
-"""Of four numbers each."""
+"""Words of a head, of four e4m3 numbers each."""
 
 _FOUR, _EIGHT = gl.constexpr((gl.float16,) * 4), gl.constexpr((gl.float16,) * 8)
 

@@ -35,7 +35,7 @@ _LEAST_SPLIT, _MOST_SPLITS = 128, 1024
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         num_heads, rank, shared, entry, page_size: of the layer; an entry has ``rank + shared`` columns and padding.

@@ -62,7 +62,7 @@ def decode_programs(
 
 
 def most_splits(table_tokens: int, double_from: int, split: int) -> int:
-    """Of the longest sequence of each kind that a page table holds."""
+    """Compute the largest number of splits that a sequence of this page table can have."""
     lengths = min(table_tokens, double_from), min(table_tokens, 8 * double_from), table_tokens
     return max(1, *(cdiv(length, split << doublings) for doublings, length in enumerate(lengths)))
 

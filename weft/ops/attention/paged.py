@@ -28,9 +28,9 @@ if GLUON_IS_KNOWN:
     from weft.ops.attention import prefill_hopper as hopper
 
 _BRANCH_ROWS, _BRANCH_HEADS = 512, 128 * MULTIPROCESSORS
-"""From so many rows on, up to so many heads of rows, which the prefill kernel's programs take at a time, decodes of a
-captured mixture run beside its prefills: 10% less at 512 rows of Qwen3-0.6B, 5% at 1,024, and nothing or a loss beyond.
-With fewer rows programs that find no decode and leave at once are the cheaper way."""
+"""Least rows, and most heads of rows, for which decodes of a captured mixture run in parallel with its prefills. That
+takes 10% less time at 512 rows of Qwen3-0.6B, 5% less at 1,024, and no less beyond. With fewer rows programs that find
+no decode and leave at once are the cheaper way."""
 
 _HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
 """From so many rows of q on, and so many per prefilling sequence, the kernel for Hopper takes over. On an H200 both
@@ -84,9 +84,9 @@ def _prefill(
 
 
 def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
-    """Whether that kernel takes these tensors and pays. Each of its programs fills a multiprocessor, so blocks without
-    work (one per sequence, decodes included) must not outnumber the full ones by far. How many sequences a graph of a
-    mixture will serve is not known: it is made for few."""
+    """Whether that kernel takes these tensors and pays. A program of the Hopper kernel fills a multiprocessor, so
+    blocks without work must not outnumber full blocks by far. Every sequence has one such block, decodes included. How
+    many sequences a graph of a mixture will serve is not known: it is made for few."""
     if not GLUON_IS_KNOWN or q.shape[0] < _HOPPER_ROWS or not hopper.takes(q, k_cache):
         return False
     if batch.mixed is not None:

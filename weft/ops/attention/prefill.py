@@ -38,7 +38,7 @@ _SHORT_ROWS = 24576
 
 
 class Fixed(NamedTuple):
-    """What the prefill kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         head_dim, group, page_size: of the model; so many query heads share a key head.

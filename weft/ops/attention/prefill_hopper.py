@@ -9,8 +9,8 @@ A program has rows (``row = token * group + head``) of one sequence and key head
   cache it widens them to float16, which holds all e4m3 numbers;
 - *two consumers*, four warps each, multiply on the matrix units and compute the online softmax.
 
-Each consumer has 64 rows of its own. Where that makes too few programs, both have the same 64 rows, and every other
-tile of the keys; at the end the second leaves its sums in shared memory, and the first adds them to its own.
+Each consumer has 64 rows of its own. If that makes too few programs, both consumers have the same 64 rows, and every
+other tile of the keys. At the end the second writes its sums to shared memory, and the first adds them to its own.
 
 The schedule is that of FlashAttention-3 (arXiv 2407.08608). A consumer starts the scores of tile j, then the product of
 the values of tile j - 1, and computes the softmax of tile j while that product runs. For heads of up to 128 the
@@ -60,15 +60,16 @@ from weft.ops.triton.hopper_tiles import (
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _ROWS = 64
-"""Of a consumer, as four warps multiply them at a time."""
+"""Rows of a consumer: four warps multiply that many at a time."""
 
 _SHARED_HEADS, _SHARED_HEAD = 128 * MULTIPROCESSORS * 3 // 4, 128
 """Consumers share their rows up to so many heads of query tokens, if heads have so many elements at most. With 1,024
 tokens of Qwen3-0.6B, where each has rows of its own and nearly every multiprocessor a program, that is slower."""
 
 _LOWEST = gl.constexpr(-(2.0**100))
-"""A maximum below all scores, of rows that may see none of a consumer's keys: finite, so that differences are numbers,
-and a power of two, so that it is scaled without rounding (a fused multiply-subtract would leave the error)."""
+"""Initial maximum of a row, below all scores, because a row may see none of a consumer's keys. The value is finite, so
+that differences are numbers. As a power of two it is scaled without rounding; a fused multiply-subtract would leave the
+error."""
 
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -181,7 +182,7 @@ def _attend(
 def _offsets(
     row, kv_head, stride, FIRST: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Of 64 rows, in a layout: tokens within the block, and offsets in ``q`` or ``out``."""
+    """Compute tokens within the block, and offsets in ``q`` or ``out``, of 64 rows in a layout."""
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
     tokens = FIRST + lanes // GROUP
@@ -308,8 +309,8 @@ def _prefill_hopper_kernel(
 
 
 def _tiles(head_dim: int, is_shared: bool, is_widened: bool) -> tuple[int, int]:
-    """Keys of a tile, and stages: what shared memory has room for. A consumer that has every other tile gives a stage
-    back later, so there are more of them."""
+    """Compute the keys of a tile and the number of stages that fit in shared memory. Consumers that share rows release
+    a stage later, so they get more stages."""
     if is_shared:
         return 64, 4 if is_widened else 5
     return (128 if head_dim <= 128 else 64), 2

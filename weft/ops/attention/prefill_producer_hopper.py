@@ -4,8 +4,9 @@ Job: order tiles, and have them in the ring as the matrix units read them. Owns:
 what the consumers do with them.
 
 Over a cache in the queries' dtype the producer is one warp, which orders tiles from the copy engine (TMA), page by
-page. Tiles of an FP8 cache are copied beside the ring, one of keys and one of values at a time, by four warps, which
-then widen them into it. They do without the copy engine: before each of its orders all four wait for one another.
+page. For an FP8 cache the producer is four warps. They copy one tile of keys and one of values at a time into a
+separate buffer, and widen both into the ring. The copy engine is not used, because all four warps would wait for one
+another before each order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weft.ops.triton.gluon import threads_load
 from weft.ops.triton.hopper_tiles import fetch, widen
 
 COPIED = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
-"""Which thread copies, and then widens, which of 64 dims of a tile."""
+"""Assignment of the 64 dims of a tile to the threads that copy and widen them."""
 NARROW = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
 
 
@@ -78,7 +79,7 @@ def _produce_widened(
     k_cache, v_cache, k_tiles, v_tiles, barriers, narrow, page_table, column, keys,
     PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy tiles of an FP8 cache beside the ring, one of keys and one of values at a time, and widen them into it."""
+    """Copy one tile of keys and one of values at a time from an FP8 cache, and widen both into the ring."""
     k_ready, k_empty, v_ready, v_empty, _turns, _merged = barriers
     stride = gl.num_programs(0) * HEAD_DIM
     if keys > 0:

@@ -1,4 +1,4 @@
-"""What the paged attention kernels share: tiles, loads of keys and values, one step of the online softmax.
+"""Shared parts of the paged attention kernels: tiles, loads of keys and values, one step of the online softmax.
 
 Job: the parts below ``decode.py``, ``prefill.py`` and ``prefill_hopper.py``. Owns: the
 arithmetic of a tile. Does not know: which rows form a tile, grids.
@@ -28,9 +28,9 @@ METADATA = ["page_table", "seq_lens", "cu_seqlens_q", "counts"]
 class Tile(NamedTuple):
     """Rows (query token, head) and keys of one tile, warps and pipeline stages.
 
-    Of the decode kernel alone: ``ahead``: it loads page ids a step before the keys that need them (shorter waits, more
-    registers); ``held_splits``, ``held_keys``: sequences of up to so many splits load so many keys of each before the
-    kernel before it has ended.
+    Only the decode kernel uses the last three. ``ahead``: load page ids a step before their keys (shorter waits, more
+    registers). Sequences of up to ``held_splits`` splits load ``held_keys`` keys of each split before the previous
+    kernel has ended.
     """
 
     rows: int
@@ -113,8 +113,8 @@ def start_softmax(
 
 @triton.jit
 def widen_values(v, dtype: tl.constexpr):
-    """``v [keys, D]`` in another dtype. e4m3 becomes float16 where it was loaded: in the layout of the product's
-    operand, to which the compiler would bring it first, each value is one load of a byte. It moves no assembly."""
+    """``v [keys, D]`` in another dtype. e4m3 is converted to float16 in the layout in which it was loaded. The compiler
+    would first convert to the operand's layout, in which each value is one load of a byte. It moves no assembly."""
     if v.dtype == tl.float8e4nv and dtype == tl.float16 and not _INTERPRETED:
         wide = tl.inline_asm_elementwise(
             """{

@@ -3,19 +3,20 @@
 Job: ``all_reduce_rms_norm`` on GPUs for up to ``MAX_PROGRAMS`` rows. Owns: the exchange. Does not know: layers, groups,
 the packets' format (``packets.py``).
 
-The low-latency protocol (LL) of NCCL: every rank writes its rows straight into every rank's memory, as packets that
-arrive whole, so there is no barrier: a sum takes one way over NVLink instead of three. Twice the bytes are moved, so it
+The low-latency protocol (LL) of NCCL: every rank writes its rows straight into every rank's memory. Packets arrive
+whole, so no barrier is needed, and a sum takes one way over NVLink instead of three. Twice the bytes are moved, so it
 is for few rows. Either this kernel sends the rows, or the kernel before it has (``SentRows``), and this one receives.
 
 Program p of every rank exchanges row p with program p of the others. Halves of the memory alternate as in
-``signalled.py``, and for the same reason one exchange cannot overwrite what a peer still reads: a rank writes a half
-again two exchanges later, when it has seen every peer's packets of the exchange between, which a peer sends only after
-its launch before has ended. What is said there of early launches holds here as well.
+``signalled.py``, so that an exchange overwrites nothing that a peer still reads. A rank writes a half again two
+exchanges later. By then it has seen every peer's packets of the exchange between, and a peer sends these only after its
+previous launch has ended. Early launches are safe for the reasons given in ``signalled.py``.
 
-Where the kernel before has sent the rows and passed on its start, a program does not wait for the end of that kernel,
-with all its writes over NVLink, but for the packets. Every program of that kernel has waited by then, so what older
-kernels wrote is there; and what is written here lies in memory that was allocated before that kernel was launched, so
-none of its programs reads there. The wait comes last, so that this kernel's end still means the end of all before it.
+If the previous kernel has sent the rows and passed on its start, a program waits for the packets instead of the end of
+that kernel with all its writes over NVLink. Every program of the previous kernel has waited by then, so results of
+older kernels are visible. This kernel writes only memory that was allocated before the previous kernel's launch, so no
+program of the previous kernel reads this memory. The wait comes last, so that this kernel's end still means the end of
+all before it.
 """
 
 from __future__ import annotations

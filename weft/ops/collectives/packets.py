@@ -20,7 +20,7 @@ from weft.ops.collectives.peer_buffers import MAX_PROGRAMS, PeerBuffers, packets
 
 
 class Route(NamedTuple):
-    """What a kernel is compiled for that sends packets.
+    """Compile-time parameters of a kernel that sends packets.
 
     Attributes:
         rank, size: of ``PeerBuffers``.

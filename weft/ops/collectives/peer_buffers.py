@@ -43,8 +43,9 @@ class PeerBuffers:
 
 
 _MOST_BYTES, _MOST_BYTES_OF_TWO = 128 * 2**10, 512 * 2**10
-"""Of a message: with four ranks packets were faster than a barrier up to there, with two up to ``MAX_PROGRAMS`` rows of
-4 KiB, which is all that there is room for; other numbers of ranks were not measured."""
+"""Most bytes of a message that is sent in packets. With four ranks packets were faster than a barrier up to this size.
+With two ranks they were faster up to ``MAX_PROGRAMS`` rows of 4 KiB, the size of the buffer. Other numbers of ranks
+were not measured."""
 
 
 def takes_packets(num_rows: int, width: int, dtype: torch.dtype, size: int) -> bool:

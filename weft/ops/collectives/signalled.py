@@ -14,10 +14,10 @@ exchange between, and a peer sets that flag only after its launch before has end
 
 Early launch stays correct across the barrier. Every program waits for the kernels before it prior to anything else, so
 what it signals is complete, and the launch before has ended here. Kernels after this one are released at once; they
-wait in turn until this grid has ended. Released early they take room on the multiprocessors while programs here spin,
-but a release counts only when every program of this grid has started: nothing that waits for this grid can keep a part
-of it from starting. And the grid has at most ``MAX_PROGRAMS`` programs, which all run at the same time, so no program
-of a peer waits for one here that is not running yet.
+wait in turn until this grid has ended. Released early they take room on the multiprocessors while programs here spin. A
+release counts only after every program of this grid has started, so no waiting kernel can keep a part of this grid from
+starting. And the grid has at most ``MAX_PROGRAMS`` programs, which all run at the same time, so no program of a peer
+waits for one here that is not running yet.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _scale(weight, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTERED: tl.c
 
 @triton.jit
 def _tile(tile, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Of this program's tile number ``tile``: its rows ``[TILE, 1]``, where they stand in the program's part of the
-    buffer, and what of them is there ``[TILE, BLOCK]``."""
+    """Compute rows ``[TILE, 1]`` of this program's tile number ``tile``, their offsets in the program's part of the
+    buffer, and the mask ``[TILE, BLOCK]`` of elements that exist."""
     local = tile * TILE + tl.arange(0, TILE)[:, None]
     rows = (tl.program_id(0) + local * tl.num_programs(0)).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]

@@ -35,9 +35,9 @@ def causal_conv1d(
         x: ``[T, C]``.
         weight: ``[C, W]``, W at least 2.
         bias: ``[C]`` or None.
-        conv_state: ``[num_slots, C, W - 1]``. The initial state is that of ``batch.state_slots`` (zero for a sequence
-            that starts here); the final state is written back there, and the state after every chunk with a
-            ``checkpoint_slot`` into that slot.
+        conv_state: ``[num_slots, C, W - 1]``. A sequence starts from the state in its slot of ``batch.state_slots``, or
+            from zero if it begins in this step. The final state is written to the same slot, and the state after a
+            chunk to the chunk's ``checkpoint_slot``, if any.
         silu: whether SiLU follows the convolution.
 
     Returns:

@@ -1,5 +1,5 @@
-"""One step of the short causal convolution, for rows that continue a state: its parts, and one kernel for the step with
-SiLU and the double-gated one of LFM2."""
+"""One step of the short causal convolution, for rows that continue a state. One kernel serves the step with SiLU and
+the double-gated step of LFM2; fused decode kernels use its parts."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ mean.
 
 There are two kinds of programs, each for a block of channels. Those of a *piece* (a few tokens of one chunk of the
 chunk table) convolve the tokens whose whole window lies in this step, and store the checkpoints that do. A window
-slides over the rows: each is read and converted once. Those of a *sequence* do everything that sees its old state: the
-first ``W - 1`` tokens, checkpoints among them, and the final state, written over the old one. So no two programs race
-for a state.
+slides over the rows: each is read and converted once. Programs of a *sequence* do all work that depends on the old
+state: the first ``W - 1`` tokens with their checkpoints, and the final state, which replaces the old one. Therefore no
+two programs race for a state.
 
 Graph-safe: grids depend on padded sizes alone; pieces past their chunk's end and sequences without chunks leave at
 once, and the pieces share out the rows that belong to no sequence.
@@ -52,7 +52,7 @@ TILES = {
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         channels, history: of the convolution: inputs that a state holds.
@@ -143,7 +143,7 @@ def _store_state(
 def _begin_sequence(
     tensors, chunks, sequences, i_prefill, num_seqs, channels, mask, stride_x, FIXED: tl.constexpr
 ):  # fmt: skip
-    """What one sequence takes from its old state, and its final state."""
+    """Compute the tokens of one sequence that depend on its old state, and store its final state."""
     x, weight, bias, out, conv_state = tensors
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk = chunks
     cu_seqlens_q, seq_lens, state_slots = sequences

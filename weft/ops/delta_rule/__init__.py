@@ -118,9 +118,9 @@ def chunk_gated_delta_rule(
         v: ``[T, HV, V]``; HV is a multiple of HK.
         g: ``[T, HV]`` float32 from ``gdn_gates``, or ``[T, HV, K]`` from ``kda_gates`` (then HK equals HV).
         beta: ``[T, HV]`` float32.
-        state: ``[num_slots, HV, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
-            starts here); the final state is written back there, and the state after every chunk with a
-            ``checkpoint_slot`` into that slot, in the same pass.
+        state: ``[num_slots, HV, K, V]``. A sequence starts from the state in its slot of ``batch.state_slots``, or from
+            zero if it begins in this step. The final state is written to the same slot, and the state after a chunk to
+            the chunk's ``checkpoint_slot``, if any, in the same pass.
 
     Returns:
         ``[T, HV, V]`` in v's dtype; rows outside those sequences are zero.
@@ -224,7 +224,7 @@ def gdn_decode(
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token for each of N rows that continue a state; both states advance in place.
+    """Compute one token for each of N rows that continue a state. Both states advance in place.
 
     Args:
         projected: ``[N, C + HV * V + 2 * HV]``, ``q | k | v | z | b | a`` with ``C = 2 * HK * K + HV * V``.
@@ -275,8 +275,8 @@ def gdn_verify(
         state: ``[num_slots, HV, K, V]``, float32 or bfloat16; rounded to that after every token, as decoding does.
         state_slots: ``[S]`` int32, the slots that hold the states before these tokens. Slot 0: the sequence is padding,
             its output is zero, and only the reserved slot's state may change.
-        slots: ``[S, T]`` int32, the slots that receive the states after each token; 0: nothing is kept. Those of
-            ``state_slots`` may be among them, each in its own row; no other slot occurs twice.
+        slots: ``[S, T]`` int32, the slots that receive the states after each token; 0: nothing is kept. A slot of
+            ``state_slots`` may occur in its own row. No other slot occurs twice.
 
     Returns:
         ``[S * T, HV * V]`` in projected's dtype, ready for the output projection.
@@ -326,7 +326,7 @@ def kda_decode(
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token for each of N rows that continue a state; both states advance in place.
+    """Compute one token for each of N rows that continue a state. Both states advance in place.
 
     Args:
         projected: ``[N, 3 * H * K + H + ...]``, ``q | k | v | b``; more columns may follow.

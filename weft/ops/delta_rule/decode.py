@@ -1,18 +1,18 @@
 """The decode steps of Gated DeltaNet and of Kimi Delta Attention as one kernel.
 
-Job: ``gdn_decode`` and ``kda_decode`` on the GPU, in one launch. On Hopper the states get a second one where that is
-faster (``launch_of_states`` in ``verify.py``): with few rows, and in bfloat16 with any number of rows but those
-whose programs fill the device just once (9 to 16 of 32 heads). ``gdn_decode`` is then a verification of one token.
-Owns: who reads and writes which convolution channels. Does not know: layers.
+Job: ``gdn_decode`` and ``kda_decode`` on the GPU, in one launch. On Hopper a second launch updates the states where
+that is faster (``launch_of_states`` in ``verify.py``). That is so with few rows, and for bfloat16 states unless the
+programs fill the device just once (9 to 16 rows of 32 heads). ``gdn_decode`` is then a verification of one token. Owns:
+who reads and writes which convolution channels. Does not know: layers.
 
-A program serves one row and one *key* head with all value heads of its group, in Kimi Delta Attention one. It alone
-reads and shifts the convolution states of that head's queries and keys and of those value heads, so the shift in place
-races with nobody, and it holds whole value heads, so the output norm needs no second launch. The recurrent state is
-read once and written once: its tiles, ``[K, BLOCK_V]``, pass through float32 registers with V along the lanes.
+A program serves one row and one *key* head with all value heads of its group (one value head in Kimi Delta Attention).
+No other program reads or shifts the convolution states of these heads, so the shift in place is safe. The program holds
+whole value heads, so the output norm needs no second launch. The recurrent state is read once and written once: its
+tiles, ``[K, BLOCK_V]``, pass through float32 registers with V along the lanes.
 
-Queries, keys, values, gates and decays are computed first, all their loads in flight together, and go through a small
-float32 buffer that stays in the L1 cache: read back, they have the layout that the state's tile asks for, where
-computing them in that layout would repeat every load in every warp.
+Queries, keys, values, gates and decays are computed first, with all loads in flight together. They go through a small
+float32 buffer that stays in the L1 cache, and are read back in the layout of the state's tile. Computing them in that
+layout would repeat every load in every warp.
 
 Graph-safe: the grid is the padded number of rows; rows with slot 0 write zeros and leave.
 """
@@ -48,7 +48,8 @@ class Shape(NamedTuple):
 
 
 def choose_shape(num_programs: int) -> Shape:
-    """With few programs each must hide its own latency; with many, four to a multiprocessor hide each other's."""
+    """Choose the shape by the number of programs. A few programs hide their own latency; of many, four share a
+    multiprocessor and hide the latency of each other."""
     if num_programs <= 2 * MULTIPROCESSORS:
         return Shape(64, 4, True, None)
     return Shape(64, 4, False, 128)
@@ -100,7 +101,7 @@ def _step_head(
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel: of the layer, as in ``GatedDeltaNetConfig``.
@@ -298,7 +299,7 @@ def choose_kda_shape(num_programs: int) -> Shape:
 
 
 _CONVOLUTIONS = Shape(64, 4, False, None)
-"""Of programs that read no states."""
+"""Shape of programs that read no states."""
 
 
 @launches(kda_decode)

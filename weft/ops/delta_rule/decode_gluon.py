@@ -1,13 +1,12 @@
 """States of the delta rule in bfloat16 through one token, in Gluon, for more than a few rows.
 
-Job: what ``verify.py`` does after the convolutions where each sequence has one token, and what ``kda_decode``
-does then, in a launch of its own. Owns: who holds what of a state. Does not know: convolutions, gates, who asks for the
-token.
+Job: the state update of ``verify.py`` for one token of each sequence, and of ``kda_decode``, in a separate launch.
+Owns: who holds what of a state. Does not know: convolutions, gates, who asks for the token.
 
-The step is bound by memory. A program has one head of one row: its four warps request the whole state before the kernel
-before this one has ended, whole rows at a time, and hold it as it comes, two numbers in a word. Numbers are widened for
-the products with key and query, and once more for the update; kept as float32 they would leave room for half as many
-programs.
+The step is bound by memory. A program has one head of one row. Its four warps request the whole state before the
+previous kernel has ended, whole rows at a time. They hold the state as it is stored, two numbers in a word. Numbers are
+widened for the products with key and query, and once more for the update; kept as float32 they would leave room for
+half as many programs.
 
 Graph-safe: the grid is the padded number of rows; rows with slot 0 leave.
 """
@@ -150,7 +149,7 @@ def takes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool:
 def launch_decode_states(
     vectors: Tensor, state: Tensor, state_slots: Tensor, slots: Tensor, out: Tensor, eps: float, places: Vectors
 ) -> None:
-    """As ``launch_verify_states`` of ``verify_gluon.py``, of one token of each sequence."""
+    """Take states through one token of each sequence; see ``launch_verify_states`` of ``verify_gluon.py``."""
     fixed = StatesFixed(1, vectors.shape[1], state.shape[1], places)
     words = state.view(torch.int32), state_slots, slots, out.view(torch.int32)
     _decode_states_kernel[(state.shape[1], slots.shape[0])](

@@ -152,7 +152,7 @@ def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) 
 
 
 _ELEMENTS = 512
-"""Of a program: as many whole tokens as they hold. At most sizes the launch is the cost."""
+"""Elements of a program, which takes as many whole tokens as fit. At most sizes the launch is the cost."""
 
 
 @jit(do_not_specialize=["num_tokens"])

@@ -12,15 +12,15 @@ running sum of g and S the state before the chunk::
     S'    = exp(G_last) S + (exp(G_last - G) k)^T delta
 
 Every pair i > j lies, for one power of two s, in neighbouring halves of a block of 2 s rows. With b the last row of the
-first half, ``exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j)``, of which neither exceeds 1, and the sum over channels is
-a matrix product: one per level s = 1, 2, ... 32, of rows scaled by ``exp(-|G - G_b|)`` with themselves, of which the
-entries of that level's pairs count. Normalised keys and queries are at most 1, so operands in float16 serve bfloat16
-inputs better than bfloat16. The rows ``G_b`` are read from what the program wrote before: they come from the nearest
-cache. Keys and queries with their decays are written once, for the scan. The inverse, a chain of small products, has a
-launch of its own: its programs need fewer registers, and more of them hide each other's latency.
+first half, ``exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j)``. Neither factor exceeds 1, and the sum over channels is a
+matrix product. Each level s = 1, 2, ... 32 multiplies rows scaled by ``exp(-|G - G_b|)`` with themselves and uses the
+entries of its own pairs. Normalised keys and queries are at most 1, so operands in float16 serve bfloat16 inputs better
+than bfloat16. The rows ``G_b`` are read from what the program wrote before: they come from the nearest cache. Keys and
+queries with their decays are written once, for the scan. The inverse is a chain of small products in a separate launch:
+its programs need fewer registers, so more of them run at once and hide latency.
 
-Accuracy: G is a sum of up to 64 float32 numbers, so a factor ``exp(G_i - G_j)`` is off by a relative ``128 * 2**-24``
-times the largest ``|G|`` of the chunk, at most; everything else is rounded as the operands are.
+Accuracy: G is a sum of up to 64 float32 numbers. The relative error of a factor ``exp(G_i - G_j)`` is at most ``128 *
+2**-24`` times the largest ``|G|`` of the chunk. All other values are rounded as the operands are.
 
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
 """
@@ -87,7 +87,7 @@ def kda_gates_triton(f, b, A_log, dt_bias) -> tuple[Tensor, Tensor]:
 
 
 class Shape(NamedTuple):
-    """Of the first kernel: channels at a time, warps, and registers of a thread at most."""
+    """Shape of the first kernel: channels at a time, warps, and the register limit of a thread."""
 
     channels: int
     warps: int
@@ -104,8 +104,8 @@ def _running_sums(p_g, p_sums, p_decay, valid_rows, stride, K: tl.constexpr, BLO
                   CHUNK: tl.constexpr):  # fmt: skip
     """Sums of g, times log2(e), from the chunk's start and behind each token to its end; the decay of the whole chunk.
 
-    A thread has some rows of one channel, so sums are additions in registers. Those to the end begin there: exact for
-    the tokens that still count.
+    A thread has some rows of one channel, so sums are additions in registers. Sums to the end are accumulated from the
+    end, so they are exact for the tokens that count most.
     """
     ROWS: tl.constexpr = CHUNK // PARTS
     o_part = tl.arange(0, PARTS)[:, None]

@@ -26,11 +26,11 @@ if GLUON_IS_KNOWN:
     from weft.ops.delta_rule import scan_hopper as hopper
 
 VECTORS = tl.constexpr(8)
-"""Of a chunk and head, where decays are by head. Six are used; the copy engine takes powers of two."""
+"""Vectors of a chunk and head with decays by head. Six are used; the copy engine takes powers of two."""
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         num_k_heads, num_v_heads, head_k_dim, head_v_dim: of the layer, as in ``GatedDeltaNetConfig``.

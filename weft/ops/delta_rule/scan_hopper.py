@@ -1,11 +1,11 @@
 """The gated delta rule's walk through the chunks of a sequence, for Hopper, in Gluon.
 
-Job: what the kernel of ``scan.py`` does, with the state transposed. Owns: its layouts
-in shared memory, and who waits for whom. Does not know: what the kernels before it compute, when it is the faster one.
+Job: what the kernel of ``scan.py`` does, with the state transposed. Owns: its layouts in shared memory, and who waits
+for whom. Does not know: the kernels before it, or when this kernel is faster.
 
-All products of a chunk stand the other way round: ``S^T k^T``, ``right^T solve^T``, ``delta^T k``, ... So what one
-product leaves in registers is the left operand of the next, in the layout that it has there, and nothing between two
-products goes through shared memory. The right operands are tiles as the copy engine (TMA) puts them there.
+All products of a chunk stand the other way round: ``S^T k^T``, ``right^T solve^T``, ``delta^T k``, ... The result of
+one product is the left operand of the next, in the registers and the layout in which it was computed. Nothing between
+two products goes through shared memory. The right operands are tiles as the copy engine (TMA) puts them there.
 
 A program has one sequence and value head. Its *producer*, one warp, requests the tiles of the next chunks into a ring
 of stages; each of its *consumers*, four warps, holds 64 columns of the state, ``[64, K]``, in float32 registers. Of the
@@ -55,13 +55,12 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         num_k_heads, num_v_heads, head_v_dim: of the layer.
         lines: vectors of 64 numbers per chunk and head. consumers: of a program. stages: of the ring.
-        per_channel: keys and queries come with their decays, which differ by channel; else they come as they are, and
-            vectors scale their rows.
+        per_channel: keys and queries are already scaled by decays per channel. Otherwise vectors scale their rows.
     """
 
     num_k_heads: int
@@ -262,8 +261,8 @@ def _consume(
 def _place(
     chunk_seq, chunk_start, first_chunk, cu_seqlens_q, seq_lens, state_slots, num_rows, num_seqs, FIXED: gl.constexpr
 ):
-    """As ``find_chunks``: this program's chunks; rows to zero (from, to, and how many before the first chunk); the
-    sequence's slot, and whether it has a state there."""
+    """Find this program's chunks, the rows to zero (from, to, and how many before the first chunk), the sequence's
+    slot, and whether the slot holds a state. See ``find_chunks``."""
     i_prefill = gl.program_id(2)
     num_chunks = gl.load(first_chunk + num_seqs)
     begin = 0

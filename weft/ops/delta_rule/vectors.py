@@ -48,7 +48,7 @@ class Vectors(NamedTuple):
 
 
 def vectors_of(group: int, head_k_dim: int, head_v_dim: int, channels: int = 1) -> Vectors:
-    """Those of ``group`` value heads to a key head."""
+    """Lay out the vectors of a key head with ``group`` value heads."""
     values = 2 * head_k_dim
     gates = values + group * head_v_dim
     decays = gates + group * head_v_dim

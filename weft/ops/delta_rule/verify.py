@@ -1,13 +1,13 @@
 """A few tokens of Gated DeltaNet per sequence, with the state after each, as one kernel.
 
-Job: ``gdn_verify`` on the GPU, in one launch. Where that is faster (``launch_of_states``: few sequences, or one token
-of each), the states get a second one, that of ``verify_gluon.py`` or ``decode_gluon.py``. Owns: in which order
-a program walks tokens and tiles of the state. Does not know: layers.
+Job: ``gdn_verify`` on the GPU, in one launch. A second launch (``verify_gluon.py`` or ``decode_gluon.py``) updates the
+states where that is faster: with few sequences, or one token of each (``launch_of_states``). Owns: in which order a
+program walks tokens and tiles of the state. Does not know: layers.
 
-As in the decode kernel, a program serves one sequence and one key head with all value heads of its group. It computes
+A program serves one sequence and one key head with all value heads of its group, like the decode kernel. It computes
 queries, keys, values, gates and decays of all tokens first, all their loads before the first store, and leaves them in
-a small float32 buffer. Then the state of every value head is read once, taken through all tokens in registers, and
-stored after each: T tokens cost T + 1 times the state in memory traffic, where T decode steps cost 2 T times. A program
+a small float32 buffer. Then the state of every value head is read once, updated by all tokens in registers, and stored
+after each token. The memory traffic of T tokens is T + 1 times the state; T decode steps cost 2 T times. A program
 holds whole value heads, so an output is normalised where it is made.
 
 Graph-safe: the grid is the padded number of sequences; sequences with slot 0 write zeros and leave.
@@ -40,8 +40,8 @@ if GLUON_IS_KNOWN:
 
 
 def choose_warps(state_size: int) -> int:
-    """As few warps as can hold the state, for every token is summed over all of them: on an H200 four were fastest for
-    any number of sequences, by a third and more where there are few (``kernels-verify-h200.json``).
+    """Choose the fewest warps that can hold the state, because every token is summed over all warps. On an H200 four
+    were fastest for any number of sequences, by a third and more for few (``kernels-verify-h200.json``).
 
     Args:
         state_size: numbers in the state of one value head, which lie in the registers of one program.
@@ -50,7 +50,7 @@ def choose_warps(state_size: int) -> int:
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         num_tokens: of each sequence.
@@ -92,7 +92,7 @@ def _gates(row, A_log, dt_bias, heads, mask, C: tl.constexpr, VALUE_DIM: tl.cons
 
 @triton.jit
 def _load_vectors(p_token, head, o_k, o_v, k_mask, v_mask, FIXED: tl.constexpr):
-    """One token's query, key, value and gate for one value ``head`` of its group, its decay and beta."""
+    """Load query, key, value, gate, decay and beta of one token for one value ``head`` of the group."""
     K: tl.constexpr = FIXED.head_k_dim
     V: tl.constexpr = FIXED.head_v_dim
     query = tl.load(p_token + o_k, mask=k_mask, other=0.0)

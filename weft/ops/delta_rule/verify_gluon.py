@@ -26,7 +26,7 @@ from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _DIM = gl.constexpr(128)
 _ROWS = gl.constexpr(16)
-"""Of the state at a time."""
+"""Rows of the state that are updated at a time."""
 _BLOCK = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [1, 8], [1, 0]))
 _VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -34,7 +34,7 @@ _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def _token(states, keys, value, decay, beta, p_after, is_kept):
-    """One token of the rule: the states after it, as they are stored, and its output ``[V]``.
+    """Apply one token; return the states after the token, as stored, and its output ``[V]``.
 
     Without ``decay`` one for each channel stands behind query and key in ``keys``."""
     faded = ()

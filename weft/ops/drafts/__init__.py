@@ -1,10 +1,10 @@
 """Operations before and after the forward pass of a step that verifies drafts, one launch each, and n-gram drafts.
 
-Job: move a step back by the drafts that the one before it rejected (``follow_step``), accept the drafts that are what
-was sampled (``accept_drafts``), and lay out the passes in which the model's own head drafts further tokens
-(``places_ahead``). ``ngram_drafts`` keeps the tokens of every row on the device, finds the latest earlier occurrence of
-the longest suffix of a row, and drafts the tokens after it (prompt lookup; A. Saxena, "Prompt Lookup Decoding"). Owns:
-the arithmetic. Does not know: batches, requests, models.
+Job: move a step back by the drafts that the previous step rejected (``follow_step``), accept the drafts that the model
+sampled (``accept_drafts``), and lay out the passes in which the draft head drafts further tokens (``places_ahead``).
+``ngram_drafts`` keeps the tokens of every row on the device, finds the latest earlier occurrence of the longest suffix
+of a row, and drafts the tokens after it (prompt lookup; A. Saxena, "Prompt Lookup Decoding"). Owns: the arithmetic.
+Does not know: batches, requests, models.
 
 S sequences verify ``Q - 1`` drafts each, so they bring Q tokens, side by side on the flat axis of ``T = S * Q`` tokens.
 """
@@ -43,18 +43,18 @@ def follow_step(
     *,
     backend: Backend,
 ) -> FollowedStep:
-    """A step of verifications as it is, from its layout by the host, which may have taken all drafts of the step before
-    for accepted.
+    """Correct a step of verifications. The host may have laid it out as if all drafts of the previous step were
+    accepted.
 
     Args:
         input_ids: ``[T]`` int64; ``FROM_LAST_TOKEN`` stands for the row's last token.
         positions, sample_positions: ``[T]`` int64, of the tokens (rotary), and of what is sampled after them.
         seq_lens: ``[S]`` int32, with the step's tokens.
         rows: ``[S]`` int64.
-        follows: ``[S]`` int64, 1: the sequence follows its step before: its tokens are those of its row, and it begins
-            earlier by the drafts that were rejected; 0: it is as laid out.
+        follows: ``[S]`` int64, 1 if the sequence follows its previous step. It then takes its tokens from its row and
+            begins earlier by the rejected drafts. With 0 the layout stays.
         slots: ``[S, Q]`` int32, where the states after each token go. A step that follows stores into the slots of the
-            one before, and so reads the slot in which that one left the state after its last accepted token.
+            previous step. It reads the slot that holds the state after the last accepted token.
         page_table: ``[R, P]`` int32 of all rows.
         state: of the rows.
     """
@@ -119,7 +119,7 @@ def accept_drafts(
     *,
     backend: Backend,
 ) -> AcceptedDrafts:
-    """Accept each sequence's drafts up to the first wrong one, and remember in its row what comes of it.
+    """Accept each sequence's drafts up to the first wrong one, and store the result in the sequence's row.
 
     Args:
         token_ids: ``[T]`` int64, what was sampled after every token.
@@ -204,7 +204,7 @@ def ngram_drafts(
     *,
     backend: Backend,
 ) -> Tensor:
-    """Add the tokens that a step sampled to those of its S rows, and draft what may follow.
+    """Append the tokens that a step sampled to its S rows, and draft the next tokens.
 
     Args:
         token_ids: ``[S * Q]`` int64, sampled after each of the Q tokens that every sequence has run.

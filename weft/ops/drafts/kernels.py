@@ -1,7 +1,7 @@
 """The kernels of ``weft/ops/drafts``: one program per sequence, a few integers each.
 
-They are launched as ordinary kernels: what they write is metadata of the passes that follow, which kernels read before
-they wait (``early_launch.py``).
+They are launched as ordinary kernels, because they write metadata that later kernels read before they wait
+(``early_launch.py``).
 """
 
 from __future__ import annotations

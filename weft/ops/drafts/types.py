@@ -18,7 +18,7 @@ FACTORS = -0x61C8864680B583EB, -0x4B47D0C5A1A6CB97
 
 
 class RowState(NamedTuple):
-    """What the rows of running requests hold on the device. R rows.
+    """Device state of the rows of running requests. R rows.
 
     Attributes:
         last_token: ``[R]`` int64, the token sampled last.

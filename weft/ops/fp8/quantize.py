@@ -39,7 +39,7 @@ def to_e4m3(values, scale):
 
 
 class Fixed(NamedTuple):
-    """What a pass is compiled for.
+    """Compile-time parameters of a pass.
 
     Attributes:
         width: of a row; 0: there is no pass.
@@ -102,7 +102,7 @@ def _quantize_kernel(
 
 
 def padded_rows(num_rows: int) -> int:
-    """So many rows the matrix library asks for: a multiple of four."""
+    """Round up to a multiple of four rows, as the matrix library requires."""
     return -(-num_rows // 4) * 4
 
 

@@ -1,7 +1,7 @@
-"""What the kernels for a few rows share: which weight rows a program takes, and how splits' sums come together.
+"""Shared parts of the kernels for a few rows: the weight rows of a program, and the addition of the splits' sums.
 
-A program computes ``ROWS`` outputs of all tokens, or its split's part of their sums: then each split writes its sums,
-and the last one to arrive adds them in order. Tokens are padded to a power of two, so that few kernels are compiled.
+A program computes ``ROWS`` outputs of all tokens, or its split's part of the sums. Each split writes its sums, and the
+last split to arrive adds all of them in order. Tokens are padded to a power of two, so that few kernels are compiled.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 def workspace(blocks: int, splits: int, rows: int, tokens: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Where ``splits`` programs of each block leave their sums, and are counted; stand-ins if there is but one."""
+    """Allocate the sums and the counters of ``splits`` programs of each block; stand-ins if there is one split."""
     if splits == 1:
         return out, out
     assert blocks <= MAX_BLOCKS

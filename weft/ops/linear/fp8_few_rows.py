@@ -29,7 +29,7 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2
 MAX_TOKENS = 64
 """The kernel is for at most this many."""
 MAX_HOPPER_TOKENS = 8
-"""That of ``fp8_few_rows_hopper.py`` is for at most this many."""
+"""Most rows of the kernel in ``fp8_few_rows_hopper.py``."""
 _HELD_BYTES = 32768
 """Weights that a program of four warps holds in registers before they are widened."""
 _HELD_WEIGHT = 1 << 21
@@ -73,16 +73,16 @@ class HopperRows(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         depth: the inner size.
-        span: of it, what one split takes; a multiple of 128.
+        span: inner elements of one split; a multiple of 128.
         splits, rows, held, stages: as of ``FewRows``.
         tokens: a power of two.
         block: inputs that share a scale, and weight rows; 0: a scale for each row.
-        scales: which there are of inputs: ``own``, found by each program; ``static``, one for all; ``given``, by row,
-            with inputs in e4m3.
+        scales: scales of the inputs. ``own``: each program computes them. ``static``: one scale is given. ``given``:
+            inputs are e4m3 with scales by row.
         gated, bias: whether gate and up rows take turns; whether there is a bias.
         even: all splits have as much to do.
     """

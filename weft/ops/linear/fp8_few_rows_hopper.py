@@ -3,14 +3,14 @@
 Job: the products of ``fp8_few_rows.py`` for up to 8 rows whose inner size the warps of a program can share evenly.
 Owns: the kernel, and the parts of it that experts use (``moe/fp8_pairs_hopper.py``). Does not know: layers, tables.
 
-A program computes some outputs. Of the groups of 128 of the inner dimension warp w takes w, w + warps, ...: it loads
-the group's weights into registers before the kernel before this one has ended, then the inputs, quantises them and
-multiplies; the warps' sums are added up at the end, in order. So no input is quantised twice in a program, no program
-waits for another one, and a tensor core's shape is no reason to repeat a weight in several warps.
+A program computes some outputs. Warp w takes the groups w, w + warps, ... of 128 inner elements. It loads the weights
+of a group into registers before the previous kernel has ended, then loads the inputs, quantises and multiplies. The
+sums of the warps are added in order at the end. So no input is quantised twice in a program, no program waits for
+another one, and a tensor core's shape is no reason to repeat a weight in several warps.
 
 Weights are widened to float16, which holds every e4m3 number, so 128 products are summed in float32. They go from
-memory to the tensor core without passing through shared memory: a thread loads 16 neighbouring numbers of a row, and
-of these and of the inputs the same ones meet, whatever their order (``_in_order``).
+memory to the tensor core without passing through shared memory. A thread loads 16 neighbouring numbers of a row.
+Weights and inputs are permuted alike, so the same inner elements are multiplied (``_in_order``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_PRODUCTS = 1 << 26
 
 
 class Fixed(NamedTuple):
-    """What a kernel is compiled for.
+    """Compile-time parameters of a kernel.
 
     Attributes:
         depth: the inner size.
@@ -77,7 +77,7 @@ def _bits(dim, places):
 @gluon.constexpr_function
 def _operand_layout(rows, warps, wide):
     """``[warps, rows, 128]`` as loaded: four threads have a row, 16 bytes side by side each (wide: of two-byte
-    numbers). Of fewer than eight rows threads have copies."""
+    numbers). With fewer than eight rows several threads hold the same values."""
     vector, lanes, more = ((0, 1, 2), (3, 4), (5, 6)) if wide else ((0, 1, 2, 3), (4, 5), (6,))
     held, spread = _log2(rows), min(_log2(rows), 3)
     registers = _bits(2, vector) + _bits(2, more) + _bits(1, range(3, held))
@@ -87,7 +87,7 @@ def _operand_layout(rows, warps, wide):
 
 @gluon.constexpr_function
 def arrival_layout(tokens, warps):
-    """Of inputs ``[warps, tokens, 128]`` while they are quantised: no two threads have the same."""
+    """Layout of inputs ``[warps, tokens, 128]`` while they are quantised: no two threads hold the same value."""
     spread = min(_log2(tokens), 3)
     if spread == 3:
         return _operand_layout(tokens, warps, False)
@@ -103,7 +103,7 @@ def _sums_layout(warps):
 
 @gluon.jit
 def _in_order(tile, WIDE: gl.constexpr):
-    """The inner dimension in such an order that threads have what the tensor core wants of them."""
+    """Permute the inner dimension so that each thread holds the elements that the tensor core takes from it."""
     WARPS: gl.constexpr = tile.shape[0]
     ROWS: gl.constexpr = tile.shape[1]
     if WIDE:
@@ -167,7 +167,7 @@ def load_inputs(x, num_tokens, stride_x, FIXED: gl.constexpr, LAYOUT: gl.constex
 
 @gluon.jit
 def load_scales(weight_scale, block, width, FIXED: gl.constexpr):
-    """Of a program's weights: a tuple of ``[warps, rows]``, one for each step, or of one ``[rows]``."""
+    """Load the scales of a program's weights: a tuple of ``[warps, rows]``, one for each step, or of one ``[rows]``."""
     LAYOUT: gl.constexpr = gl.SliceLayout(2, _sums_layout(FIXED.warps))
     rows = _rows_of_block(block, width, FIXED.rows, FIXED.gated, gl.SliceLayout(0, LAYOUT))
     WARPS: gl.constexpr = FIXED.warps

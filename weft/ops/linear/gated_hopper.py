@@ -4,9 +4,9 @@ Job: ``linear_silu_mul`` in Gluon. Owns: the shape of its tiles, who waits for w
 layers.
 
 A program goes through tiles of 256 rows by 96 outputs. A *producer* warp requests rows and weights from the copy engine
-into a ring of stages, 64 of the inner dimension each, the first weights before the kernel before this one has ended;
-two *consumers*, four warps with 128 rows each, multiply and finish, while the producer runs ahead into the next tile.
-The tile is the largest that the consumers' registers hold.
+into a ring of stages, 64 inner elements each. It requests the first weights before the previous kernel has ended. Two
+*consumers*, four warps with 128 rows each, multiply and apply the epilogue, while the producer runs ahead into the next
+tile. The tile is the largest that the consumers' registers hold.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def filled(num_rows: int, width: int) -> float:
 
 
 def takes_gated(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel exists for ``x [T, K]`` and ``weight [2 * I, K]``, and pays: in bfloat16 on compute capability
-    9, K a multiple of 64 that fills a ring, I one of 32, and what the copy engine reads aligned to 16 bytes."""
+    """Whether the kernel exists for ``x [T, K]`` and ``weight [2 * I, K]``, and is faster. It needs bfloat16 on compute
+    capability 9, K a multiple of 64 that fills a ring, I a multiple of 32, and operands aligned to 16 bytes."""
     width, inner = weight.shape[0] // 2, weight.shape[1]
     aligned = x.stride(0) % 8 == x.storage_offset() % 8 == weight.storage_offset() % 8 == 0
     return (

@@ -5,14 +5,14 @@ Owns: the kernel, and for which sizes it runs (``skinny_linear_h200.json``, writ
 --tune``). Does not know: layers.
 
 A program computes ``rows`` outputs of up to ``tokens`` tokens; programs of the same outputs run side by side, so that
-memory is read once. Four ways to multiply: ``sum`` keeps partial sums per token and lane and adds the lanes up at the
-end (up to 8 tokens); ``dot`` uses the tensor cores, with the weight as the left operand, which streams through a
-pipeline; ``held`` does the same with the whole weight there from the start; in ``warps`` every warp has a part of the
-inner dimension besides, so that all warps of a program of few rows have work. Where one program per block of rows
-cannot fill the GPU, ``splits`` programs share the inner dimension: each writes its sums, and the last one to arrive
-adds them in order, or the norm that follows does (``linear_parts``). Nothing depends on the order in which programs
-run, nor one token's output on another token. No kernel writes weights, so all but ``dot`` load a program's whole share
-before the kernel before this one has ended.
+memory is read once. There are four methods. ``sum`` keeps partial sums per token and lane and adds the lanes at the end
+(up to 8 tokens). ``dot`` uses the tensor cores, with the weight as the left operand, which streams through a pipeline.
+``held`` does the same with the whole weight loaded at the start. In ``warps`` every warp also has its own part of the
+inner dimension, so that all warps of a program of few rows have work. If one program per block of rows cannot fill the
+GPU, ``splits`` programs share the inner dimension. Each writes its sums, and the last program to arrive adds them in
+order, or the following norm does (``linear_parts``). Nothing depends on the order in which programs run, nor one
+token's output on another token. No kernel writes weights, so all but ``dot`` load a program's whole share before the
+kernel before this one has ended.
 
 The number of tokens is padded to a power of two, so that few kernels are compiled. Lanes without a token load nothing,
 or all tokens in turn: if all loaded one token, all programs would wait for one place of the cache.
@@ -51,8 +51,8 @@ MAX_TOKENS = 256
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
 MAX_SENT_SPLITS = 8
-"""Most tokens of which splits' sums are added by the product that sends them to other ranks; of more, by what receives
-them."""
+"""Most tokens for which a product that sends to other ranks adds the sums of its splits. With more tokens the receiver
+adds them."""
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
 TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
@@ -149,7 +149,7 @@ def _held_products(
 
 @triton.jit
 def _places(first, step, INNER: tl.constexpr, PARTS: tl.constexpr):
-    """Which elements of the inner dimension a step multiplies, in parts: ``[PARTS, INNER // PARTS]``."""
+    """Compute the inner elements that a step multiplies, in parts: ``[PARTS, INNER // PARTS]``."""
     part = tl.arange(0, PARTS)[:, None] * (INNER // PARTS)
     return first + step * INNER + part + tl.arange(0, INNER // PARTS)[None, :]
 

@@ -6,8 +6,8 @@ Per head, with key k, value v, query q, decay exp(g) and write strength beta (al
     o_t = S_t^T q_t + skip * v_t
 
 Each of the G groups of queries and keys serves ``H / G`` consecutive heads. In Mamba-2 (arXiv 2405.21060) q, k, v are
-C, B, x, beta is the time step and g is the time step times A; in lightning attention (arXiv 2401.04658) beta is one, g
-a constant of the head, and there is no skip.
+C, B, x, beta is the time step and g is the time step times A. In lightning attention (arXiv 2401.04658) beta is one, g
+is a constant of the head, and there is no skip.
 
 Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[num_slots, H, K, V]``, float32 or bfloat16
 (rounded at the store only). Does not know: projections, convolution, norms.
@@ -36,7 +36,7 @@ def linear_attention_step_reference(
     state: Tensor,
     state_slots: Tensor,
 ) -> Tensor:
-    """One token for each of N rows that continue a state, which advances in place.
+    """Compute one token for each of N rows that continue a state. The state advances in place.
 
     Args:
         q, k: ``[N, G, K]``.
@@ -84,9 +84,9 @@ def chunk_linear_attention(
         g: ``[T, H]`` float32, at most 0; a constant may be expanded over tokens.
         beta: ``[T, H]`` float32; None: one.
         skip: ``[H]``; None: none.
-        state: ``[num_slots, H, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
-            starts here); the final state is written back there, and the state after every chunk with a
-            ``checkpoint_slot`` into that slot, in the same pass.
+        state: ``[num_slots, H, K, V]``. A sequence starts from the state in its slot of ``batch.state_slots``, or from
+            zero if it begins in this step. The final state is written to the same slot, and the state after a chunk to
+            the chunk's ``checkpoint_slot``, if any, in the same pass.
 
     Returns:
         ``[T, H, V]`` in v's dtype; rows outside those sequences are zero.
@@ -141,7 +141,7 @@ def lightning_attention_step(
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token of lightning attention for each of N rows that continue a state, which advances in place.
+    """Compute one token of lightning attention for each of N rows that continue a state. The state advances in place.
 
     Args:
         q, k, v: ``[N, H, D]``; rows may be strided.

@@ -17,7 +17,7 @@ from weft.ops.triton.sizes import next_power_of_2
 
 
 class StepFixed(NamedTuple):
-    """What the step is compiled for.
+    """Compile-time parameters of the step.
 
     Attributes:
         num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.

@@ -11,8 +11,8 @@ The chunked form (arXiv 2405.21060): inside a chunk, with G the running sum of g
 
 The first kernel needs no state and runs for all chunks and heads at once: it writes P below its diagonal and the row
 vectors. A token's effect on itself, P's diagonal and the skip, stays in float32. The second walks through the chunks of
-each sequence with a slice of the state, ``[K, BLOCK_V]``, in float32 registers; outputs, checkpoints and the final
-state leave in the same pass, and no state in between is written.
+each sequence with a slice of the state, ``[K, BLOCK_V]``, in float32 registers. It stores outputs, checkpoints and the
+final state in the same pass, and no other state.
 
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
 """
@@ -46,7 +46,7 @@ _VECTORS = tl.constexpr(4)
 
 
 class Fixed(NamedTuple):
-    """What the kernels are compiled for.
+    """Compile-time parameters of the kernels.
 
     Attributes:
         num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.
@@ -237,7 +237,7 @@ def _prepare(
     num_chunks, num_heads = chunks.start.shape[0], fixed.num_heads
     attention = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
     vectors = torch.empty(num_chunks, num_heads, _VECTORS.value, CHUNK_SIZE, dtype=torch.float32, device=q.device)
-    # What differs between the two kernels' needs must not compile this one twice.
+    # Parameters that only the other kernel reads must not compile this kernel twice.
     shared = fixed._replace(block_v=0, stages=1)
     _prepare_kernel[(num_chunks, num_heads)](
         q, k, g, beta, skip, attention, vectors, chunks.start, chunks.length, q.stride(0), k.stride(0), g.stride(0),

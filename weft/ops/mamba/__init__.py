@@ -31,7 +31,12 @@ from weft.ops.padding import settle_padding
 
 
 class ScanWeights(NamedTuple):
-    """Weights of the selective scan: ``dt_bias`` and ``D``: ``[C]``; ``A_log``: ``[N, C]``, transposed as the state."""
+    """Weights of the selective scan.
+
+    Attributes:
+        dt_bias, D: ``[C]``.
+        A_log: ``[N, C]``, transposed as the state is.
+    """
 
     dt_bias: Tensor
     A_log: Tensor
@@ -52,7 +57,7 @@ def selective_scan_step(
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token for each of N rows that continue a state, which advances in place.
+    """Compute one token for each of N rows that continue a state. The state advances in place.
 
     Args:
         x, z, dt: ``[R, C]``; rows may be strided.
@@ -96,8 +101,8 @@ def selective_scan(
 ) -> Tensor:
     """Run the sequences from ``batch.num_decodes`` on through the scan; arguments as in ``selective_scan_step``.
 
-    The initial state is that of ``batch.state_slots`` (zero for a sequence that starts here); the final state is
-    written back there, and the state after every chunk with a ``checkpoint_slot`` into that slot.
+    A sequence starts from the state in its slot of ``batch.state_slots``, or from zero if it begins in this step. The
+    final state is written to the same slot, and the state after a chunk to the chunk's ``checkpoint_slot``, if any.
 
     Returns:
         ``[T, C]`` in x's dtype; rows outside those sequences are zero.
@@ -183,7 +188,7 @@ def mamba2_decode(
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token for each of N rows that continue a state; both states advance in place.
+    """Compute one token for each of N rows that continue a state. Both states advance in place.
 
     Args:
         projected: ``[N, z | x | B | C | dt]``, of the widths ``geometry.part_sizes``.

@@ -1,8 +1,8 @@
 """Mamba-2 on the GPU, besides the chunked recurrence: its gates, and the decode step in three launches.
 
 Job: ``mamba2_gates`` and ``mamba2_decode``. The heads of a group share B and C, whose convolution states are shifted
-once, and the norm is over all of a group's channels: so the convolution comes first, then the state of each row and
-head, read once and written once, then the norm. Does not know: the projections.
+once, and the norm is over all channels of a group. Hence the convolution is the first launch, the state update of each
+row and head the second, and the norm the third. Does not know: the projections.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Job: what the prefill kernel of ``scan.py`` does, on Hopper, for states of 16. Owns: who computes what.
 
-What bounds the scan is one exponential per token, channel and state. A channel's 16 states lie in 2 or 4 neighbouring
-threads, so one sequence fills the device, and a token's output is a sum over those alone. All else is computed once per
-token and channel, for a group of tokens at a time: the time steps before the walk through the group, the skip and the
-gate behind it, both through shared memory. The next group's inputs are on their way to registers meanwhile.
+The scan is bound by one exponential per token, channel and state. A channel's 16 states lie in 2 or 4 neighbouring
+threads, so one sequence fills the device, and a token's output is a sum over those alone. All other values are computed
+once per token and channel, for a group of tokens at a time, and go through shared memory: time steps before the walk
+through the group, skip and gate after the walk. The next group's inputs are on their way to registers meanwhile.
 
 A token of no chunk has the time step 0, which leaves the state as it is.
 
@@ -110,7 +110,7 @@ def _walk(b_state, b_rate, tiles, WALK: gl.constexpr, CHANNELS: gl.constexpr):
         b_c = c_tile.slice(t * _N, _N).load(gl.SliceLayout(1, WALK))
         b_state = b_state * gl.exp2(b_rate * step[None, :]) + b_b[:, None] * entering[None, :]
         outputs = outputs + (gl.sum(b_state * b_c[:, None], 0),)  # type: ignore[assignment]  # noqa: RUF005
-    # In one store: a store for each token would be taken for one that has to wait for the last.
+    # One store for all tokens: the compiler would let a store for each token wait for the previous store.
     joined = _joined(_joined(_joined(_joined(outputs, 8), 4), 2), 1)[0]
     return b_state, joined.reshape([CHANNELS, _TOKENS])
 
@@ -230,7 +230,7 @@ def launch_selective_scan(
     x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, weights: ScanWeights, state: Tensor, out: Tensor,
     batch: Batch, shape: Shape | None = None,
 ) -> None:  # fmt: skip
-    """As ``selective_scan``, into ``out [T, C]``, for inputs that the kernel ``takes``.
+    """Compute ``selective_scan`` into ``out [T, C]``, for inputs that the kernel ``takes``.
 
     ``shape`` overrides the choice (tests and measurements).
     """

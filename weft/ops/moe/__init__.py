@@ -70,9 +70,9 @@ def topk_router(
         num_tokens: real tokens; the rows from there on are padding. A ``[1]`` int32 tensor is read on the device.
         first_expert, num_experts: the experts that are here (``num_experts`` None: all from ``first_expert`` on). Ids
             count from the first of them; experts that are elsewhere get id -1.
-        shared_expert: one more place per token, for an expert that sees all of them and stands behind those that are
-            here: its id is their number.
-        shared_gate: ``[T, 1]``: its weight is ``sigmoid(shared_gate)``; None: 1.
+        shared_expert: add one more place per token for a shared expert, which sees all tokens. Its id is the number of
+            experts that are here.
+        shared_gate: ``[T, 1]``, or None. The weight of the shared expert is ``sigmoid(shared_gate)``, or 1.
 
     Returns:
         ``(weights [T, k] float32, ids [T, k] int32)``, k being ``top_k``, or one more; padding rows have weight 0 and
@@ -212,7 +212,7 @@ _LIBRARY.impl("experts_reference", _experts, "CompositeExplicitAutograd")
 
 
 class ExpertExtras(NamedTuple):
-    """What experts have besides their matrices.
+    """Optional biases and the activation of experts.
 
     Attributes:
         gate_up_bias, down_bias: ``[E, 2 * I]`` and ``[E, H]`` to add to the projections, or None.
@@ -246,7 +246,7 @@ def fused_moe(
 
     Args:
         x: ``[T, H]``.
-        gate_up: ``[E, 2 * I, H]``: gate rows, then up rows; or ``[E, I, H]``: experts without a gate, whose activation
+        gate_up: ``[E, 2 * I, H]``, gate rows, then up rows. With ``[E, I, H]`` experts have no gate, and the activation
             is the square of ReLU.
         down: ``[E, H, I]``.
         weights: ``[T, k]``.
@@ -257,8 +257,8 @@ def fused_moe(
     Returns:
         ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
     """
-    # The host reads which experts were hit, so the experts are one operation to the dispatcher: who records operations
-    # (the graph emulator) sees them as a unit and never a frozen list of experts.
+    # The host reads the ids of the experts, so all experts are one operation to the dispatcher. A recorder of
+    # operations (the graph emulator) sees a unit and never a frozen list of experts.
     out = torch.ops.weft.experts_reference(x, gate_up, down, weights, ids, *extras)
     return add_shared(out, shared, shared_gate)
 

@@ -1,4 +1,4 @@
-"""What the expert products of every dtype share: their tiles, and a block of places of one expert as a kernel sees it.
+"""Shared parts of the expert products of every dtype: tiles, and blocks of places of one expert.
 
 A place is a (token, expert) pair's position in the order of ``groups.py``; a block is up to ``rows`` consecutive
 places of one expert. Does not know: weights.

@@ -42,7 +42,7 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
 
 class Fixed(NamedTuple):
-    """What a product is compiled for.
+    """Compile-time parameters of a product.
 
     Attributes:
         hidden, width: sizes of an expert, H and I.

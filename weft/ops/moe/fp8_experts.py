@@ -4,10 +4,10 @@ Job: ``fp8_fused_moe`` on the GPU, for a few tokens and for many. Owns: both pro
 not know: routing, sharding, how pairs are grouped (``groups.py``) or summed (``combine.py``).
 
 The steps are those of ``experts.py``; very few tokens need no grouping (``fp8_pairs.py``). Sums of 128 products are
-scaled and added up in float32. The first launch of the grouping quantises the inputs; in the up product it would take
-longer: each program would do it anew in every step. Hidden values are rounded to the model's dtype and quantised where
-one program has all that share a scale: at the end of the up product if its tile is as wide as a block, else while the
-down product loads them.
+scaled and added up in float32. The first launch of the grouping quantises the inputs. In the up product each program
+would repeat the work in every step. Hidden values are rounded to the model's dtype and quantised where one program has
+all values of a scale. That is the end of the up product if its tile is as wide as a block, else the loads of the down
+product.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
 
 class Fixed(NamedTuple):
-    """What a product is compiled for; ``static``: its inputs have one scale, which is given; ``quantized``: hidden
-    values are stored in e4m3. See ``fp8_fused_moe``."""
+    """Compile-time parameters of a product (see ``fp8_fused_moe``). ``static``: one scale of all inputs is given.
+    ``quantized``: hidden values are stored in e4m3."""
 
     hidden: int
     width: int
@@ -170,8 +170,8 @@ def _down_tile(
     operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Down product of up to ``ROWS`` pairs of one expert: ``SPAN`` tiles of columns in one loop over the inner elements
-    of each, so that a tile's first loads are under way while the one before it is written."""
+    """Compute the down product of up to ``ROWS`` pairs of one expert. One loop goes through ``SPAN`` tiles of columns,
+    so that the first loads of a tile are under way while the previous tile is written."""
     hidden, hidden_scale, down, down_scale, out, pairs = operands
     expert, first, end = block
     HIDDEN: tl.constexpr = FIXED.hidden
@@ -252,8 +252,8 @@ class HopperPairs(NamedTuple):
 
 
 def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles | HopperPairs:
-    """What computes experts of ``down [E, H, I]``: the tiles that were measured for this size and at least so many
-    tokens, else by rule; where these say pair by pair, the kernel for Hopper if it exists for them."""
+    """Choose the kernel for experts of ``down [E, H, I]``: the tiles measured for this size and at least this many
+    tokens, else tiles by rule. Pair by pair, use the kernel for Hopper if it exists for these experts."""
     tiles = _choose_tiles(down, num_tokens, top_k, block)
     by_pair = tiles.up.rows == 1 and GLUON_IS_KNOWN and hopper.takes_pairs(down)
     return HopperPairs() if by_pair else tiles
@@ -273,8 +273,8 @@ SINGLE = Tiles(Tile(1, 16, 128, 2, 8), Tile(1, 32, 128, 2, 4))
 
 
 def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
-    """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert. Where they hardly share one
-    they are not grouped: up to 8 tokens of Qwen3-Next that was faster. ``inner`` is always 128."""
+    """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert. Pairs that hardly share
+    experts are not grouped: that was faster for up to 8 tokens of Qwen3-Next. ``inner`` is always 128."""
     average = num_pairs / num_experts
     if average <= 0.2:
         return SINGLE

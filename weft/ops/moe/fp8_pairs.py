@@ -4,9 +4,9 @@ Job: the up and the down product of ``fp8_experts.py`` where pairs hardly share 
 over the inputs comes first. Does not know: routing, the sum over a token's experts (``combine.py``).
 
 A program multiplies some weight rows of one expert with one row of inputs. Its groups of 128 inputs are the rows of a
-matrix that is quantised once and stays in registers: a tensor core takes 16 rows at a time anyway, so a step multiplies
-all groups with 128 columns of weights, and keeps the row of the group to which they belong. Scales are applied once, at
-the end, when these rows are added up in float32.
+matrix that is quantised once and stays in registers. A tensor core takes 16 rows at a time anyway, so a step multiplies
+all groups with 128 columns of weights. The step keeps the row of the group that belongs to these columns. Scales are
+applied once, at the end, when these rows are added up in float32.
 """
 
 from __future__ import annotations

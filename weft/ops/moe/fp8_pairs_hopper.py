@@ -3,9 +3,9 @@
 Job: the up and the down product, pair by pair, with the parts of ``linear/fp8_few_rows_hopper.py``. Does not know:
 routing, the sum over a token's experts.
 
-The down product's weights are loaded before the up product has ended. For that its programs must know their experts,
-which a kernel of this step has found. They do because the up product lets them start only when it has waited itself
-(``pass_on`` of ``early_launch.py``).
+The down product's weights are loaded before the up product has ended. Its programs need the ids of their experts, which
+a kernel of this step has written. The ids are visible because the up product lets these programs start only after its
+own wait (``pass_on`` of ``early_launch.py``).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def takes_pairs(down: Tensor) -> bool:
 
 
 def pairs_hopper_product(inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor) -> None:
-    """``pairs_product`` of ``fp8_pairs.py``. The gated product is launched behind a kernel that waits, the other
-    one right behind it."""
+    """``pairs_product`` of ``fp8_pairs.py``. The gated product is launched after a kernel that waits, the down product
+    directly after the gated one."""
     weight, weight_scale, input_scale, block = matrices
     width, depth = out.shape[1], weight.shape[2]
     gated = weight.shape[1] == 2 * width

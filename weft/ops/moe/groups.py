@@ -20,12 +20,13 @@ _PAIRS = 256
 """Pairs per program of the grouping kernels."""
 
 FEW_PAIRS = 256
-"""Up to so many are grouped in one launch, whose programs read all of them. Of 512 experts and 10 per token on an H200,
-with router and products: 3 us less at 4 and 8 tokens, 2 at 16, none at 32, 3 more at 64."""
+"""Most pairs that are grouped in one launch, in which every program reads all pairs. With 512 experts and 10 per token
+on an H200, router and products took 3 us less at 4 and 8 tokens, 2 less at 16, the same at 32, 3 more at 64."""
 
 MANY_PAIRS = 16384
-"""With more, counters that share a cache line cost more than to read as many lines as experts: of 512 experts on an
-H200 the first launch takes 1.7 us instead of 4.3 at 20,480 pairs, 3.2 instead of 13.9 at 81,920."""
+"""With more pairs every expert's counter has a cache line of its own. Shared lines then cost more than to read a line
+per expert. With 512 experts on an H200 the first launch takes 1.7 us instead of 4.3 at 20,480 pairs, 3.2 instead of
+13.9 at 81,920."""
 
 _LINE = 32
 """int32 of a cache line."""
@@ -36,7 +37,7 @@ def _rank_kernel(
     ids, counts, ranks, x, input_scale, values, scales, num_rows, stride_x, stride_group, num_pairs,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, QUANTIZED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Number the pairs of each expert in the order in which they come by, and count them; then quantise inputs."""
+    """Number and count the pairs of each expert in order of arrival; then quantise inputs."""
     enter(EARLY)
     first = tl.program_id(0) * BLOCK
     if first < num_pairs:

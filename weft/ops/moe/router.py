@@ -21,7 +21,7 @@ from weft.ops.triton.sizes import next_power_of_2
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         first_expert, local_experts: the experts that are here; ``shared``: a shared one stands behind them.
@@ -81,8 +81,8 @@ def _best_experts(values, experts, inside, TOP_K: tl.constexpr, BLOCK_K: tl.cons
     """``[BLOCK_K]``: the experts with the highest values, the lower id first among equals; -1 behind them.
 
     A maximum of 32-bit integers over a warp is one instruction on the GPU. With values of 16 bits one integer holds
-    value and id: the next best one is the least far below the one before, as an unsigned distance, in which those that
-    are taken already wrap around. Else the lowest id of the highest value takes a second maximum.
+    value and id. The next best integer has the smallest unsigned distance below the previous one; integers that were
+    taken already wrap around. Wider values need a second maximum for the lowest id of the highest value.
     """
     places = tl.arange(0, BLOCK_K)
     PACKED: tl.constexpr = values.dtype.primitive_bitwidth == 16
@@ -127,8 +127,8 @@ def _best_groups(choice, experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.const
 
 @triton.jit
 def _choose_by_softmax(row_logits, experts, inside, places, FIXED: tl.constexpr):
-    """A logit is higher where its probability is, and of the chosen ones alone the sum is their weights' if those are
-    renormalised."""
+    """Choose by logits, whose order is that of the probabilities. If weights are renormalised, the sum over the chosen
+    experts is enough."""
     TOP_K: tl.constexpr = FIXED.top_k
     BLOCK_K: tl.constexpr = FIXED.block_k
     x = tl.load(row_logits + experts, mask=inside, other=float("-inf"))

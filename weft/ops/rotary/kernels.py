@@ -44,7 +44,7 @@ TILES = {2048: Tile(2, 8, 4, 96), 1 << 30: Tile(1, 8, 2, None)}
 
 @triton.jit
 def _scale(weight, columns, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """What the norm multiplies some columns by, ``[1, BLOCK]``."""
+    """Load the factors of the norm for some columns, ``[1, BLOCK]``."""
     scale = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
     if ZERO_CENTERED:
         scale += 1.0
@@ -52,7 +52,7 @@ def _scale(weight, columns, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr):
 
 
 class Fixed(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: of the layer.
@@ -88,8 +88,8 @@ def _store(pointers, x, mask):
 
 @triton.jit
 def _load_factors(p_angles, mask, weight, FIXED: tl.constexpr):
-    """What ``_turn_halves`` or ``_turn_part`` multiplies by: cosines, sines, and the norm's scales of a column and of
-    the one it turns with. Nothing of it is written by a kernel of the step.
+    """Load the factors of ``_turn_halves`` or ``_turn_part``: cosines, sines, and the norm's scales of a column and of
+    its partner. No kernel of the step writes these.
 
     ``p_angles``: ``[ROWS]`` pointers to each row's cosines and sines.
     """

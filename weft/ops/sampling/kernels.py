@@ -183,8 +183,8 @@ def _scan_kernel(
     ALL_GREEDY: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its best token, with a score relative to its largest logit, or what the search for the
-    row's threshold begins with."""
+    """Process one block of one row: find its best token, with a score relative to its largest logit, or the starting
+    values of the search for the row's threshold."""
     enter(EARLY)
     block = tl.program_id(0)
     index = tl.program_id(1)

@@ -1,6 +1,6 @@
 """The kernel of ``weft/ops/steps``, which reads the host's pinned memory.
 
-It is launched as an ordinary kernel: what it writes is metadata, which kernels read before they wait
+It is launched as an ordinary kernel, because it writes metadata that kernels read before they wait
 (``early_launch.py``).
 """
 

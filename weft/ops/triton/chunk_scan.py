@@ -1,5 +1,5 @@
-"""What programs that walk through the chunks of a sequence share: their shape, which chunks those are, and the state
-before them."""
+"""Shared parts of programs that walk through the chunks of a sequence: their tile, the range of chunks, and the state
+before the first chunk."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def find_chunks(
     out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, i_head, i_prefill, o_v, v_mask,
     H: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The ``i_prefill``-th sequence that has chunks, its first chunk and the one behind its last; both are zero where
-    there are not so many. The first of these programs zeroes the rows of ``out [num_rows, H, V]`` before the first
-    such sequence, and those that are padding."""
+    """Find the ``i_prefill``-th sequence with chunks, and its range of chunks, which is empty beyond the last such
+    sequence. The first of these programs zeroes the rows of ``out [num_rows, H, V]`` before the first such sequence,
+    and rows of padding."""
     num_chunks = tl.load(first_chunk + num_seqs)
     if i_prefill == 0:
         num_tokens = tl.load(cu_seqlens_q + num_seqs)
@@ -72,8 +72,8 @@ def find_chunks(
 def read_state(
     state, cu_seqlens_q, seq_lens, state_slots, i_seq, i_head, inside, mask, H: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Pointers to one head of the sequence's state, of ``SIZE`` numbers, and what they hold, float32: zeros for a
-    sequence that starts here."""
+    """Return pointers to one head of the sequence's state, of ``SIZE`` numbers, and the state in float32: zeros for a
+    sequence that begins in this step."""
     slot = tl.load(state_slots + i_seq).to(tl.int64)
     query_len = tl.load(cu_seqlens_q + i_seq + 1) - tl.load(cu_seqlens_q + i_seq)
     continues = tl.load(seq_lens + i_seq) != query_len

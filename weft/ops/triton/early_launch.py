@@ -3,24 +3,24 @@
 Job: programmatic dependent launch (CUDA, compute capability 9.0 and later) for every kernel of the package. Owns: the
 rule that makes it safe. Does not know: kernels.
 
-A decode step is a chain of kernels that last a few microseconds each; launched one after the other, each pays for the
-end of the one before it and for its own start. An early launch may start as soon as every program of the kernel before
-it has begun, or has ``release``d it. The rule: every program waits before it reads or writes memory that a kernel of
-this package writes in the same step. ``wait`` ends when the kernel before has ended and its writes are visible; as that
-one waited in turn, so have all before it. Hence a kernel in which no program waits would break the chain; programs
-without work need not, as long as one of the kernel does.
+A decode step is a chain of kernels of a few microseconds each. Without early launches every kernel pays for the end of
+the previous kernel and for its own start. An early launch may start as soon as every program of the previous kernel has
+begun, or has ``release``d it. The rule: every program waits before it reads or writes memory that a kernel of this
+package writes in the same step. ``wait`` ends when the previous kernel has ended and its writes are visible. The
+previous kernel waited in turn, so all earlier kernels have ended as well. A kernel in which no program waits would
+break the chain. Programs without work need not wait if another program of the kernel does.
 
-Before the wait a program may read what was there when the forward pass began: weights, keys and states of earlier
-steps, and the step's metadata, which copies, torch's kernels and those of ``steps/inputs.py`` and ``ops/drafts``
-write. These are ordinary: each waits for everything before it. What they write is visible to all kernels that come
-after a further ordinary one: in a forward pass, after the embedding.
+Before the wait a program may read data from before the forward pass: weights, keys and states of earlier steps, and the
+step's metadata. Copies, torch's kernels and the kernels of ``steps/inputs.py`` and ``ops/drafts`` write the metadata.
+These launches are ordinary: each waits for everything before it. Their writes are visible to all kernels after the next
+ordinary launch, which in a forward pass is the embedding.
 
-A kernel may ``pass_on`` instead, so that the next one's programs start when it has waited itself. Then what the kernels
-before it have written is there for the next one too, before its wait, if it loads past the L1 cache (``.cg``).
+A kernel may ``pass_on`` instead, so that the programs of the next kernel start only after its own wait. The next kernel
+may then read results of the kernels before both of them before its wait, if it loads past the L1 cache (``.cg``).
 ``collectives/packed.py`` also says why a kernel may then write before its wait.
 
-When a kernel lets the next one start matters by percents of a step: what starts early asks for its weights early, and
-takes places from programs that have work. Where whole steps were faster for it, a launch says otherwise than the kernel
+The time of the release matters by percents of a step: a kernel that starts early requests its weights early, but takes
+places from programs that have work. Where whole steps were faster, a launch overrides the kernel's choice
 (``Release``).
 """
 
@@ -67,7 +67,7 @@ def release(EARLY: tl.constexpr, MOST: tl.constexpr = _MOST_PROGRAMS):
 @triton.jit
 def release_by_work(EARLY: tl.constexpr, working, of, MOST: tl.constexpr = _MOST_PROGRAMS):
     """``release`` by a program with work, in a grid of more than ``MOST`` of which only ``working`` of every ``of``
-    programs have some. Those without leave at once, which counts as their release."""
+    programs have some. Programs without work end at once, which counts as their release."""
     if EARLY == _BY_KERNEL:
         programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
         if (programs > MOST) & (working * programs <= MOST * of):
@@ -76,7 +76,7 @@ def release_by_work(EARLY: tl.constexpr, working, of, MOST: tl.constexpr = _MOST
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Until the kernels before this one have ended; their results are visible."""
+    """Wait until the kernels before this one have ended and their results are visible."""
     if EARLY:
         gdc_wait()
         if EARLY == _AT_WAIT:

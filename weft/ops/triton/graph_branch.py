@@ -1,7 +1,7 @@
 """Work beside the main chain of a captured graph: launches on a second stream, which become a branch of the graph.
 
-The branch starts when all that was launched before it has ended; what comes after it waits for both. Memory that is
-allocated in the branch belongs to its stream and is used there alone.
+The branch starts when all launches before it have ended. Launches after the branch wait for the branch and the main
+chain. Memory that is allocated in the branch belongs to its stream and is used there alone.
 """
 
 from __future__ import annotations

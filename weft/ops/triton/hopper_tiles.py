@@ -3,9 +3,9 @@
 Job: the parts below ``attention/prefill_hopper.py``. Owns: the layout of tiles in shared memory, the arithmetic of a
 tile, and which block of which sequence a program has. Does not know: the order of tiles, who waits for whom.
 
-In shared memory a tile ``[keys, head_dim]`` stands as *boxes* of one page and 64 dims (128 bytes, the widest swizzled
-row): all pages of dims 0 to 63, then all of the next 64. This is what the matrix units read, and a box is what the copy
-engine fetches at a time.
+In shared memory a tile ``[keys, head_dim]`` consists of *boxes* of one page and 64 dims (128 bytes, the widest swizzled
+row): all pages of dims 0 to 63, then all pages of the next 64. The matrix units read this layout, and the copy engine
+fetches a box at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class GluonKernel(Kernel, GluonJITFunction):
 
 @functools.cache
 def runs_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon do its work: a Hopper GPU, under a Triton with which they were tested on one."""
+    """Whether the device runs kernels in Gluon: it is a Hopper GPU, and the kernels were tested with this version of
+    Triton."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     return is_hopper and is_gluon_tested(triton.__version__)
 
@@ -131,8 +132,8 @@ def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD
 def place_of_block(
     page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table, TOKENS: gl.constexpr
 ):
-    """This program's block: its first row, its number of tokens, of padding rows (one of the two is 0 or less), the
-    position of the first token, and how many keys the block sees; and its sequence's pages.
+    """Find this program's block: first row, number of tokens, number of padding rows (one of the two is 0 or less),
+    position of the first token, number of keys, and the pages of the sequence.
 
     Sequences with fewer than ``least_tokens`` query tokens have none; nor, if ``num_seqs`` is negative, those that
     ``counts`` says decode."""

@@ -3,16 +3,16 @@
 Job: the decorator ``jit`` of every kernel that the host launches. Owns: per kernel, what was compiled for which
 arguments. Does not know: any kernel.
 
-``kernel[grid](...)`` of Triton binds arguments to names, writes options out as text to look a compiled kernel up, and
-calls hooks that nobody has set, on every launch: 12 us where the call of the driver takes 1. An eager step is a few
-hundred launches, and a graph is captured by running eager steps. Here the first launch goes through Triton, and the
-next one with the same key calls the same C launcher. The key holds all that Triton compiles for: the device, type and
-specialisation of every argument (16-byte alignment, the value 1 and multiples of 16, by Triton's own function), and
-the compile-time arguments and options.
+On every launch ``kernel[grid](...)`` of Triton binds arguments to names, formats options as text to look up a compiled
+kernel, and calls hooks that nobody has set. Triton's launch takes 12 us; the call of the driver takes 1. An eager step
+is a few hundred launches, and a graph is captured by running eager steps. Here the first launch goes through Triton,
+and the next one with the same key calls the same C launcher. The key holds everything that affects compilation: device,
+compile-time arguments, options, and type and specialisation of every argument (16-byte alignment, the value 1 and
+multiples of 16, by Triton's own function).
 
-Left to Triton: interpreted kernels, launches while hooks are set, kernels that need scratch memory, and every launch
-under a version of Triton that is not known here: then no more is used than ``kernel[grid](...)`` and ``warmup``. One
-check of Triton's is left out: that the global constants a kernel was compiled with are still the same.
+Triton itself launches interpreted kernels, kernels that need scratch memory, and every kernel while hooks are set or
+under an unknown version of Triton. An unknown version needs only ``kernel[grid](...)`` and ``warmup``. One check of
+Triton's is left out: that the global constants a kernel was compiled with are still the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ if _IS_KNOWN:
 
     _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     _TAKES_TUPLE = not hasattr(nvidia, "make_launcher")
-    """The launcher takes arguments as one: since 3.7 all kernels have the same, until 3.6 each had one of its own."""
+    """Whether the launcher takes the arguments as one tuple. Since Triton 3.7 all kernels share one launcher; until 3.6
+    each kernel had its own."""
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -110,8 +111,8 @@ class Kernel(JITFunction):
         launch(x, y, z, active.get_current_stream(device), *fixed, *((args,) if _TAKES_TUPLE else args))
 
     def _remember(self, key: tuple[Any, ...], kernel: CompiledKernel | None) -> None:
-        """Keep the C function behind ``kernel.run``, and what it gets between the stream and the arguments: the kernel,
-        two launch attributes, how the kernel was compiled, no hooks, no scratch memory, and what the arguments are."""
+        """Keep the C function of ``kernel.run`` with the values between the stream and the arguments: the kernel, two
+        launch attributes, the compile options, no hooks, no scratch memory, and the argument types."""
         if kernel is None:  # a debugger's hook has compiled it
             return
         launcher = kernel.run
@@ -161,7 +162,7 @@ Handler = Callable[[Kernel, tuple[int, ...], tuple[Any, ...], dict[str, Any]], N
 """``(kernel, grid, args, options)``: stands in for a launch."""
 
 _HANDLED: list[Handler] = []
-"""Those that stand in now, the innermost last."""
+"""Handlers that are active now, the innermost last."""
 
 
 @contextmanager

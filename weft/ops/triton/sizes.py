@@ -1,7 +1,7 @@
 """Host arithmetic of launches: grids, block sizes, precision.
 
-Triton has ``cdiv`` and ``next_power_of_2``, but made for compile time: called on the host they first look through their
-arguments for compile-time values, 2 us a call, which was a quarter of an eager step's host time.
+Triton's ``cdiv`` and ``next_power_of_2`` are made for compile time. On the host they search their arguments for
+compile-time values, which takes 2 us a call and was a quarter of an eager step's host time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 MULTIPROCESSORS = 132
-"""Of an H200. As many programs have one each, with all its shared memory for their pipeline."""
+"""Multiprocessors of an H200. With at most this many programs, each has the whole shared memory of a multiprocessor."""
 
 
 def precision(x: Tensor) -> str:
-    """Of products of x: float32 operands are split in three tf32 parts, which keeps float32 accuracy."""
+    """Precision of products of x. Float32 operands are split in three tf32 parts, which keeps float32 accuracy."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 

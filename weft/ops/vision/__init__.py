@@ -123,8 +123,8 @@ def add_layer_norm(
 @traced_op()
 @with_kernel("weft.ops.vision.kernels")
 def add_media_features(x: Tensor, ids: Tensor, features: Tensor, first_id: int, *, backend: Backend) -> Tensor:
-    """``x[t] + features[ids[t] - first_id]`` where ``ids[t] >= first_id``, else ``x[t]``: ``[T, hidden_size]``. Of the
-    residual stream of the decoder's first layers (DeepStack, arXiv 2406.04334).
+    """``x[t] + features[ids[t] - first_id]`` where ``ids[t] >= first_id``, else ``x[t]``: ``[T, hidden_size]``. ``x``
+    is the residual stream of one of the decoder's first layers (DeepStack, arXiv 2406.04334).
 
     Args:
         x: ``[T, hidden_size]``, contiguous.

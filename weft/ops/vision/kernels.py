@@ -87,7 +87,7 @@ def _point(place, last, SIDE: tl.constexpr):
 
 @triton.jit
 def _share(weight, point, share, column, SIZE: tl.constexpr):
-    """What a point of the grid adds."""
+    """Load the share of one point of the grid."""
     return tl.load(weight + point * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32) * share
 
 

@@ -38,7 +38,7 @@ def window_attention_decode(
     out: Tensor | None = None,
     backend: Backend,
 ) -> Tensor:
-    """One token for each of N rows that continue a window; the windows advance in place.
+    """Compute one token for each of N rows that continue a window. The windows advance in place.
 
     Args:
         q: ``[N, Hq, D]``; Hq is a multiple of Hkv, and query head h reads key head ``h // (Hq / Hkv)``.
@@ -90,9 +90,9 @@ def window_attention(
     Args:
         q: ``[T, Hq, D]``.
         k, v: ``[T, Hkv, D]``.
-        k_window, v_window: ``[num_slots, window, Hkv, D]``. The tokens before this step are those of
-            ``batch.state_slots`` (none for a sequence that starts here); the final window is written back there, and
-            the window after every chunk with a ``checkpoint_slot`` into that slot.
+        k_window, v_window: ``[num_slots, window, Hkv, D]``. Tokens before this step are in the slots of
+            ``batch.state_slots``; a sequence that begins in this step has none. The final window is written to the same
+            slot, and the window after a chunk to the chunk's ``checkpoint_slot``, if any.
         scale, sinks: as for ``window_attention_decode``.
 
     Returns:

@@ -2,10 +2,10 @@
 
 Job: ``weft/ops/window_attention`` on the GPU. Owns: tile shapes and grids. Does not know: layers.
 
-The query heads that share a key head stand together as rows of one tile. A decoding row meets its own key and value as
-they came from the projection and the others in its window; the program then replaces the entry that left the window,
-which no program reads. A prefill reads the tokens before the step from the window and the step's own from the
-projection; windows are stored by launches after it, checkpoints first, because they still need the old window.
+The query heads that share a key head stand together as rows of one tile. A decoding row reads its own key and value
+from the projection, and all others from its window. The program then replaces the entry that left the window, which no
+program reads. A prefill reads tokens before the step from the window, and tokens of the step from the projection.
+Launches after the prefill store the windows, checkpoints first, because these still need the old window.
 
 Graph-safe: grids depend on padded sizes alone; which sequences prefill is read from the chunk table on the device.
 """
@@ -41,7 +41,7 @@ _METADATA = [
 
 
 class Fixed(NamedTuple):
-    """What the kernels are compiled for.
+    """Compile-time parameters of the kernels.
 
     Attributes:
         head_dim, group, num_kv_heads, window: of the layer; so many query heads share a key head.
