@@ -59,7 +59,7 @@ _MIXTURE_PROGRAMS, _MIXTURE_DECODES = 1024, 32
 and that are merged at once."""
 
 _FEW_SEQUENCES = 64
-"""Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
+"""Sequences times key heads below which the decode kernel is bound by memory latency instead of bandwidth."""
 
 _HELD_WORK, _HELD_SPLITS, _HELD_TABLE, _HELD_HEAD = 16 * 128, 16, 16384, 256
 """Limits for programs that hold all keys of a split: sequences times key heads times head size, splits of a sequence,
@@ -76,7 +76,7 @@ _LOWEST = tl.constexpr(-1e30)
 """A maximum below all scores, of rows that may see none of a split's keys: finite, so that differences are numbers."""
 
 _RELEASED_SEQUENCES = 64
-"""Up to so many sequences times key heads the merge may start beside the decode kernel."""
+"""Most sequences times key heads for which the merge may start while the decode kernel runs."""
 
 _MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
@@ -157,8 +157,8 @@ def _store_zeros(out, stride_out, row, kv_head, FIXED: tl.constexpr):
 def _decode_held_split(
     q_row, cache, sinks, results, place, lanes, inside, kv_len, scale_log2, FIXED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """One split. Its keys and values were written before this step, but for the newest tokens': the first ``held_keys``
-    load while the kernel before this one still runs."""
+    """Compute one split. Its keys and values were written before this step, but for the newest tokens': the first
+    ``held_keys`` load while the kernel before this one still runs."""
     SPLIT: tl.constexpr = FIXED.split
     HELD: tl.constexpr = FIXED.held_keys
     PAGE_SIZE: tl.constexpr = FIXED.page_size

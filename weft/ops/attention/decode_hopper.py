@@ -52,8 +52,8 @@ def takes(q: Tensor, k_cache: Tensor, rows: int) -> bool:
 
 
 TILE, MAX_REGISTERS = Tile(ROWS.value, keys=64, warps=2, stages=1), 168
-"""With so many registers per thread six programs fit a multiprocessor. With more warps each warp would have fewer keys
-of a split, and start and end as often."""
+"""Registers per thread with which six programs fit a multiprocessor. With more warps each warp would have fewer keys of
+a split, and start and end as often."""
 
 
 @gluon.jit

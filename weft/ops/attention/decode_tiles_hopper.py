@@ -78,8 +78,8 @@ def along(axis: gl.constexpr, size: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def places_of(stride_word, KEYS: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of words ``[warps, blocks, keys, words]``, where keys are ``STEP`` apart: the first key of each block, the keys,
-    and where in a page words are."""
+    """Compute the places of words ``[warps, blocks, keys, words]``, where keys are ``STEP`` apart: the first key of
+    each block, the keys, and where in a page words are."""
     WARPS: gl.constexpr = gl.num_warps()
     BLOCKS: gl.constexpr = KEYS // (16 * WARPS)
     LEFT: gl.constexpr = gl.SliceLayout(3, LAYOUT)
@@ -168,8 +168,8 @@ def scores_of(words, q, FIXED: gl.constexpr, PRODUCTS: gl.constexpr):
 
 @gluon.jit
 def softmax(scores, row_sum, row_max, visible, scale_log2, FIXED: gl.constexpr, PRODUCTS: gl.constexpr):
-    """One step of each warp's online softmax: weights as the right operand of the outputs, sum, maximum, and what
-    earlier weights have to be multiplied by."""
+    """Compute one step of each warp's online softmax: weights as the right operand of the outputs, sum, maximum, and
+    what earlier weights have to be multiplied by."""
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = FIXED.keys // WARPS
     scores = gl.where(visible, scores, float("-inf"))

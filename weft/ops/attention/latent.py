@@ -28,7 +28,7 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
 _MANY_ROWS = 1024
-"""From so many rows (tokens times heads) on, tiles hold several tokens."""
+"""Least rows (tokens times heads) for which tiles hold several tokens."""
 
 _LEAST_SPLIT, _MOST_SPLITS = 128, 1024
 """Tokens of a split, and splits of all sequences together: each has 64 KiB of partial results with 32 heads of 512."""

@@ -26,7 +26,7 @@ def decode_programs(
     DECODE: tl.constexpr, ZERO: tl.constexpr, inputs, strides, results, counts, scale_log2, num_rows, num_seqs,
     double_from, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What a program of a decode kernel does: ``DECODE`` every so many splits of its sequences, with its key head, and
+    """Run a program of a decode kernel: ``DECODE`` every ``step``-th split of its sequences, with its key head, and
     ``ZERO`` rows of padding. In a mixture, prefills and padding are the other kernel's."""
     kv_head = tl.program_id(0)
     if FIXED.mixture:

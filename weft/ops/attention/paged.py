@@ -33,8 +33,8 @@ takes 10% less time at 512 rows of Qwen3-0.6B, 5% less at 1,024, and no less bey
 no decode and leave at once are the cheaper way."""
 
 _HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
-"""From so many rows of q on, and so many per prefilling sequence, the kernel for Hopper takes over. On an H200 both
-kernels are equal at 512 rows of one sequence without context, and with context it leads; many short sequences lose."""
+"""Least rows of q, and least rows per prefilling sequence, for the kernel for Hopper. On an H200 both kernels are equal
+at 512 rows of one sequence without context, and with context it leads; many short sequences lose."""
 
 
 @launches(paged_attention)

@@ -31,10 +31,10 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2, precision
 
 _LONG_ROWS = 131072
-"""From so many (token, head) rows on, larger tiles pay for heads of up to 128."""
+"""Least (token, head) rows for which larger tiles are faster, for heads of up to 128."""
 
 _SHORT_ROWS = 24576
-"""Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
+"""Least (token, head) rows for tiles of 128 rows. With fewer some multiprocessors would have no work."""
 
 
 class Fixed(NamedTuple):

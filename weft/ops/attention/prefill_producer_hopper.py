@@ -26,7 +26,7 @@ NARROW = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
 
 @gluon.jit
 def _slots(desc, page_table, j, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Where the pages of tile ``j`` begin, of those that hold the first ``keys`` keys."""
+    """Compute where the pages of tile ``j`` begin, for pages that hold the first ``keys`` keys."""
     num_pages = (keys + PAGE_SIZE - 1) // PAGE_SIZE
     absent = desc.shape[0].to(gl.int32)  # past the end of the cache: the copy engine writes zeros
     slots = ()
@@ -56,7 +56,7 @@ def _produce_as_stored(
 
 @gluon.jit
 def _rows(page_table, j, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Of tile ``j``: the slot of each key, and which of them are among the first ``keys``."""
+    """Compute the slot of each key of tile ``j``, and whether the key is among the first ``keys``."""
     tokens = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, COPIED))
     pages = gl.load(page_table + tokens // PAGE_SIZE, mask=tokens < keys, other=0)
     return pages * PAGE_SIZE + tokens % PAGE_SIZE, tokens < keys

@@ -134,7 +134,7 @@ def widen_values(v, dtype: tl.constexpr):
 def accumulate(
     acc, row_sum, row_max, q, k, v, visible, scale_log2, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """One step of the online softmax. Every row has seen a visible key by the end of the first step."""
+    """Compute one step of the online softmax. Every row has seen a visible key by the end of the first step."""
     if k.dtype == tl.float8e4nv and q.dtype == tl.bfloat16:
         q = q.to(tl.float16)  # holds all e4m3 numbers, and one instruction widens two of them; bfloat16 takes several
     k, v = k.to(q.dtype), widen_values(v, q.dtype)

@@ -77,7 +77,7 @@ def _receive_and_norm(
     LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUTE: tl.constexpr, RESIDUAL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr, TRAP: tl.constexpr,
 ):  # fmt: skip
-    """One row, from its packets on. ``stride_residual`` counts words."""
+    """Compute one row, from its packets on. ``stride_residual`` counts words."""
     element = y.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = columns < ROUTE.words
@@ -110,7 +110,7 @@ def _packed_all_reduce_kernel(
     LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ROUTE: tl.constexpr,
     RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row. ``stride_residual`` counts words, and without parts ``stride_x`` too."""
+    """Compute one row. ``stride_residual`` counts words, and without parts ``stride_x`` too."""
     enter(EARLY)
     element = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -137,7 +137,7 @@ def _receive_norm_kernel(
     LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUTE: tl.constexpr, RESIDUAL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr, PASSED_ON: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row, which the kernel before sends."""
+    """Compute one row, which the kernel before sends."""
     release(EARLY)
     if not PASSED_ON:
         wait(EARLY)

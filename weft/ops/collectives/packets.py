@@ -82,13 +82,13 @@ def pack_values(values, element: tl.constexpr):
 
 @triton.jit
 def packets_at(addresses, rank, ROUTE: tl.constexpr):
-    """Where rank ``rank`` receives packets."""
+    """Return the address at which rank ``rank`` receives packets."""
     return tl.multiple_of((tl.load(addresses + rank) + ROUTE.offset).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
 def areas_of(addresses, ROUTE: tl.constexpr):
-    """Where each rank receives packets, a tuple; an empty one without a route. No kernel writes it."""
+    """Load the addresses at which the ranks receive packets: a tuple, empty without a route. No kernel writes them."""
     areas = ()
     if ROUTE is not None:
         SIZE: tl.constexpr = ROUTE.size
@@ -109,7 +109,7 @@ def flags_of(counters, rows, ROUTE: tl.constexpr):
 
 @triton.jit
 def place_of(flags, rank, rows, ROUTE: tl.constexpr):
-    """Where the packets of ``rows`` of rank ``rank`` begin; halves of the memory take turns."""
+    """Compute where the packets of ``rows`` of rank ``rank`` begin. Halves of the memory alternate."""
     return ((flags & 1) * (ROUTE.size * ROUTE.programs) + rank * ROUTE.programs + rows) * ROUTE.words
 
 

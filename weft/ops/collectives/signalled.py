@@ -36,7 +36,7 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _TILE_VALUES = 8192
-"""Of the rows that a program reads at a time: what eight warps hold in registers."""
+"""Values of the rows that a program reads at a time: as many as eight warps hold in registers."""
 
 _MOST_POLLS = 1 << 27
 """A minute or more; a peer that is that late is dead, and the host has noticed. The launch then fails."""
@@ -44,7 +44,7 @@ _MOST_POLLS = 1 << 27
 
 @triton.jit
 def _rows(addresses, rank, FLAG_BYTES: tl.constexpr, element: tl.constexpr):
-    """Where rank ``rank`` keeps its rows."""
+    """Return the address of rank ``rank``'s rows."""
     return (tl.load(addresses + rank) + FLAG_BYTES).to(tl.pointer_type(element))
 
 
@@ -80,7 +80,7 @@ def _barrier(
 
 @triton.jit
 def _half(exchange, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, MOST_ROWS: tl.constexpr):
-    """Where this program's rows begin in the half of the buffer that belongs to an exchange."""
+    """Compute where this program's rows begin in the half of the buffer that belongs to an exchange."""
     return ((exchange & 1) * PROGRAMS + tl.program_id(0)).to(tl.int64) * (MOST_ROWS * WIDTH)
 
 

@@ -114,7 +114,7 @@ def causal_conv1d_update_reference(
     bias: Tensor | None = None,
     silu: bool = True,
 ) -> Tensor:
-    """One step for N rows that continue a state, as torch operations; states advance in place.
+    """Compute one step for N rows that continue a state, as torch operations. States advance in place.
 
     Part of ``gdn_decode`` and ``short_conv_decode``.
 
@@ -215,7 +215,7 @@ def short_conv_decode(
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One step for N rows that continue a state; the states advance in place.
+    """Compute one step for N rows that continue a state. The states advance in place.
 
     Args:
         projected: ``[N, 3 * C]``: ``b | c | x``.

@@ -1,4 +1,4 @@
-"""One step of the short causal convolution, for rows that continue a state. One kernel serves the step with SiLU and
+"""The short causal convolution of one token, for rows that continue a state. One kernel serves the step with SiLU and
 the double-gated step of LFM2; fused decode kernels use its parts."""
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _conv_update_kernel(
     C: tl.constexpr, W: tl.constexpr, BLOCK_C: tl.constexpr, DOUBLE_GATED: tl.constexpr, KEEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and block of channels: SiLU of the convolution of ``x``; or ``c * conv(b * x)`` of ``b | c | x``, rounded
-    as a chain of operations in the model's dtype would."""
+    """Compute one row and block of channels: SiLU of the convolution of ``x``; or ``c * conv(b * x)`` of ``b | c | x``,
+    rounded as a chain of operations in the model's dtype would."""
     release(EARLY, ALWAYS)
     i_row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

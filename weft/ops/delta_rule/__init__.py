@@ -65,7 +65,7 @@ def _l2norm(x: Tensor) -> Tensor:
 def recurrent_gated_delta_rule_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_slots: Tensor
 ) -> Tensor:
-    """One step for N rows, as torch operations; their states advance in place. Part of ``gdn_decode``.
+    """Compute one step for N rows, as torch operations. States advance in place. Part of ``gdn_decode``.
 
     The state is read once: ``o = exp(g) S^T q + (q . k) delta`` gives the output without the updated state.
 
@@ -195,7 +195,7 @@ def _channel_scores(writes: Tensor, queries: Tensor, keys: Tensor, log_decay: Te
 
 
 class DeltaWeights(NamedTuple):
-    """One rank's weights between the projections of a layer.
+    """Weights of one rank between the projections of a layer.
 
     Attributes:
         conv_weight: ``[C, W]``, with ``C = 2 * HK * K + HV * V`` channels.

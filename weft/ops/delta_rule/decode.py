@@ -61,7 +61,8 @@ def _step_head(
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PREFETCH: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
-    """One value head: the delta rule over its state, column tile by column tile, then the output norm and its gate.
+    """Compute one value head: the delta rule over its state, column tile by column tile, then the output norm and its
+    gate.
 
     Args:
         p_state: first tile of the head's state; the next head's state follows it.
@@ -139,7 +140,8 @@ def _gdn_decode_kernel(
     projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
     stride_row, stride_f, stride_gate, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and key head. ``f`` and ``gate``: of ``kda_decode``; those of Gated DeltaNet are among ``projected``."""
+    """Compute one row and key head. ``f`` and ``gate`` are arguments of ``kda_decode``; Gated DeltaNet has both in
+    ``projected``."""
     release(EARLY, FIXED.most_to_release)
     HK: tl.constexpr = FIXED.num_k_heads
     HV: tl.constexpr = FIXED.num_v_heads
@@ -286,11 +288,11 @@ def gdn_decode_triton(
 
 
 _FEW_PROGRAMS = 1024
-"""Up to so many, 32 rows of 32 heads, a program hides its own latency best (measured on an H200)."""
+"""Most programs (32 rows of 32 heads) that hide their own latency best (measured on an H200)."""
 
 _FEW_TO_RELEASE = 512
-"""Up to so many, 16 rows of 32 heads, a step gains from the next kernel's early start; with more it loses, because that
-kernel's programs take places (measured on an H200)."""
+"""Most programs (16 rows of 32 heads) with which a step gains from the next kernel's early start. With more programs
+the step loses, because the next kernel's programs take places (measured on an H200)."""
 
 
 def choose_kda_shape(num_programs: int) -> Shape:

@@ -28,7 +28,7 @@ from weft.ops.triton.sizes import MULTIPROCESSORS
 _DIM = gl.constexpr(128)
 _PAIRS = gl.constexpr(64)
 _ROWS = gl.constexpr(8)
-"""Of the state at a time: a warp has two, 16 bytes to a thread."""
+"""Rows of the state at a time: a warp has two, 16 bytes to a thread."""
 _BLOCK = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 _VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
@@ -71,7 +71,7 @@ def _add(a, b, c, d, other_a, other_b, other_c, other_d):
 def _decode_states_kernel(
     vectors, state, state_slots, slots, out, eps, FIXED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """One row and value head. ``state`` and ``out`` are words of two numbers, of even and odd columns."""
+    """Compute one row and value head. ``state`` and ``out`` are words of two numbers, of even and odd columns."""
     release(EARLY, ALWAYS)
     HV: gl.constexpr = FIXED.num_v_heads
     GROUP: gl.constexpr = HV // FIXED.num_k_heads

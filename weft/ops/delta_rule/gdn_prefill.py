@@ -53,7 +53,7 @@ def _prepare_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and value head: the solve matrix, the attention inside the chunk, and the row vectors."""
+    """Compute one chunk and value head: the solve matrix, the attention inside the chunk, and the row vectors."""
     enter(EARLY)
     i_chunk, i_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunk_length + i_chunk)
@@ -98,7 +98,7 @@ def _prepare_kernel(
 
 @triton.jit
 def delta_rule_step(b_state, b_q, b_k, b_v, decay, beta):
-    """One token of the rule on ``b_state [K, V]``, read once: ``o = exp(g) S^T q + (q . k) delta``.
+    """Apply one token of the rule to ``b_state [K, V]``, read once: ``o = exp(g) S^T q + (q . k) delta``.
 
     Args: normalised float32 vectors, ``b_q`` scaled.
 

@@ -142,7 +142,7 @@ def _prepare_kernel(
     H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and head: A and the attention inside the chunk, and keys and queries with their decays."""
+    """Compute one chunk and head: A and the attention inside the chunk, and keys and queries with their decays."""
     enter(EARLY)
     i_chunk, i_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunk_length + i_chunk)
@@ -209,7 +209,7 @@ def _solve_kernel(
     system, solve, chunk_length,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and head: ``(I + A)^-1 - I``."""
+    """Compute one chunk and head: ``(I + A)^-1 - I``."""
     enter(EARLY)
     if tl.load(chunk_length + tl.program_id(0)) == 0:
         return

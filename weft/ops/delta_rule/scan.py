@@ -56,7 +56,7 @@ def _scan_kernel(
     num_rows, num_seqs, stride_q, stride_k, stride_v,
     FIXED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, value head and slice of V: the chunks in order, the state's columns in registers.
+    """Compute one sequence, value head and slice of V: the chunks in order, the state's columns in registers.
 
     ``keys``: of ``scan_chunks``; without them keys and queries come as they are, and vectors scale their rows.
     """

@@ -57,7 +57,7 @@ def vectors_of(group: int, head_k_dim: int, head_v_dim: int, channels: int = 1) 
 
 
 class StatesFixed(NamedTuple):
-    """What a launch that takes states through tokens is compiled for: tokens of each sequence, heads, vectors."""
+    """Compile-time parameters of a launch that takes states through tokens: tokens of each sequence, heads, vectors."""
 
     num_tokens: int
     num_k_heads: int

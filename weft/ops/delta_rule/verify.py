@@ -108,7 +108,7 @@ def _gdn_verify_kernel(
     projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
     stride_row, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and key head."""
+    """Compute one sequence and key head."""
     if not FIXED.has_states:
         release(EARLY, ALWAYS)  # the states are requested meanwhile
     T: tl.constexpr = FIXED.num_tokens

@@ -67,7 +67,7 @@ def _token(states, keys, value, decay, beta, p_after, is_kept):
 def _verify_states_kernel(
     vectors, state, state_slots, slots, out, eps, FIXED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """One sequence and value head."""
+    """Compute one sequence and value head."""
     release(EARLY)
     T: gl.constexpr = FIXED.num_tokens
     HV: gl.constexpr = FIXED.num_v_heads

@@ -79,8 +79,8 @@ def follow_step(
 
 
 def _random_31(seeds: Tensor, positions: Tensor) -> Tensor:
-    """``[M]`` int64, random numbers below 2**31 by seed and position. What is measured with them must not be their own
-    time, so they are mixed in few operations; texts get better ones (``ops/sampling``)."""
+    """``[M]`` int64, random numbers below 2**31 by seed and position. The numbers serve measurements and must take
+    time, so few operations mix them. Texts use the random numbers of ``ops/sampling``."""
     mixed = torch.add(seeds, positions, alpha=FACTORS[0])
     mixed = (mixed ^ mixed >> 29) * FACTORS[1]
     return (mixed ^ mixed >> 32) & MASK_31
@@ -153,7 +153,7 @@ def places_ahead(
     *,
     backend: Backend,
 ) -> PlacesAhead:
-    """Where the tokens 1, 2, … ``num_ahead`` after the last accepted one of N sequences stand.
+    """Compute the places of the tokens 1, 2, … ``num_ahead`` after the last accepted token of N sequences.
 
     Args:
         last: ``[N]`` int64, index of that token on the flat axis.

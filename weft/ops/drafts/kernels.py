@@ -37,7 +37,7 @@ def _follow_kernel(
     new_ids, new_positions, new_sample_positions, slot_mapping, new_seq_lens, state_slots, query_len,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, NUM_PAGES: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """One sequence. HELD: drafts that a row holds."""
+    """Compute one sequence. HELD: drafts that a row holds."""
     seq = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < query_len
@@ -65,7 +65,7 @@ def _follow_kernel(
 def follow_step_triton(
     input_ids, positions, sample_positions, seq_lens, rows, follows, slots, page_table, page_size, state
 ) -> FollowedStep:
-    """As ``weft.ops.drafts.follow_step``."""
+    """Launch the kernel of ``follow_step``."""
     num_seqs, query_len = slots.shape
     assert slots.is_contiguous() and page_table.is_contiguous() and state.drafts.is_contiguous()
     assert query_len <= _BLOCK
@@ -84,7 +84,7 @@ def _accept_kernel(
     new_token_ids, counted, num_accepted, last, bound, query_len,
     BLOCK: tl.constexpr, NUM_NEVER: tl.constexpr, NEVER_BLOCK: tl.constexpr, SYNTHETIC: tl.constexpr,
 ):  # fmt: skip
-    """One sequence."""
+    """Compute one sequence."""
     seq = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < query_len
@@ -117,7 +117,7 @@ def _accept_kernel(
 def accept_drafts_triton(
     token_ids, input_ids, seeds, positions, rows, query_len, rule, last_token, num_rejected
 ) -> AcceptedDrafts:
-    """As ``weft.ops.drafts.accept_drafts``."""
+    """Launch the kernel of ``accept_drafts``."""
     num_tokens, device = len(token_ids), token_ids.device
     num_seqs, num_never = num_tokens // query_len, 0 if rule.never is None else len(rule.never)
     counted = torch.empty(num_tokens, dtype=torch.bool, device=device)
@@ -138,7 +138,7 @@ def _ahead_kernel(
     num_ahead, num_pages, max_len, stride,
     BLOCK: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, all tokens ahead."""
+    """Compute one sequence, all tokens ahead."""
     seq = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, BLOCK)
     inside = step < num_ahead
@@ -155,7 +155,7 @@ def _ahead_kernel(
 
 @launches(places_ahead)
 def places_ahead_triton(last, ends, positions, seq_lens, page_table, page_size, num_ahead, max_len) -> PlacesAhead:
-    """As ``weft.ops.drafts.places_ahead``."""
+    """Launch the kernel of ``places_ahead``."""
     count, device = len(last), last.device
     assert page_table.is_contiguous()
     assert num_ahead <= _BLOCK

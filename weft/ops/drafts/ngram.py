@@ -24,7 +24,7 @@ def _ngram_kernel(
     WIDTH: tl.constexpr, HELD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ALL_COUNT: tl.constexpr,
     ALWAYS: tl.constexpr, BLOCK: tl.constexpr, DRAFT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence. WIDTH: of the history; HELD: drafts that a row holds."""
+    """Compute one sequence. WIDTH: of the history; HELD: drafts that a row holds."""
     seq = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + seq)
     tokens = history + row * WIDTH
@@ -69,7 +69,7 @@ def _ngram_kernel(
 def ngram_drafts_triton(
     token_ids, num_accepted, rows, seq_lens, history, state, num_drafts, low, high, always
 ) -> Tensor:
-    """As ``weft.ops.drafts.ngram_drafts``."""
+    """Launch the kernel of ``ngram_drafts``."""
     num_seqs, query_len = len(rows), len(token_ids) // len(rows)
     assert history.is_contiguous() and state.drafts.is_contiguous()
     assert max(query_len, num_drafts) <= _DRAFT_BLOCK

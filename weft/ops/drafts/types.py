@@ -57,7 +57,7 @@ class AcceptanceRule(NamedTuple):
 
     @classmethod
     def of(cls, synthetic_rate: float | None, never: Tensor | None) -> AcceptanceRule:
-        """With a probability of being right in place of a bound."""
+        """Return the rule with a probability of being right in place of a bound."""
         bound = None if synthetic_rate is None else round(synthetic_rate * MASK_31)
         return cls(never if never is not None and len(never) else None, bound)
 

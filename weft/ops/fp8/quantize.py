@@ -23,7 +23,8 @@ _SMALLEST = tl.constexpr(SMALLEST_AMAX)
 _COLUMNS = 1024
 """Columns per program, where groups have scales of their own."""
 _MANY_ROWS = 512
-"""With more, a program takes several: enough loads in flight, and neighbouring scales in one store."""
+"""Most rows with one row per program. With more rows a program takes several: enough loads are in flight, and
+neighbouring scales share a store."""
 
 
 @triton.jit

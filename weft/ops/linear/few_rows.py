@@ -72,7 +72,7 @@ def add_splits(
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     sending=None, ROUTE: tl.constexpr = None,
 ):  # fmt: skip
-    """From a split's sums ``[ROWS, TOKENS]`` to the outputs of its block; ``place``: the programs that share them.
+    """Turn a split's sums ``[ROWS, TOKENS]`` into the outputs of its block; ``place``: the programs that share them.
 
     With a route they are sent: ``sending`` is the tokens' rows and flags, ``[1, TOKENS]``, and every rank's area.
     """

@@ -84,7 +84,8 @@ def _many_rows_kernel(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the output. The tiles of ``BAND`` rows of tiles are neighbours, which find weights in the cache."""
+    """Compute one tile of the output. The tiles of ``BAND`` rows of tiles are neighbours, which find weights in the
+    cache."""
     enter(EARLY)
     tile_rows, tile_columns = tl.cdiv(num_tokens, ROWS), tl.cdiv(width, COLUMNS)
     band = tl.program_id(0) // (BAND * tile_columns)

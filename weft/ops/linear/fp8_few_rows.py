@@ -37,7 +37,7 @@ _HELD_WEIGHT = 1 << 21
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
 _OWN_TOKENS, _OWN_INNER = 2, 8192
-"""Up to so many rows of up to so many inputs a program looks through for their largest magnitudes."""
+"""Most rows, and most inputs of a row, of which a program finds the largest magnitudes itself."""
 
 
 class FewRows(NamedTuple):

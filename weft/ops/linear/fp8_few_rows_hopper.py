@@ -127,7 +127,7 @@ def _products(weights, inputs, WIDE: gl.constexpr):
 
 @gluon.jit
 def _rows_of_block(block, width, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """As of ``few_rows.py``."""
+    """Compute the weight rows of a block; see ``rows_of_block`` of ``few_rows.py``."""
     lanes = gl.arange(0, ROWS, layout=LAYOUT)
     if GATED:
         rows = gl.minimum(block * (ROWS // 2) + lanes // 2, width - 1) + lanes % 2 * width
@@ -185,7 +185,7 @@ def load_scales(weight_scale, block, width, FIXED: gl.constexpr):
 
 @gluon.jit
 def _scale_of(amax):
-    """As of ``fp8/quantize.py``."""
+    """Compute the scale from the largest magnitude."""
     return gl.maximum(amax, _SMALLEST) / _MAX
 
 

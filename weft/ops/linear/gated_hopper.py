@@ -232,7 +232,8 @@ def _gated_hopper_kernel(x_desc, w_desc, out, num_rows, HIDDEN: gl.constexpr, WI
 
 
 LEAST_FILLED = 0.92
-"""With less the matrix library, which has smaller tiles, is as fast or faster (``kernels-gated-linear-h200.json``)."""
+"""Least work for this kernel. With less the matrix library, which has smaller tiles, is as fast or faster
+(``kernels-gated-linear-h200.json``)."""
 
 
 def filled(num_rows: int, width: int) -> float:

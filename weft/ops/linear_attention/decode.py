@@ -1,5 +1,5 @@
-"""One step of linear attention with one decay per head and token: what the decode operations of Mamba-2 and lightning
-attention share, in one launch. The state is read once and written once.
+"""Linear attention of one token with one decay per head and token, in one launch. The decode operations of Mamba-2 and
+lightning attention share this kernel. The state is read once and written once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _step_kernel(
     stride_q, stride_k, stride_v, stride_dt, dt_low, dt_high,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and head. ``rate [H]``: log of A with time steps, otherwise the log decay itself."""
+    """Compute one row and head. ``rate [H]``: log of A with time steps, else the log decay."""
     release(EARLY, ALWAYS)
     H: tl.constexpr = FIXED.num_heads
     K: tl.constexpr = FIXED.head_k_dim

@@ -73,7 +73,7 @@ def _prepare_kernel(
     q, k, g, beta, skip, attention, vectors, chunk_start, chunk_length, stride_q, stride_k, stride_g,
     FIXED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and head: the attention inside the chunk, and the row vectors."""
+    """Compute one chunk and head: the attention inside the chunk, and the row vectors."""
     enter(EARLY)
     H: tl.constexpr = FIXED.num_heads
     K: tl.constexpr = FIXED.head_k_dim
@@ -123,7 +123,7 @@ def _scan_kernel(
     num_rows, num_seqs, stride_q, stride_k, stride_v,
     FIXED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, head and slice of V: the chunks in order, the state's columns in registers."""
+    """Compute one sequence, head and slice of V: the chunks in order, the state's columns in registers."""
     enter(EARLY)
     H: tl.constexpr = FIXED.num_heads
     K: tl.constexpr = FIXED.head_k_dim

@@ -77,7 +77,7 @@ def selective_scan_step(
 def _step(
     old: Tensor, x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, weights: ScanWeights
 ) -> tuple[Tensor, Tensor]:
-    """One token of each row from states ``[R, N, C]``: the new states, and ``y [R, C]`` float32."""
+    """Compute one token of each row from states ``[R, N, C]``: the new states, and ``y [R, C]`` float32."""
     dt_bias, A_log, D = weights
     step, values = F.softplus(dt.float() + dt_bias.float()), x.float()
     decay = (-A_log.float().exp() * step[:, None]).exp()  # [R, N, C]
@@ -132,7 +132,7 @@ def _scan_of_tensors(
 
 
 class Mamba2Weights(NamedTuple):
-    """One rank's weights between the projections.
+    """Weights of one rank between the projections.
 
     Attributes:
         conv_weight: ``[conv_dim, W]``.

@@ -33,7 +33,7 @@ _TOKENS = 4
 
 @triton.jit
 def _token(b_state, b_rate, b_x, b_z, b_dt, b_b, b_c, b_bias, b_skip):
-    """One token from ``b_state [N, BLOCK_C]``: the new state, and the output ``[BLOCK_C]``."""
+    """Compute one token from ``b_state [N, BLOCK_C]``: the new state, and the output ``[BLOCK_C]``."""
     step = softplus(b_dt + b_bias)
     b_state = b_state * tl.exp(b_rate * step[None, :]) + b_b[:, None] * (step * b_x)[None, :]
     y = tl.sum(b_state * b_c[:, None], 0) + b_skip * b_x
@@ -46,7 +46,7 @@ def _scan_step_kernel(
     C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, KEEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and block of channels. Its state, which an earlier step wrote, begins to load before the wait."""
+    """Compute one row and block of channels. Its state, which an earlier step wrote, begins to load before the wait."""
     release(EARLY)
     i_row = tl.program_id(1).to(tl.int64)
     o_n, o_c = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -101,7 +101,7 @@ def _selective_scan_kernel(
     C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr,
     CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and block of channels: its tokens in order, the state in registers."""
+    """Compute one sequence and block of channels: its tokens in order, the state in registers."""
     enter(EARLY)
     i_prefill = tl.program_id(1)
     o_n, o_c = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

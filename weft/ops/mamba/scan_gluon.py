@@ -34,7 +34,7 @@ _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _OUTPUTS = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
 _TOKENS = gl.constexpr(16)
-"""Of a group."""
+"""Tokens of a group."""
 
 
 class Shape(NamedTuple):
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of a program."""
+        """Channels of a program."""
         return 2 * self.states * self.warps
 
 
@@ -131,7 +131,7 @@ def _selective_scan_gluon_kernel(
     num_rows, num_seqs, stride_x, stride_z, stride_dt,
     C: gl.constexpr, SHAPE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """One sequence and block of channels: its tokens in order, the state in registers."""
+    """Compute one sequence and block of channels: its tokens in order, the state in registers."""
     enter(EARLY)
     STATES: gl.constexpr = SHAPE.states
     WARPS: gl.constexpr = SHAPE.warps
@@ -216,7 +216,7 @@ def _selective_scan_gluon_kernel(
 
 
 def choose_shape(num_seqs: int) -> Shape:
-    """With few sequences a channel has more threads (measured on an H200)."""
+    """Choose more threads for a channel if there are few sequences (measured on an H200)."""
     return Shape(4, 4) if num_seqs < 4 else Shape(8, 2)
 
 

@@ -112,13 +112,13 @@ def _local_ids(ids: Tensor, first_expert: int, num_experts: int | None) -> Tenso
 
 
 def _with_shared(weights: Tensor, ids: Tensor, number: int, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One more place for the shared expert, which has id ``number``."""
+    """Add one more place for the shared expert, which has id ``number``."""
     weight = torch.ones_like(weights[:, :1]) if gate is None else gate.float().sigmoid()
     return torch.cat([weights, weight], dim=1), torch.cat([ids, torch.full_like(ids[:, :1], number)], dim=1)
 
 
 def _without_padding(weights: Tensor, ids: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
-    """None (-1) for rows from ``num_tokens`` on."""
+    """Assign no expert (-1) to rows from ``num_tokens`` on."""
     if isinstance(num_tokens, Tensor):
         padding = (torch.arange(ids.shape[0], device=ids.device) >= num_tokens)[:, None]
         return weights.masked_fill_(padding, 0.0), ids.masked_fill_(padding, -1)

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 UNGROUPED_TOKENS = 3
-"""Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
+"""Most tokens whose pairs are not grouped: so few rarely share an expert, and if they do, its weights are still in the
+L2 cache."""
 
 _HALVED_ROWS = tl.constexpr(128)
-"""From so many rows on, a block that is at most half full runs as a tile of half the rows: experts of 160 pairs would
-otherwise compute 256 rows."""
+"""Least rows of a tile for which a block that is at most half full runs as a tile of half the rows: experts of 160
+pairs would otherwise compute 256 rows."""
 
 
 class Tile(NamedTuple):

@@ -250,7 +250,7 @@ def fused_moe_triton(
 ) -> Tensor:
     """``fused_moe`` of ``weft/ops/moe``. ``tiles``: for tuning; None takes ``moe_tiles``."""
     outputs = pair_outputs(x, gate_up, down, ids, extras, tiles)
-    # Of one token, kernels of a whole layer would wait side by side, and load weights before those that come first.
+    # With one token, kernels of a whole layer would wait at the same time and load weights before earlier kernels do.
     released = Release.AT_END if len(ids) == 1 else Release.BY_KERNEL
     return sum_experts(outputs, weights, ids, shared, shared_gate, released=released)
 

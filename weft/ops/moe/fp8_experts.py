@@ -269,7 +269,7 @@ def _choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tile
 
 
 SINGLE = Tiles(Tile(1, 16, 128, 2, 8), Tile(1, 32, 128, 2, 4))
-"""One row: pairs are not grouped."""
+"""Tiles of one row, for pairs that are not grouped."""
 
 
 def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:

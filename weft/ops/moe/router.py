@@ -169,7 +169,7 @@ def _router_kernel(
     logits, shared_gate, bias, weights, ids, token_count, num_tokens, stride_logits, stride_gate, epsilon, scale,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token."""
+    """Compute one token."""
     release(EARLY)
     BLOCK_K: tl.constexpr = FIXED.block_k
     row = tl.program_id(0).to(tl.int64)

@@ -188,7 +188,7 @@ def gated_group_norm_triton(
 
 @triton.jit
 def _norm_part(x, weight, out, i_row, stride_x, eps, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One row's columns from ``FIRST`` on."""
+    """Compute one row's columns from ``FIRST`` on."""
     inside = tl.arange(0, BLOCK)
     mask = inside < SIZE
     y = tl.load(x + i_row * stride_x + FIRST + inside, mask=mask, other=0.0).to(tl.float32)
@@ -203,7 +203,7 @@ def _split_norm_kernel(
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row's part."""
+    """Compute one row's part."""
     enter(EARLY)
     i_part, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if i_part == 0:

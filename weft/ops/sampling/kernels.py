@@ -44,7 +44,8 @@ _GROUP, _GROUPS = tl.constexpr(32), tl.constexpr(256)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 
 _SCAN_REGISTERS = 64
-"""Of a thread: more would be used where all scores are computed, which is rare, and leave room for fewer programs."""
+"""Registers of a thread. More would help only where all scores are computed, which is rare, and fewer programs would
+fit."""
 
 _NO_TOKEN = tl.constexpr(2147483647)
 _SCRATCH = [
@@ -126,7 +127,7 @@ def _filters(
             count, total, _smallest, _below = _probe_held(values, masses, threshold)
         else:
             count, total, _smallest, _below = _probe(row, inverse, largest, threshold, VOCAB, BLOCK)
-        # Of the tokens that equal the k-th, only as many count as there is room for.
+        # Of tokens equal to the k-th only as many count as fit in k.
         total -= (count - top_k).to(tl.float32) * tl.exp(threshold - largest)
     if top_p < 1.0:
         enough = top_p * total
@@ -297,7 +298,7 @@ def _choose_kernel(
     FILTERED: tl.constexpr, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row: its token, and whether its largest logit is finite."""
+    """Compute one row: its token, and whether its largest logit is finite."""
     enter(EARLY)
     index = tl.program_id(0)
     blocks = tl.arange(0, BLOCK_LANES)

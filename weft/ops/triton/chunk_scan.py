@@ -29,7 +29,7 @@ kernel."""
 
 
 def metadata(batch: Batch, chunks: ChunkTable) -> tuple[Tensor, ...]:
-    """What a kernel that walks through chunks reads of a step, in the order of ``METADATA``."""
+    """Return the metadata of a step that kernels over chunks read, in the order of ``METADATA``."""
     of_chunks = (chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first)
     return (*of_chunks, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
 

@@ -47,9 +47,9 @@ class Release(IntEnum):
     """When a kernel that is launched early lets the next one start: the value of its ``EARLY``."""
 
     BY_KERNEL = 1
-    """Where it says ``release``."""
+    """Let the next kernel start at this kernel's own ``release``."""
     AT_WAIT = 2
-    """When it has waited."""
+    """Let the next kernel start after this kernel's wait."""
     AT_END = 3
 
 

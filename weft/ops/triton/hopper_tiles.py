@@ -71,7 +71,8 @@ def start_scores(queries, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, SCOR
 
 @gluon.jit
 def softmax(scores, row_max, row_sum, scale_log2):
-    """One step of the online softmax: weights, maximum, sum, and what earlier weights have to be multiplied by."""
+    """Compute one step of the online softmax: weights, maximum, sum, and what earlier weights have to be multiplied
+    by."""
     new_max = gl.maximum(row_max, gl.max(scores, 1))
     shift = new_max * scale_log2
     shrink = gl.exp2(row_max * scale_log2 - shift)

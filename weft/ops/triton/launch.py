@@ -85,7 +85,7 @@ class Kernel(JITFunction):
         return functools.partial(self.launch, grid)
 
     def key(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """What a kernel is compiled for, beside the device; None under a Triton that is not known."""
+        """Return the key of a compiled kernel without the device, or None under an unknown version of Triton."""
         return self._key(args, options) if _IS_KNOWN else None
 
     def _key(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -143,7 +143,7 @@ _compiler: Compiler = triton.compile
 
 
 def compile_source(src: Any, **options: Any) -> CompiledKernel:
-    """What kernels are compiled by under a Triton that is known: ``triton.compile``, or what ``compiled_by`` names."""
+    """Compile a kernel with ``triton.compile``, or with the function that ``compiled_by`` set."""
     return _compiler(src, **options)
 
 

@@ -29,7 +29,7 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 from weft.ops.window_attention import window_attention, window_attention_decode
 
 _LOWEST = tl.constexpr(-1e30)
-"""Where the running maximum starts: a row's first tiles may hold no key that it sees."""
+"""Initial value of the running maximum: the first tiles of a row may hold no key that the row sees."""
 
 _LEAST_SPLIT, _FILLED = 128, 256
 """Entries of a split, and programs that fill the device: windows are split among so many."""
@@ -82,7 +82,7 @@ def _window_decode_kernel(
     q, k, v, k_window, v_window, state_slots, positions, sinks, out, partial, partial_lse, scale_log2, stride_q,
     stride_out, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row, key head and split. The first split has the token itself and the sink."""
+    """Compute one row, key head and split. The first split has the token itself and the sink."""
     enter(EARLY)
     HEAD_DIM: tl.constexpr = FIXED.head_dim
     GROUP: tl.constexpr = FIXED.group
@@ -150,7 +150,7 @@ def _window_merge_kernel(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and head: its splits' results by their log-sum-exp. The decode kernel wrote rows of padding."""
+    """Compute one row and head: its splits' results by their log-sum-exp. The decode kernel wrote rows of padding."""
     enter(EARLY, 64)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(state_slots + row) == 0:
