@@ -32,7 +32,7 @@ from weft.ops.fp8 import E4M3
 from weft.ops.linear.gated_hopper import exchange
 from weft.ops.triton.early_launch import enter, pass_on, release, release_by_work, wait
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier, threads_load
-from weft.ops.triton.hopper_tiles import hold, pack
+from weft.ops.triton.hopper import hold, pack
 
 PATIENCE_S = 20.0
 

@@ -18,7 +18,7 @@ from weft.config import resolution, resolve
 from weft.ops.fp8 import E4M3
 from weft.ops.linear import fp8 as fp8_linear
 from weft.ops.linear.fp8_few_rows import HopperRows
-from weft.ops.triton import hopper_tiles
+from weft.ops.triton import hopper
 from weft.platforms.triton_version import is_known, kernel_choice, triton_version
 
 
@@ -52,10 +52,10 @@ def test_the_reason_for_the_backend_names_kernels(
 def test_kernels_in_gluon_run_under_a_triton_with_which_they_were_tested(
     monkeypatch: pytest.MonkeyPatch, version: str, runs: bool
 ) -> None:
-    monkeypatch.setattr(hopper_tiles.triton, "__version__", version)
+    monkeypatch.setattr(hopper.triton, "__version__", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert hopper_tiles.runs_gluon.__wrapped__(torch.device("cuda", 0)) == runs
-    assert not hopper_tiles.runs_gluon.__wrapped__(torch.device("cpu"))
+    assert hopper.runs_gluon.__wrapped__(torch.device("cuda", 0)) == runs
+    assert not hopper.runs_gluon.__wrapped__(torch.device("cpu"))
     monkeypatch.setattr(fp8_linear, "has_table", lambda device: True)
     monkeypatch.setattr(fp8_linear, "runs_gluon", lambda device: runs)
     weight = torch.empty(2048, 4096, dtype=E4M3, device="meta")

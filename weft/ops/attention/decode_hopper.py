@@ -37,7 +37,7 @@ from weft.ops.attention.tiles import METADATA, Tile
 from weft.ops.fp8 import E4M3
 from weft.ops.triton.early_launch import release, release_by_work, wait
 from weft.ops.triton.elementwise import LOG2_E
-from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
+from weft.ops.triton.hopper import GluonKernel, runs_gluon
 
 _LOWEST = gl.constexpr(-1e30)
 """A maximum below all scores: finite, so that differences are numbers where a warp has no key of a split."""

@@ -40,23 +40,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.forward_context import Batch
+from weft.ops.attention.hopper_tiles import place_of_block, softmax, start_scores, start_values, zero_unwritten
 from weft.ops.attention.prefill_producer_hopper import NARROW, produce
 from weft.ops.attention.tiles import METADATA, check_layout, prefilled
 from weft.ops.fp8 import E4M3
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.gluon import thread_barrier
-from weft.ops.triton.hopper_tiles import (
-    BOX,
-    GluonKernel,
-    hold,
-    place_of_block,
-    runs_gluon,
-    softmax,
-    start_scores,
-    start_values,
-    zero_unwritten,
-)
+from weft.ops.triton.hopper import BOX, GluonKernel, hold, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _ROWS = 64

@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from weft.ops.attention.hopper_tiles import fetch, widen
 from weft.ops.triton.gluon import threads_load
-from weft.ops.triton.hopper_tiles import fetch, widen
 
 COPIED = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 """Assignment of the 64 dims of a tile to the threads that copy and widen them."""

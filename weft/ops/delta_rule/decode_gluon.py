@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from weft.ops.delta_rule.vectors import StatesFixed, Vectors
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
-from weft.ops.triton.hopper_tiles import GluonKernel, pack, runs_gluon
+from weft.ops.triton.hopper import GluonKernel, pack, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _DIM = gl.constexpr(128)

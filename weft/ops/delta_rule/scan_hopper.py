@@ -37,7 +37,7 @@ from weft.ops.delta_rule.vectors import PreparedChunks
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
-from weft.ops.triton.hopper_tiles import BOX, GluonKernel, runs_gluon
+from weft.ops.triton.hopper import BOX, GluonKernel, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _CHUNK = gl.constexpr(CHUNK_SIZE)

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from weft.ops.delta_rule.vectors import StatesFixed, Vectors
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import thread_barrier
-from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
+from weft.ops.triton.hopper import GluonKernel, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _DIM = gl.constexpr(128)

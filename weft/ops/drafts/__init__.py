@@ -79,8 +79,8 @@ def follow_step(
 
 
 def _random_31(seeds: Tensor, positions: Tensor) -> Tensor:
-    """``[M]`` int64, random numbers below 2**31 by seed and position. The numbers serve measurements and must take
-    time, so few operations mix them. Texts use the random numbers of ``ops/sampling``."""
+    """``[M]`` int64, random numbers below 2**31 by seed and position. Few operations mix these numbers, because they
+    serve measurements and must take little time. Texts use the random numbers of ``ops/sampling``."""
     mixed = torch.add(seeds, positions, alpha=FACTORS[0])
     mixed = (mixed ^ mixed >> 29) * FACTORS[1]
     return (mixed ^ mixed >> 32) & MASK_31

@@ -39,7 +39,7 @@ from weft.ops.triton.tile_table import has_table
 
 if GLUON_IS_KNOWN:
     from weft.ops.linear import fp8_few_rows_hopper as hopper
-    from weft.ops.triton.hopper_tiles import runs_gluon
+    from weft.ops.triton.hopper import runs_gluon
 
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from weft.ops.fp8 import E4M3_MAX, SMALLEST_AMAX, Fp8Matrix
 from weft.ops.linear.fp8_few_rows import MAX_HOPPER_TOKENS, HopperRows
 from weft.ops.triton.early_launch import early_launch, release, wait
-from weft.ops.triton.hopper_tiles import GluonKernel
+from weft.ops.triton.hopper import GluonKernel
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _MAX = gl.constexpr(E4M3_MAX)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import async_load
-from weft.ops.triton.hopper_tiles import BOX, GluonKernel, pack, runs_gluon
+from weft.ops.triton.hopper import BOX, GluonKernel, pack, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
 
 _INNER = gl.constexpr(64)

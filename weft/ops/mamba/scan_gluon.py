@@ -27,7 +27,7 @@ from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.gluon import reinterpret, thread_barrier
-from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
+from weft.ops.triton.hopper import GluonKernel, runs_gluon
 
 _N = gl.constexpr(16)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -26,7 +26,7 @@ from weft.ops.linear.fp8_few_rows_hopper import (
     store_outputs,
 )
 from weft.ops.triton.early_launch import ALWAYS, early_launch, pass_on, release, wait
-from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
+from weft.ops.triton.hopper import GluonKernel, runs_gluon
 from weft.ops.triton.sizes import cdiv
 
 UP = HopperRows(16, 8, None)

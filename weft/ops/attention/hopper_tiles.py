@@ -1,7 +1,7 @@
-"""The parts of a program on Hopper, in Gluon: what the copy engine and a group of four warps do with one tile.
+"""Parts of prefill programs on Hopper, in Gluon: the work of the copy engine and of four warps on one tile.
 
-Job: the parts below ``attention/prefill_hopper.py``. Owns: the layout of tiles in shared memory, the arithmetic of a
-tile, and which block of which sequence a program has. Does not know: the order of tiles, who waits for whom.
+Job: the parts below ``prefill_hopper.py``. Owns: the layout of tiles in shared memory, the arithmetic of a tile, and
+which block of which sequence a program has. Does not know: the order of tiles, who waits for whom.
 
 In shared memory a tile ``[keys, head_dim]`` consists of *boxes* of one page and 64 dims (128 bytes, the widest swizzled
 row): all pages of dims 0 to 63, then all pages of the next 64. The matrix units read this layout, and the copy engine
@@ -10,34 +10,14 @@ fetches a box at a time.
 
 from __future__ import annotations
 
-import functools
-
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from weft.ops.attention.tiles import sequence_of_block
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
-from weft.ops.triton.launch import Kernel
-from weft.platforms.triton_version import is_gluon_tested
-
-BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-
-
-class GluonKernel(Kernel, GluonJITFunction):
-    """A kernel in Gluon that remembers its launches."""
-
-
-@functools.cache
-def runs_gluon(device: torch.device) -> bool:
-    """Whether the device runs kernels in Gluon: it is a Hopper GPU, and the kernels were tested with this version of
-    Triton."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return is_hopper and is_gluon_tested(triton.__version__)
+from weft.ops.triton.hopper import BOX
 
 
 @gluon.jit
@@ -78,30 +58,6 @@ def softmax(scores, row_max, row_sum, scale_log2):
     shrink = gl.exp2(row_max * scale_log2 - shift)
     p = gl.exp2(scores * scale_log2 - shift[:, None])
     return p, new_max, row_sum * shrink + gl.sum(p, 1), shrink
-
-
-@gluon.jit
-def hold(x):
-    """``x``, not negative, through a branch never taken that the assembler cannot move later instructions across."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred never;
-        .reg .b32 address;
-        mov.b32 address, 0;
-        setp.lt.f32 never, $1, 0f00000000;
-        @never st.volatile.shared.f32 [address], $1;
-        mov.b32 $0, $1;
-        }""",
-        "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def pack(first, second):
-    """Two float32 numbers as bfloat16 in one int32, the first one below."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
