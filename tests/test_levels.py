@@ -112,6 +112,20 @@ def test_imports_go_one_way(name: str) -> None:
         assert allowed, f"{found.module} (level {level}) imports {found.target} (level {other_level})"
 
 
+def test_shared_parts_of_kernels_know_no_family() -> None:
+    inside = [f for f in imports() if f.module.startswith("weft.ops.triton.") and f.target.startswith("weft.ops.")]
+    assert inside and [f for f in inside if not f.target.startswith("weft.ops.triton")] == []
+
+
+def test_operations_import_no_kernel_at_the_top() -> None:
+    """A family's ``__init__`` is light: its kernels are imported at the first call."""
+    doors = {m for m in MODULES if m.startswith("weft.ops.") and MODULES[m].name == "__init__.py"}
+    light = {"weft.ops.drafts.types", "weft.ops.collectives.peer_buffers"}
+    for found in imports():
+        if found.module in doors and found.top and found.target.count(".") == 3:
+            assert found.target in light, f"{found.module} imports {found.target}"
+
+
 def test_no_module_imports_itself_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for found in imports():
