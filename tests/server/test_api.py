@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from openai import APIError, BadRequestError, NotFoundError, OpenAI
 
+from tests.patience import GUARD_S
 from tests.server.fake_engine import BREAK, CUT, NAN, SLOW
 from tests.server.running import RunningServer, chat_body, wait_until
 from weft.outputs import Logprob
@@ -383,6 +385,57 @@ def test_what_a_web_page_may_send_is_refused(server: RunningServer) -> None:
         assert server.client.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
     refused = server.client.post("/v1/chat/completions", content=body, headers={"Origin": "https://evil.example"})
     assert refused.status_code == 403 and "--allowed-origins" in refused.json()["error"]["message"]
+
+
+def test_compressed_bodies_are_refused(server: RunningServer) -> None:
+    body = json.dumps(chat_body("x")).encode()
+    headers = {"Content-Type": "application/json"}
+    for encoding, status in (("gzip", 415), ("br", 415), ("identity", 200), ("", 200)):
+        given = headers | {"Content-Encoding": encoding}
+        answer = server.client.post("/v1/chat/completions", content=body, headers=given)
+        assert answer.status_code == status, encoding
+    assert (
+        "without compression"
+        in server.client.post(
+            "/tokenize", content=gzip.compress(body), headers=headers | {"Content-Encoding": "gzip"}
+        ).text
+    )
+
+
+def test_every_response_has_a_request_id_and_a_callers_own_comes_back(server: RunningServer) -> None:
+    """As vLLM's --enable-request-id-headers."""
+    calls: list[tuple[str, str, Any]] = [
+        ("GET", "/health", None), ("GET", "/nothing", None), ("GET", "/", None), ("POST", "/tokenize", {"prompt": "x"}),
+        ("POST", "/v1/chat/completions", chat_body("x")), ("POST", "/v1/chat/completions", {}),
+        ("POST", "/v1/chat/completions", chat_body("x", stream=True)),
+    ]  # fmt: skip
+    for method, path, body in calls:
+        ids = set()
+        for given in (None, None, "my-id", "no good", "x" * 129):
+            headers = {} if given is None else {"X-Request-Id": given}
+            answer = server.client.request(method, path, json=body, headers=headers)
+            assert len(answer.headers.get_list("x-request-id")) == 1
+            assert (answer.headers["x-request-id"] == given) is (given == "my-id")
+            ids.add(answer.headers["x-request-id"])
+        assert len(ids) == 5
+
+
+def test_trailers_are_no_headers(server: RunningServer) -> None:
+    body = json.dumps(chat_body("x")).encode()
+    url = httpx.URL(server.url)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.host}:{url.port}\r\nTransfer-Encoding: chunked\r\n"
+    head += "Connection: close\r\nTrailer: Host\r\n\r\n"
+    trailers = b"Host: evil.example\r\nContent-Encoding: gzip\r\n"
+    with socket.create_connection((url.host, url.port or 80), timeout=GUARD_S) as link:
+        link.sendall(head.encode() + b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers))
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_audio_is_refused_by_name(server: RunningServer) -> None:
+    for kind in ("input_audio", "audio_url"):
+        content = [{"type": kind, kind: {"data": "x"}}]
+        refused = server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+        assert refused.status_code == 400 and "audio is not supported" in refused.json()["error"]["message"]
 
 
 def test_unknown_fields_are_ignored_with_one_warning(server: RunningServer) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -78,18 +78,43 @@ def value_of(name: str, kind: Any) -> Any:
 
 
 class Recorded:
-    """What was read of a request: a subclass of its model that takes note."""
+    """What was read of a request: a subclass of its model that takes note, also of objects inside."""
 
     def __init__(self, kind: type[msgspec.Struct]) -> None:
         self.read: set[str] = set()
+        self.kind = self._noting(kind, "")
+
+    def _noting(self, kind: type[msgspec.Struct], where: str) -> type[msgspec.Struct]:
         read, plain = self.read, kind.__getattribute__
 
         def note(instance: Any, name: str) -> Any:
-            read.add(name)
+            read.add(where + name)
             return plain(instance, name)
 
         namespace = {"__getattribute__": note}
-        self.kind = msgspec.defstruct(kind.__name__, [], bases=(kind,), namespace=namespace, kw_only=True)
+        inner = [
+            (name, self._noting(each, f"{where}{name}.") | None, None) for name, each in objects_of(kind).items()
+        ]  # fmt: skip
+        return msgspec.defstruct(kind.__name__, inner, bases=(kind,), namespace=namespace, kw_only=True)
+
+
+def objects_of(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """The fields that are objects with declared fields of their own, but for those that convert as a whole."""
+    hints = get_type_hints(kind)
+    found = {name: get_args(hint) for name, hint in hints.items() if name in kind.__struct_fields__}
+    return {
+        name: each
+        for name, kinds in found.items()
+        for each in kinds
+        if isinstance(each, type) and issubclass(each, msgspec.Struct) and not each.__struct_config__.frozen
+    }
+
+
+def levels(kind: type[msgspec.Struct], where: str = "") -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Each object of a body that has declared fields, by its path."""
+    for name, inner in objects_of(kind).items():
+        yield f"{where}{name}.", inner
+        yield from levels(inner, f"{where}{name}.")
 
 
 class Bodies(BodyReader):
@@ -210,6 +235,78 @@ def test_a_field_that_nothing_reads_is_found(parts: Any) -> None:
     kind = msgspec.defstruct("Wider", [("promised", int | None, None)], bases=(POSTS[path][1],), kw_only=True)
     read = fields_read(path, kind, NEEDED[path] | {"promised": 1}, parts)
     assert "promised" not in read and "messages" in read
+
+
+NESTED: dict[str, Any] = {
+    "stream_options.include_usage": True, "stream_options.continuous_usage_stats": True,
+    "stream_options.include_obfuscation": False,
+    "response_format.type": "json_object", "response_format.json_schema": {"schema": SCHEMA},
+    "output_config.effort": "low", "output_config.format": {"type": "json_schema", "schema": SCHEMA},
+    "text.format": {"type": "json_object"}, "reasoning.effort": "low", "reasoning.summary": "auto",
+    "thinking.type": "enabled", "thinking.budget_tokens": 1024,
+}  # fmt: skip
+"""A value of each field inside of an object."""
+
+NESTED_BESIDE: dict[str, dict[str, Any]] = {
+    "stream_options.continuous_usage_stats": {"include_usage": True},
+    "response_format.json_schema": {"type": "json_schema"},
+    "stream_options.include_obfuscation": {}, "thinking.budget_tokens": {"type": "enabled"},
+}  # fmt: skip
+
+ACCEPTED_UNREAD = {"thinking.budget_tokens", "reasoning.summary"}
+"""Bounds and forms that clients have to send, without effect: docs/serving.md says so."""
+
+NESTED_CASES = [
+    (path, where, field.name)
+    for path, (_, kind) in POSTS.items()
+    for where, inner in levels(kind)
+    for field in msgspec.structs.fields(inner)
+]
+
+
+@pytest.mark.parametrize(("path", "where", "name"), NESTED_CASES)
+def test_every_field_of_an_object_is_read(path: str, where: str, name: str, parts: Any) -> None:
+    outer = where.split(".")[0]
+    body = body_with(path, outer, POSTS[path][1])
+    body[outer] = NESTED_BESIDE.get(where + name, {}) | {name: NESTED[where + name]}
+    if outer == "stream_options":
+        body["stream"] = True
+    read = fields_read(path, POSTS[path][1], body, parts)
+    assert where + name in read | ACCEPTED_UNREAD or outer in read & {"response_format", "structured_outputs"}
+
+
+@pytest.mark.parametrize(
+    ("path", "where"), [("", ""), *((path, where) for path, (_, kind) in POSTS.items() for where, _ in levels(kind))]
+)
+def test_unknown_and_refused_fields_of_an_object(path: str, where: str) -> None:
+    for route, (_, kind) in POSTS.items() if not path else [(path, POSTS[path])]:
+        for name, message in (("surprise", "unknown field"), ("verbosity", "verbosity is not supported")):
+            inside: Any = {name: "low"}
+            for outer in reversed(where.split(".")[:-1]):
+                inside = {outer: inside}
+            body = json.dumps(NEEDED[route] | inside).encode()
+            with pytest.raises(RequestError, match=message) as refused:
+                BodyReader(strict=True).read(body, kind)
+            assert refused.value.param == (where + name).split(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_refused"),
+    [
+        ("verbosity", "medium", False), ("verbosity", "low", True), ("modalities", ["text"], False),
+        ("modalities", ["text", "audio"], True), ("spaces_between_special_tokens", True, False),
+        ("spaces_between_special_tokens", False, True), ("max_tool_calls", 3, True), ("max_tool_calls", None, False),
+        ("mcp_servers", [{"url": "x"}], True), ("mcp_servers", [], False), ("container", "c", True),
+    ],
+)  # fmt: skip
+def test_values_that_match_what_the_server_does_are_taken(name: str, value: Any, is_refused: bool) -> None:
+    for path, (_, kind) in POSTS.items():
+        body = json.dumps(NEEDED[path] | {name: value}).encode()
+        if not is_refused:
+            BodyReader(strict=False).read(body, kind)
+            continue
+        with pytest.raises(RequestError, match=f"{name} is not supported"):
+            BodyReader(strict=False).read(body, kind)
 
 
 def test_fields_that_are_refused_by_name() -> None:

@@ -247,7 +247,7 @@ def test_nothing_leaves_the_machine(seeing: RunningServer, trap: Trap, tmp_path:
         ([{"type": "image", "image": [1, 2]}], "given as list"),
         ([image_part(FILES["png"], detail="vast")], "detail='vast'; allowed are auto, low, high"),
         ([{"type": "input_image", "file_id": "f"}], "stores no files"),
-        ([{"type": "input_audio", "input_audio": {}}], "part of type 'input_audio'; known are text, image_url"),
+        ([{"type": "input_audio", "input_audio": {}}], "part of type 'input_audio'; audio is not supported"),
         ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}], "videos are read as frames"),
         ([{"type": "video", "video": [data_uri(FILES["png"])]}], "1 frames; it needs at least 2"),
         ([{"type": "video", "video": 5}], "a video is given as int"),

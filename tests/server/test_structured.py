@@ -15,8 +15,16 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.server.running import is_alive
 from weft.config import resolve
 from weft.engine.grammars import GrammarCompiler
-from weft.engine.structured_outputs import choice, json_schema, regex
+from weft.engine.structured_outputs import (
+    check_grammar,
+    choice,
+    constraint_of_params,
+    json_schema,
+    regex,
+    whole_grammar,
+)
 from weft.errors import RequestError
+from weft.sampling_params import StructuredOutputsParams
 from weft.server import grammar_check, grammar_worker
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
@@ -54,6 +62,49 @@ def test_every_kind_compiles_also_after_reasoning(tokenizer: Tokenizer) -> None:
         await checker.close()
 
     asyncio.run(main())
+
+
+GBNF = """root ::= (expr "=" num "\\n")+
+expr ::= num ([-+*/] num)*
+num ::= [0-9]+
+"""
+
+
+def test_gbnf_grammars_are_converted(tokenizer: Tokenizer) -> None:
+    grammar = whole_grammar(GBNF, "p").grammar()
+    check_grammar(grammar, "p")
+    compiler = LLTokenizer(str(CONFIG.tokenizer_path / "tokenizer.json"), n_vocab=CONFIG.model_config.vocab_size)
+    for text, fits in (("1+2=3", True), ("1+=3", False)):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        assert (LLMatcher(compiler, grammar).validate_tokens(tokens) == len(tokens)) is fits
+
+
+@pytest.mark.parametrize("grammar", ["start: /a/", '%llguidance {}\nstart: "::="', "start: X\nX: /::=/"])
+def test_lark_grammars_stay_as_they_are(grammar: str) -> None:
+    assert whole_grammar(grammar, "p").rules == grammar
+
+
+@pytest.mark.parametrize(
+    ("grammar", "error"),
+    [
+        ("root ::= missing", "Rule 'missing' not found"),
+        ("root ::= (", "cannot be converted"),
+        ("root ::= " + "(" * 1500 + '"a"' + ")" * 1500, "cannot be converted"),
+        ("root ::= " + '"a" ' * 2000, "8,009 characters; up to 4,096 are converted"),
+    ],
+)
+def test_gbnf_that_cannot_be_converted_is_refused(grammar: str, error: str) -> None:
+    for read in (
+        lambda: constraint_of_params(StructuredOutputsParams(grammar=grammar)),
+        lambda: constraint_of(request_of(guided_grammar=grammar), 100_000),
+    ):
+        with pytest.raises(RequestError, match=error) as refused:
+            read()
+        assert "Lark" in str(refused.value)
+
+
+def request_of(**fields: Any) -> CompletionRequest:
+    return CompletionRequest(prompt="x", **fields)
 
 
 @pytest.mark.parametrize("parameters", [None, {"properties": {"a": {"type": "integer"}}}, {"type": "object"}])

@@ -248,7 +248,7 @@ def test_tokenize_has_its_keys(server: RunningServer) -> None:
 
 
 def test_special_tokens_on_top_of_a_template_are_refused() -> None:
-    adds_bos: Any = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: [1]))
+    adds_bos: Any = SimpleNamespace(encode=lambda text: [1])
     for wanted in (None, False):
         check_special_tokens(adds_bos, wanted)
     with pytest.raises(RequestError, match="the chat template says"):

@@ -140,6 +140,12 @@ def _part(part: Any, index: int, media: Media, text_only: str | None) -> str | d
         if not isinstance(text, str):
             raise RequestError(f"messages[{index}].content has a part of type {kind!r} without {name}", "messages")
         return text
+    if "audio" in str(kind):
+        raise RequestError(
+            f"messages[{index}].content has a part of type {str(kind)[:40]!r}; audio is not supported: send a "
+            "transcript as text",
+            "messages",
+        )
     if text_only is not None:
         why = f": {text_only}" if text_only else ""
         raise RequestError(

@@ -60,7 +60,7 @@ def constraint_of_params(given: StructuredOutputsParams) -> Constraint | WholeGr
     if given.choice is not None:
         return choice(given.choice, param)
     if given.grammar is not None:
-        return WholeGrammar(given.grammar, param)
+        return whole_grammar(given.grammar, param)
     return json_schema({"type": "object"}, param)
 
 
@@ -102,6 +102,38 @@ def choice(options: Sequence[str], param: str) -> Constraint:
     if not options or not all(options):
         raise RequestError(f"{param} needs at least one option, and none of them empty", param)
     return Constraint("answer: " + " | ".join(json.dumps(option) for option in options), param)
+
+
+MAX_GBNF = 1 << 12
+"""Most characters of a GBNF grammar that is converted, which takes up to 50 ms."""
+
+
+def whole_grammar(grammar: str, param: str) -> WholeGrammar:
+    """Make a constraint of a grammar in Lark's syntax, or in llama.cpp's GBNF (``root ::= ...``), which is converted.
+
+    Raises:
+        RequestError: llguidance cannot convert it.
+    """
+    if "::=" not in grammar or re.search(r"(?m)^\s*(%llguidance\b|start\s*:[^:])", grammar):
+        return WholeGrammar(grammar, param)
+    if len(grammar) > MAX_GBNF:
+        raise RequestError(
+            f"{param} is a GBNF grammar of {len(grammar):,} characters; up to {MAX_GBNF:,} are converted: write it in "
+            "Lark's syntax, with a rule 'start: ...'",
+            param,
+        )
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        return WholeGrammar(gbnf_to_lark(grammar), param)
+    except ImportError as error:
+        raise RequestError(f"{param} needs llguidance; install it with: pip install 'weft[server]'", param) from error
+    except (Exception, RecursionError) as error:  # the converter raises anything
+        raise RequestError(
+            f"{param} cannot be converted from GBNF ({str(error)[:200]}); write it in Lark's syntax, with a rule "
+            "'start: ...'",
+            param,
+        ) from error
 
 
 def grammar_tokenizer(file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:

@@ -23,6 +23,14 @@ from weft.server.sse import JsonResponse, StreamResponse, named_event
 from weft.server.tool_use import tool_use
 
 
+class Thinking(msgspec.Struct):
+    """``type``: enabled, disabled or adaptive. ``budget_tokens``: an upper bound in Anthropic's API, which clients have
+    to send; ``max_tokens`` bounds reasoning and answer together here."""
+
+    type: str | None = None
+    budget_tokens: int | None = None
+
+
 class OutputConfig(msgspec.Struct):
     """``effort``: how much to reason, for templates that read it; ``format``: a JSON schema for the answer."""
 
@@ -38,7 +46,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
 
@@ -100,8 +108,8 @@ def to_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     config = request.output_config or OutputConfig()
     chat.reasoning_effort = config.effort
     chat.response_format = _format(config.format or request.output_format)
-    if request.thinking is not None and request.thinking.get("type") in ("enabled", "disabled"):
-        thinks = {"enable_thinking": request.thinking["type"] == "enabled"}
+    if request.thinking is not None and request.thinking.type in ("enabled", "disabled"):
+        thinks = {"enable_thinking": request.thinking.type == "enabled"}
         chat.chat_template_kwargs = thinks | (chat.chat_template_kwargs or {})
     return chat
 
@@ -199,9 +207,16 @@ def _image_url(source: Any, where: str) -> str:
 
 
 def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Only tools with a schema are functions; others run elsewhere and are skipped."""
+    """Functions in the OpenAI protocol. Raises RequestError for tools that the server would have to run."""
     if tools is None:
         return None
+    for index, tool in enumerate(tools):
+        if not isinstance(tool.get("input_schema"), dict):
+            raise RequestError(
+                f"tools[{index}] of type {str(tool.get('type'))[:40]!r} has no input_schema; this server runs no "
+                "tools: offer your own",
+                "tools",
+            )
     return [
         {
             "type": "function",
@@ -212,7 +227,6 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
             },
         }
         for tool in tools
-        if isinstance(tool.get("input_schema"), dict)
     ]
 
 

@@ -160,6 +160,7 @@ def _post(context: Context, handler: PostHandler) -> DirectEndpoint:
         try:
             headers = dict(scope["headers"])
             _check_media_type(headers.get(b"content-type"))
+            _check_encoding(headers.get(b"content-encoding"))
             body = await read_body(scope, receive, headers, context.settings.max_body_bytes)
             result = await handler(context, body, scope["weft.client"])
         except ClientDisconnect:
@@ -202,6 +203,13 @@ def _check_media_type(given: bytes | None) -> None:
     kind = given.decode("latin-1").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"Content-Type {kind[:60]!r} is not read here; send application/json")
+
+
+def _check_encoding(given: bytes | None) -> None:
+    """Raises ApiError (415) for a compressed body."""
+    if given is not None and given.strip().lower() not in (b"", b"identity"):
+        kind = given[:60].decode("latin-1")
+        raise ApiError(415, f"Content-Encoding {kind!r} is not read here; send the body without compression")
 
 
 async def read_body(scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from random import getrandbits
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +25,8 @@ from weft.server.settings import ServerSettings
 
 STATE_PATHS = frozenset({"/health", "/ready"})
 OPEN_PATHS = page.PATHS | STATE_PATHS
+
+_REQUEST_ID = b"x-request-id"
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
@@ -59,6 +62,7 @@ class AuthenticationMiddleware:
             return  # no other protocol is spoken here; the server closes the connection
         headers = dict(scope["headers"])
         path = scope["path"] if scope["path"] in self._routes else "other"
+        request_id = _request_id(headers.get(b"x-request-id"))
 
         origin = headers.get(b"origin")
         is_let_in = origin is not None and not {"*", origin.decode("latin-1").lower()}.isdisjoint(self._origins)
@@ -66,8 +70,9 @@ class AuthenticationMiddleware:
         def counting(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 self._responded(path, message["status"])
+                message["headers"] = _with_request_id(message.get("headers", ()), request_id)
                 if is_let_in and origin is not None:
-                    message["headers"] = [*message.get("headers", ()), *_shared_with(origin)]
+                    message["headers"] += _shared_with(origin)
             return send(message)
 
         try:
@@ -123,6 +128,20 @@ class AuthenticationMiddleware:
             )
         identity = identity_of(given) if given is not None and is_known else None
         return Client(identity, is_admin, trace, connection)
+
+
+def _request_id(given: bytes | None) -> bytes | None:
+    """The caller's own id, if it is 1 to 128 printable ASCII characters."""
+    is_fit = given is not None and 0 < len(given) <= 128 and all(32 < byte < 127 for byte in given)
+    return given if is_fit else None
+
+
+def _with_request_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes | None) -> list[tuple[bytes, bytes]]:
+    """The headers of a response with the caller's ``X-Request-Id``, else its own, else a new one."""
+    result = [header for header in headers if request_id is None or header[0].lower() != _REQUEST_ID]
+    if request_id is not None or not any(name.lower() == _REQUEST_ID for name, _ in result):
+        result.append((_REQUEST_ID, request_id or b"%032x" % getrandbits(128)))
+    return result
 
 
 def _shared_with(origin: bytes) -> list[tuple[bytes, bytes]]:

@@ -267,7 +267,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._field_bytes += len(name) + len(value)
-        if self._field_bytes <= MAX_HEAD_BYTES:
+        is_trailer = self._is_in_body
+        if self._field_bytes <= MAX_HEAD_BYTES and not is_trailer:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

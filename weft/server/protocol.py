@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -24,14 +24,15 @@ from weft.sampling_params import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 NO_EFFECT = frozenset(
-    "client_metadata context_management length_penalty max_tool_calls metadata prediction prompt_cache_key "
-    "prompt_cache_retention safety_identifier service_tier spaces_between_special_tokens store user verbosity".split()
+    "client_metadata context_management length_penalty metadata prediction prompt_cache_key prompt_cache_retention "
+    "safety_identifier service_tier store user".split()
 )
 
 
 REFUSED = {
     "audio": "this model answers in text; leave it out",
     "chat_template": "templates are the checkpoint's; leave it out",
+    "container": "this server runs no code; leave it out",
     "conversation": "this server stores no conversations; send their items as input",
     "documents": "put documents into messages",
     "ec_transfer_params": "this server takes no tensors from elsewhere; leave it out",
@@ -41,8 +42,11 @@ REFUSED = {
     "kv_transfer_params": "this server takes no tensors from elsewhere; leave it out",
     "logprob_token_ids": "use logprobs=-1, which --max-logprobs -1 allows",
     "logits_processors": "they cannot be sent; use logit_bias, bad_words or structured_outputs",
+    "max_tool_calls": "this server runs no tools; count the calls that you answer",
+    "mcp_servers": "this server calls no other servers; offer their tools as your own",
     "media_io_kwargs": "videos are read as frames, all of which are used; leave it out",
     "mm_processor_kwargs": "images are processed as the checkpoint says; leave it out, or send detail with an image",
+    "modalities": "this model answers in text; leave it out",
     "previous_input_messages": "send the whole conversation as input",
     "prompt": "this server stores no prompts; send their text",
     "prompt_embeds": "send a text or token ids",
@@ -50,13 +54,22 @@ REFUSED = {
     "return_assistant_tokens_mask": "tokenize the messages with and without the answer and compare",
     "return_prompt_text": "use /tokenize and /detokenize",
     "return_token_offsets": "use /tokenize with return_token_strs",
+    "spaces_between_special_tokens": "special tokens are joined as the tokenizer joins them; leave it out",
     "thinking_token_budget": "use max_tokens, reasoning_effort, or chat_template_kwargs with enable_thinking=false",
     "use_beam_search": "use n and temperature",
+    "verbosity": "ask for it in a message",
     "vllm_xargs": "there is nothing here that reads it; leave it out",
     "web_search_options": "this server searches nothing; offer a tool of your own",
 }
 """Fields of these APIs that would change the answer and are not served, and what to do instead. A model that declares a
-field of the name reads it."""
+field of the name reads it. The same names are refused inside of objects, such as ``text.verbosity``."""
+
+_MATCHING: dict[str, tuple[Any, ...]] = {
+    "modalities": (None, [], ["text"]),
+    "spaces_between_special_tokens": (None, True),
+    "verbosity": (None, "medium"),
+}
+"""Values of refused fields that match what this server does. Of other refused fields, all false values do."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -215,12 +228,10 @@ class BodyReader:
             raise RequestError("the body is nested too deeply") from error
 
     def _check_names(self, fields: Mapping[str, Any], kind: type[Body]) -> None:
-        unknown = [name for name in fields if name not in kind.__struct_fields__ and name not in NO_EFFECT]
-        for name in unknown:
-            if name in REFUSED and fields[name]:
-                raise RequestError(f"{name} is not supported: {REFUSED[name]}", name)
+        unknown = list(_unknown_names(fields, kind))
         if unknown and self._strict:
-            raise RequestError(f"unknown field {unknown[0]!r}; leave it out (this server is strict)", unknown[0])
+            message = f"unknown field {unknown[0]!r}; leave it out (this server is strict)"
+            raise RequestError(message, unknown[0].partition(".")[0])
         self.unknown = unknown
         self.warn(unknown)
 
@@ -231,6 +242,33 @@ class BodyReader:
             if name not in self._warned and len(self._warned) < 100:
                 self._warned.add(name)
                 logger.warning("request field %.60r is not known and has no effect", name)
+
+
+def _unknown_names(fields: Mapping[str, Any], kind: type[msgspec.Struct], where: str = "") -> Iterator[str]:
+    """Yield the fields that ``kind`` does not declare, those of objects inside included. Raise RequestError for refused
+    ones."""
+    for name, value in fields.items():
+        inner = _objects(kind).get(name)
+        if inner is not None and isinstance(value, dict):
+            yield from _unknown_names(value, inner, f"{where}{name}.")
+        if name in kind.__struct_fields__ or (name in NO_EFFECT and not where):
+            continue
+        if name in REFUSED and (value not in _MATCHING[name] if name in _MATCHING else value):
+            raise RequestError(f"{where}{name} is not supported: {REFUSED[name]}", f"{where}{name}".partition(".")[0])
+        yield where + name
+
+
+@cache
+def _objects(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """Fields of ``kind`` that are objects with declared fields of their own."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        kinds = [
+            each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, msgspec.Struct)
+        ]
+        if kinds and not kinds[0].__struct_config__.forbid_unknown_fields:
+            found[name] = kinds[0]
+    return found
 
 
 def _check_counts(fields: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from weft.errors import RequestError
 from weft.server.api_call import Context, read_request
 from weft.server.chat_completions import Chat, start_chat
@@ -18,6 +20,25 @@ from weft.server.content_blocks import Block, BlockEvent, BlockResponseBuilder
 from weft.server.errors import ApiError
 from weft.server.protocol import ChatCompletionRequest, ExtraFields, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
+
+
+class TextOptions(msgspec.Struct):
+    """Form of the text; ``format`` as OpenAI's ``response_format`` without its inner object."""
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningOptions(msgspec.Struct):
+    """How much to reason. Reasoning is returned as it is, whatever ``summary`` says."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesStreamOptions(msgspec.Struct):
+    """``include_obfuscation``: padding against observers of the connection."""
+
+    include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(ExtraFields, kw_only=True):
@@ -31,12 +52,12 @@ class ResponsesRequest(ExtraFields, kw_only=True):
     top_p: float | None = None
     top_logprobs: int | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: ResponsesStreamOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     truncation: str | None = None
     previous_response_id: str | None = None
@@ -68,11 +89,11 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
         temperature=request.temperature,
         top_p=request.top_p,
         stream=request.stream,
-        tools=[_tool(tool) for tool in request.tools or () if tool.get("type") == "function"] or None,
+        tools=[_tool(tool, index) for index, tool in enumerate(request.tools or ())] or None,
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
-        response_format=_format((request.text or {}).get("format")),
-        reasoning_effort=(request.reasoning or {}).get("effort"),
+        response_format=_format((request.text or TextOptions()).format),
+        reasoning_effort=(request.reasoning or ReasoningOptions()).effort,
         logprobs=wants_logprobs or None,
         top_logprobs=request.top_logprobs,
         **{name: getattr(request, name) for name in ExtraFields.__struct_fields__},
@@ -101,7 +122,7 @@ def _check(request: ResponsesRequest) -> None:
             raise RequestError(f"{name} needs stored responses, which this server does not keep; leave it out", name)
     if request.truncation not in (None, "disabled"):
         raise RequestError(f"truncation={request.truncation!r} is not supported; shorten the input", "truncation")
-    if (request.stream_options or {}).get("include_obfuscation"):
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
         raise RequestError("stream_options.include_obfuscation is not supported; leave it out", "stream_options")
     unknown = [name for name in request.include or () if name not in _INCLUDES]
     if unknown:
@@ -157,7 +178,12 @@ def _assistant(messages: list[dict[str, Any]], *, with_calls: bool = False) -> d
     return messages[-1]
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise RequestError(
+            f"tools[{index}] has the type {str(tool.get('type'))[:40]!r}; this server runs no tools: offer functions",
+            "tools",
+        )
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
@@ -258,10 +284,10 @@ class ResponsesBuilder(BlockResponseBuilder):
             "output": [self._item(block) for block in self.blocks.done] if finished else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": request.reasoning or {"effort": None, "summary": None},
+            "reasoning": msgspec.to_builtins(request.reasoning or ReasoningOptions()),
             "store": False,
             "temperature": request.temperature,
-            "text": request.text or {"format": {"type": "text"}},
+            "text": {"format": (request.text or TextOptions()).format or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": request.top_p,

@@ -18,6 +18,7 @@ from weft.engine.structured_outputs import (
     json_rule,
     json_schema,
     regex,
+    whole_grammar,
 )
 from weft.errors import RequestError
 from weft.server.output_parser import CALL, END_CALL, END_THINK
@@ -90,7 +91,7 @@ def _guided(request: SamplingFields) -> list[Constraint | WholeGrammar]:
     if request.guided_choice is not None:
         found.append(choice(request.guided_choice, "guided_choice"))
     if request.guided_grammar is not None:
-        found.append(WholeGrammar(request.guided_grammar, "guided_grammar"))
+        found.append(whole_grammar(request.guided_grammar, "guided_grammar"))
     return found
 
 
