@@ -41,7 +41,7 @@ FIELDS_AND_FIGURES = (
     ),
     mutant(
         "responses-drop-formats", "text.format of a response constrains it", "weft/server/responses.py",
-        "        response_format=_format((request.text or {}).get(\"format\")),\n", "", _TRANSLATIONS,
+        "        response_format=_format((request.text or TextOptions()).format),\n", "", _TRANSLATIONS,
     ),
     mutant(
         "calls-lose-their-answers", "a call's output names the call", "weft/server/responses.py",
