@@ -5,7 +5,7 @@ time for ``output_len`` new tokens - median time for 1) / (output_len - 1), so t
 goes step by step and gives the median interval between two consecutive steps in which the whole batch decoded.
 
 If drafts are verified (``speculative_config``), a step yields several tokens. The first figure is then the time per new
-token of a sequence, the interval is that of a step, and the floor is that of a step which verifies as many drafts.
+token of a sequence, and the interval is that of a step. The floor is that of a step with as many drafts.
 """
 
 from __future__ import annotations

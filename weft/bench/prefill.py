@@ -1,7 +1,7 @@
 """Prefill: milliseconds from the call to the first token of one prompt.
 
-Method: one request at a time, ``max_tokens`` 1, greedy, from the call to the returned token, so that the host's share
-counts; the median of ``repeats`` after ``warmups``, every prompt with new random tokens.
+Method: one request at a time, ``max_tokens`` 1, greedy. The time from the call to the returned token includes the
+host's share. The figure is the median of ``repeats`` after ``warmups``. Every prompt has new random tokens.
 """
 
 from __future__ import annotations

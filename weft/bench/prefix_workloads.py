@@ -1,4 +1,4 @@
-"""Workloads for the prefix cache: sequences of prompts, each with the earlier one that it continues."""
+"""Workloads for the prefix cache: sequences of prompts, most of which continue an earlier prompt."""
 
 from __future__ import annotations
 

@@ -246,8 +246,7 @@ class Manager:
         self.tree.touch(node, match.checkpoint)
 
     def _take_working_slot(self, source: Checkpoint | None) -> int | None:
-        """Take a working slot: a free one, or that of the matched state if there is no other. 0 if the model needs
-        none."""
+        """Take a free working slot, or else the slot of the matched state. Returns 0 if the model needs no slot."""
         if not self._needs_state:
             return 0
         if source is None:

@@ -74,8 +74,8 @@ def plan_caches(
     keeps_prefixes: bool = False,
     num_drafts_at: Callable[[int], int] = lambda num_seqs: 0,
 ) -> CachePlan:
-    """Share ``budget_bytes`` between state slots and KV pages. There is a slot per running request and one for each of
-    its drafts (``num_drafts_at`` gives their number by batch size).
+    """Share ``budget_bytes`` between state slots and KV pages. There is a slot per running request and per draft
+    (``num_drafts_at`` gives the number of drafts by batch size).
 
     With ``keeps_prefixes`` both pools get more than the running requests need, for the prefix cache: up to
     ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts.

@@ -3,9 +3,9 @@
 Do not know: the content of a page or slot, who uses it, or any tensor. Page 0 and slot 0 are reserved for padding and
 never handed out.
 
-A *reference* keeps a page's content: one per tree node that lists the page, one per request that computed it. A *pin*
-marks a page that a running request reads. Pages in use without a pin are freed by evicting their tree nodes. A slot has
-one owner; states are shared by copying.
+A *reference* keeps a page's content. Every tree node that lists a page has a reference, and so has the request that
+computed it. A *pin* marks a page that a running request reads. Pages in use without a pin are freed by evicting their
+tree nodes. A slot has one owner; states are shared by copying.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class TokenTimes(Protocol):
         """Record a further token of ``count`` requests, and the time since their token before."""
 
     def iteration(self, num_tokens: int) -> None:
-        """Record the tokens of a step: sampled ones, and those of the prompts that it finished."""
+        """Record the tokens of a step: sampled tokens, and the tokens of finished prompts."""
 
 
 class AsyncEngine:

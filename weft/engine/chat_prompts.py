@@ -5,10 +5,10 @@ later prompts are likely to diverge, where storing a recurrent state pays. Owns:
 conversations, and what is known of the template. Does not know: caches, states, or how a position is used.
 
 Chat templates rewrite history. Many drop the reasoning of earlier answers, so the end of an answer is often no prefix
-of the next prompt. The template itself is asked: a turn boundary is the end of the longest common token prefix of the
-prompt and of the same messages with a made-up answer and a made-up user turn. A second boundary is the end of the
-system and tools block, found with another first user turn. A made-up conversation is rendered once per shape, since the
-end of the answer's header depends on the template alone.
+of the next prompt. The template itself is asked: the same messages are rendered with a made-up answer and a made-up
+user turn. A turn boundary is the end of the longest common token prefix of both prompts. A second boundary is the end
+of the system and tools block, found with another first user turn. A made-up conversation is rendered once per shape,
+since the end of the answer's header depends on the template alone.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def _split_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 def _rendered(messages: Sequence[Message], render: Render) -> tuple[str, Sequence[Message]]:
     """Render a conversation. Returns the text, and the messages that the template accepted.
 
-    Some templates refuse a system message after the first position, which agents send between turns. Such a message is
-    rendered as a user message. Raises RequestError.
+    Some templates refuse a system message after the first position, which agents send between turns. The message is
+    rendered as a user message instead. Raises RequestError.
     """
     try:
         return render(messages), messages

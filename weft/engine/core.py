@@ -138,8 +138,8 @@ class EngineCore:
         self._in_flight.append((scheduler_output, launched))
 
     def _tune_eviction(self) -> None:
-        """Replay one ended request for the tuner. That takes longer than everything else at the end of a request. So it
-        waits until the device is busy, and one request is replayed per step."""
+        """Replay one ended request for the tuner. The replay takes longer than everything else at the end of a request.
+        It waits until the device is busy, and one request is replayed per step."""
         if self._tuner is not None and self._ended:
             self._tuner(self._ended.popleft())
 

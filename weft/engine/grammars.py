@@ -4,8 +4,8 @@ Job: compile grammars in a thread, hold back a request until its grammar is comp
 masks of its next token and of the tokens after its drafts. Owns: compiled grammars and the matchers (llguidance) of all
 constrained requests. Does not know: logits, schedules, text.
 
-A grammar is a text in llguidance's format. The server has compiled it before in a process that it could kill, so
-compiling it here terminates. llguidance's own limits apply as well.
+A grammar is a text in llguidance's format. The server has compiled the grammar before, in a process that could be
+killed, so compiling terminates here. llguidance's own limits apply as well.
 """
 
 from __future__ import annotations

@@ -160,8 +160,7 @@ class LLM:
                 raise
 
     def _drain(self) -> None:
-        """Process the results of a step that was launched before its requests had ended, which frees their pages and
-        slots."""
+        """Process the results of a step whose requests have ended meanwhile, which frees their pages and slots."""
         while self._core.has_work:
             self._core.step()
 

@@ -35,7 +35,7 @@ class CompletionDelta(msgspec.Struct):
 
 @dataclass(slots=True)
 class Completion:
-    """One completion in the making: its request, its text so far, and the number of tokens that are in the text."""
+    """One completion in the making: the request, the text so far, and the number of tokens in the text."""
 
     request: Request
     index: int
@@ -132,7 +132,7 @@ class OutputStream:
         return completion.stop
 
     def catch_up(self) -> list[Request]:
-        """Detokenize new tokens. Returns the requests for which that failed; their text ends there."""
+        """Detokenize new tokens. Returns the requests whose tokens could not be decoded, so that their text ends."""
         failed = []
         for completion in self._completions:
             try:

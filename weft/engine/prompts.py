@@ -1,4 +1,4 @@
-"""Prompts: the forms in which users give them, and the form in which the engine accepts them."""
+"""Prompts: the forms that users give, and the form that the engine accepts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The router of replicas. A request goes to the replica with the fewest tokens left to compute.
 
-Job: estimate the tokens that each replica would have to compute, from its cache and its open requests. Owns: what is
-known of the replicas. Does not know: processes, text.
+Job: estimate the tokens to compute on each replica, from the replica's cache and open requests. Owns: what is known of
+the replicas. Does not know: processes, text.
 
 The cost of a request on a replica is the number of prompt tokens to compute, plus ``LOAD_TOKENS`` for every open
 completion there. If the replica runs as many completions as it can, the prompt would have to wait. It then costs all
@@ -9,8 +9,8 @@ its tokens and ``FULL_TOKENS`` more. A conversation therefore stays where its ca
 busier than another one.
 
 A replica reports from time to time what it has cached (``refresh``). Prompts sent to it within ``RECENT_S`` count as
-cached as well, up to the first new chunk of tokens. So the turns of a conversation, and simultaneous prompts with one
-system prompt, go to the same replica.
+cached as well, up to the first new chunk of tokens. The turns of a conversation thus go to the same replica, and so do
+simultaneous prompts with one system prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Replica:
         is_up: whether it accepts requests.
         num_open: number of its open completions.
         reported: hashes of prefixes that it reported.
-        sent: hashes of prefixes that were sent to it recently, each with its time.
+        sent: hashes of recently sent prefixes, each with the time of sending.
         sent_since: lower bound on the times in ``sent``.
     """
 

@@ -48,7 +48,7 @@ class EngineClient(Protocol):
     def start(self) -> None: ...
     def send(self, message: wire.ToEngine) -> None: ...
     def fail(self, failure: wire.Failed) -> None:
-        """End the engine for this reason, which makes it useless to the server, and start no other one."""
+        """End the engine, which the server cannot use for this reason, and start no other engine."""
 
     def no_restart(self) -> None:
         """Start no other engine from now on."""

@@ -53,7 +53,7 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
 
 
 class DrainReplica(msgspec.Struct, frozen=True, tag="drain_replica"):
-    """Drain a replica: send it nothing more, let it finish its requests, and end its process. Not for a single
+    """Drain a replica: send no more requests, let the open ones finish, and end the process. Not for a single
     engine."""
 
     replica: int

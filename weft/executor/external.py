@@ -45,7 +45,7 @@ def _store() -> Store:
 
 
 def lead(start: WorkerStart, ring: Writer) -> tuple[Sequence[RankProcess], Store]:
-    """Prepare rank 0. Returns the other ranks, and the store through which they find each other.
+    """Prepare rank 0. Returns the other ranks, and the store in which all ranks meet.
 
     Raises:
         ConfigError: torchrun has started a different number of processes, or some on other machines.

@@ -87,7 +87,7 @@ class MultiProcessExecutor:
             raise (cause or error) from error
 
     def _gather(self, start: WorkerStart, started: Sequence[StartedRank]) -> tuple[Sequence[RankProcess], dist.Store]:
-        """Start the other ranks. Returns them, and the store through which ranks find each other."""
+        """Start and return the other ranks, and the store in which all ranks meet."""
         if start.config.distributed_executor_backend == "external_launcher":
             return external.lead(start, self._ring)
         store, ranks = f"{self._folder.name}/store", started or [StartedRank(rank) for rank in range(1, start.size)]

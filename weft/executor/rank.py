@@ -1,4 +1,4 @@
-"""One rank of several: its place in the group, its device, its runner."""
+"""A rank of several: group, device, runner."""
 
 from __future__ import annotations
 

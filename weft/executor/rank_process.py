@@ -135,9 +135,9 @@ def begin_start(settings: Mapping[str, Any]) -> list[StartedRank]:
     """Begin the parts of a start that need no resolved settings: create the CUDA context, and start the other ranks.
 
     Returns:
-        The processes of the ranks that these settings certainly need, which load their libraries meanwhile. Empty if
-        that is uncertain; ``MultiProcessExecutor`` starts them then. They end with this process, or earlier if the
-        caller ends them.
+        The processes of the ranks that these settings certainly need. They load libraries meanwhile. Empty if that is
+        uncertain; ``MultiProcessExecutor`` starts them then. They end with this process, or earlier if the caller ends
+        them.
     """
     if settings.get("device") != "cpu" and not is_launched():
         create_cuda_context()

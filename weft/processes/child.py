@@ -1,9 +1,9 @@
 """A child process as its parent sees it: started, watched, ended, and perhaps started again.
 
-Job: run ``python -m MODULE``, write its standard input, read what it prints, report its exit, kill and reap it.
-Owns: the process, and the threads that wait for it. Does not know: what the child does, or what its messages mean.
+Job: run ``python -m MODULE``, write standard input, read output, report the exit, kill and reap the process. Owns: the
+process, and the threads that wait for it. Does not know: what the child does, or what its messages mean.
 
-The child's side is in ``lifeline.py`` (it ends with its parent) and ``heartbeat.py`` (it shows that it moves).
+The child's side is in ``lifeline.py`` (the end of the parent) and ``heartbeat.py`` (signs of life).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The heartbeat of the engine process, in a file that both processes map.
 
 A thread of its own writes the heartbeat, so a step may take any time. The thread itself can be delayed by a long call
-that holds the interpreter lock, or by a busy machine. So the server also reads what the kernel knows of the process. A
+that holds the interpreter lock, or by a busy machine. The server therefore also asks the kernel about the process. A
 process that uses processor time, or waits for a processor, is not frozen. A process is frozen if it is stopped, stuck
 in the kernel, or in a deadlock.
 """

@@ -16,7 +16,7 @@ class Movement:
 
     def look(self, pid: int, *, is_quiet: bool) -> None:
         """Check whether the process used a processor since the last look. If it ``is_quiet`` otherwise, also check
-        whether one of its threads waits for a processor; that reads the state of every thread."""
+        whether a thread waits for a processor, which reads the state of every thread."""
         try:
             before, self._used = self._used, processor_s(pid)
             if self._used != before or (is_quiet and waits_for_processor(pid)):

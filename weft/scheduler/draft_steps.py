@@ -1,7 +1,7 @@
 """Scheduling of steps that verify drafts.
 
-Job: add drafts to a plan; decide whether the next step waits for the results of the one in flight, or follows it
-without knowing how many drafts are accepted there; apply the acceptance.
+Job: add drafts to a plan, and apply their acceptance. Decide whether the next step waits for the results of the step in
+flight, or follows without knowing how many drafts are accepted.
 
 A step that follows another is planned as if all drafts of that one were accepted. Pages, positions and room for tokens
 are planned for the maximum. The device knows what was accepted, and begins at the real end of the sequence. The host

@@ -4,8 +4,8 @@ Job: give every image consecutive rows of the encoder cache by its content hash,
 a request can run with the cached embeddings. Owns: the rows, and the budget of the vision tower per step. Does not
 know: tensors, or why a request runs.
 
-An image is held for one step only: a step that uses an image has it encoded if it is missing. Between steps any image
-may be evicted for another, the least recently used first. A request that is cut inside an image, or preempted,
+An image is held for one step only. A step that uses a missing image has the image encoded first. Between steps any
+image may be evicted for another, the least recently used first. A request that is cut inside an image, or preempted,
 therefore holds nothing, and the first request of a step always finds room.
 """
 

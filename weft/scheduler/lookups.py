@@ -25,7 +25,7 @@ MIN_IN_FLIGHT_MATCH = 64
 
 @dataclass(slots=True)
 class Lookup:
-    """The lookup of one waiting request: its tokens as an array, and the request whose prefill it awaits."""
+    """The lookup of one waiting request: the tokens as an array, and the prefill to wait for."""
 
     tokens: Tokens
     awaited: Running | None = None

@@ -55,7 +55,7 @@ class WaitingQueue:
     of the queue by what is cached.
 
     Each caller has a lane. A heap has one valid entry per lane, whose key may be too small: counters of callers grow
-    while their requests wait. Such an entry is corrected when it comes up.
+    while their requests wait. An entry with an outdated key is corrected when it is popped.
     """
 
     def __init__(self, policy: SchedulePolicy, order: FairOrder | None = None) -> None:
@@ -128,7 +128,8 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield requests from first to last. Those that were yielded may be removed meanwhile; nothing may be added."""
+        """Yield requests from first to last. The caller may remove yielded requests during the iteration, and must not
+        add any."""
         self._restore()
         while self._heap:
             key, turn, lane = heapq.heappop(self._heap)

@@ -156,7 +156,7 @@ class Scheduler:
         return self._make_scheduler_output(planned) if planned else None
 
     def _follow(self, planner: DraftPlanner) -> SchedulerOutput | None:
-        """Plan the step after one whose accepted drafts are unknown; None if that needs its results."""
+        """Plan a step while the accepted drafts of the previous step are unknown; None if the plan needs them."""
         if self._waiting and self._free_rows:
             return None
         planned = following_step(planner, self.manager, self._running, self._launched, self.max_num_batched_tokens)
