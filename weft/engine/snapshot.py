@@ -139,12 +139,12 @@ class ReplicaView(msgspec.Struct, frozen=True):
     Attributes:
         replica: its number.
         state: starting, up, draining, drained (nobody starts it unasked), or down (it could not be started again).
-        pid: its process, on its machine; 0 if there is none, or it is not known yet.
+        pid: process id on the replica's machine; 0 if unknown or without a process.
         num_open: completions that were sent to it and have not ended.
         max_num_seqs: completions that it runs at a time; 0 while it is not ready.
         num_running, num_waiting, num_free_pages, num_query_tokens, num_hit_tokens, num_prefill_tokens,
             num_decode_tokens: as in ``EngineStats``, of its present process.
-        num_restarts: how often another process has replaced one that died.
+        num_restarts: number of processes started after a death.
     """
 
     replica: int

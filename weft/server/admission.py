@@ -27,7 +27,7 @@ class OpenCounts:
         self._index = index
 
     def add(self, count: int) -> None:
-        """This process has opened ``count`` completions, or closed them (negative)."""
+        """Note that this process has opened ``count`` completions, or closed them (negative)."""
         self._places[self._index] += count
 
     def forget(self, index: int) -> None:

@@ -87,11 +87,11 @@ ToApi = wire.Configured | wire.Ready | wire.Outputs | wire.Inspected | Lost | Pu
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
-    """This process could take calls."""
+    """The sending process can accept calls."""
 
 
 class Unfit(msgspec.Struct, frozen=True, tag="unfit"):
-    """This process cannot serve with this engine; nor could another one."""
+    """The sending process cannot serve with this engine, and no other process could."""
 
     failure: wire.Failed
 

@@ -23,7 +23,7 @@ class ApiProcesses(Protocol):
         """``report`` gives what this process has counted under a name, when any of them asks."""
 
     async def ready(self) -> None:
-        """This process could take calls; returns when all could, so that no caller meets one that cannot."""
+        """Note that this process can accept calls, and wait until all can, so that no caller finds one that cannot."""
 
     async def gather(self, what: str) -> list[bytes]:
         """The reports of all; of one that does not answer or has died, the last one that it gave."""
@@ -93,7 +93,7 @@ class ReportGatherer:
         self._is_there(message.number, index)
 
     def retire(self, index: int) -> None:
-        """This process has died."""
+        """Keep the last figures of a process that has died."""
         for what, last in self._last.items():
             if index in last:
                 self._retired.setdefault(what, []).append(last.pop(index))

@@ -43,7 +43,7 @@ def _linear(registers, lanes, shape):
 
 @gluon.constexpr_function
 def key_layout(warps, blocks):
-    """``[warps, blocks, 16 keys, words]``"""
+    """The layout of ``[warps, blocks, 16 keys, words]``."""
     registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 16], [0, 0, 8, 0]]
     registers += [[0, 1 << bit, 0, 0] for bit in range((blocks - 1).bit_length())]
     lanes = [[0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
@@ -52,7 +52,7 @@ def key_layout(warps, blocks):
 
 @gluon.constexpr_function
 def value_layout(warps, blocks):
-    """``[warps, blocks, 8 pairs of keys, words]``"""
+    """The layout of ``[warps, blocks, 8 pairs of keys, words]``."""
     registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 4, 0]]
     registers += [[0, 1 << bit, 0, 0] for bit in range((blocks - 1).bit_length())]
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16]]
@@ -156,7 +156,7 @@ def load_queries(q_row, stride_q, kv_head, FIXED: gl.constexpr, PRODUCTS: gl.con
 
 @gluon.jit
 def scores_of(words, q, FIXED: gl.constexpr, PRODUCTS: gl.constexpr):
-    """``[warps, keys, rows]``"""
+    """Scores ``[warps, keys, rows]``."""
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = FIXED.keys // WARPS
     k0, k1, k2, k3 = _widen(words)
@@ -184,7 +184,7 @@ def softmax(scores, row_sum, row_max, visible, scale_log2, FIXED: gl.constexpr, 
 
 @gluon.jit
 def add_values(acc, even, odd, p, FIXED: gl.constexpr, PRODUCTS: gl.constexpr):
-    """``acc [warps, dims, rows] + values^T @ p``"""
+    """Compute ``acc [warps, dims, rows] + values^T @ p``."""
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = FIXED.keys // WARPS
     e0, o0, e1, o1, e2, o2, e3, o3 = _widen_two(even, odd)

@@ -185,7 +185,7 @@ def _begin_sequence(
 
 @triton.jit
 def _zero_rows(out, begin, end, i_share, num_shares, channels, mask, C: tl.constexpr):
-    """This program's share of the rows ``begin`` to ``end`` (int64)."""
+    """Zero a program's share of the rows ``begin`` to ``end`` (int64)."""
     for row in range(begin + i_share, end, num_shares):
         zeros = tl.zeros([channels.shape[0]], out.dtype.element_ty)
         tl.store(out + row * C + channels, zeros, mask=mask)
