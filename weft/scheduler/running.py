@@ -15,7 +15,12 @@ from weft.request import Request
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request that holds a row and a lease. ``in_flight`` launched steps use them."""
+    """A request that holds a row and a lease. ``in_flight`` launched steps use them.
+
+    Attributes:
+        failed: a step computed NaN for it, so the cache keeps nothing of it.
+        retries: it leaves to wait again, and will be computed anew without drafts.
+    """
 
     request: Request
     row: int
@@ -24,6 +29,7 @@ class Running:
     announced: bool = False
     num_pages_sent: int = 0
     failed: bool = False
+    retries: bool = False
 
     def cache_tokens(self) -> Tokens:
         """The request's tokens on the host, as the prefix cache knows them. The lease has most of them as an array

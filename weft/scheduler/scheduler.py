@@ -103,7 +103,11 @@ class Scheduler:
             self._lookups.remove(request)
             self._end(request)
         else:
-            self._leave(next(r for r in self._running if r.request is request))
+            running = next(r for r in (*self._running, *self._leaving) if r.request is request)
+            if running.retries:
+                self._end(request)
+            else:
+                self._leave(running)
         return True
 
     @property
@@ -211,11 +215,14 @@ class Scheduler:
         self._running.remove(victim)
         self.manager.preempt(victim.lease, victim.cache_tokens())
         self._free_row(victim)
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        request.num_computed_tokens = 0
         request.prompt_logprobs.clear()
         request.status = RequestStatus.WAITING
-        self._num_preemptions += 1
         self._waiting.push(request)
 
     def _plan_waiting(self, planned: list[Planned], budget: int) -> None:
@@ -360,7 +367,9 @@ class Scheduler:
                 self.manager.confirm(running.lease, launched.num_tokens)
             if self.drafts is not None and launched.num_drafts:
                 apply_acceptance(self.drafts, self.manager, launched, len(runs.get(running.row, ())))
-            if request.finish_reason is not None:
+            if failed and exclusion is None and launched.num_drafts and not running.retries:
+                self._retry_without_drafts(running)
+            if request.finish_reason is not None or running.retries:
                 self._give_back_if_idle(running)
                 continue
             num_output_tokens = len(request.output_token_ids)
@@ -391,11 +400,29 @@ class Scheduler:
         self._end(running.request)
         self._give_back_if_idle(running)
 
+    def _retry_without_drafts(self, running: Running) -> None:
+        """Compute a request anew, because a step that verified its drafts computed NaN.
+
+        A draft that is not finite can reach the tokens before it: a masked product adds zero times NaN. Drafts may
+        change no token, so the request drops what was computed, waits again, and never drafts again.
+        """
+        request = running.request
+        if request.finish_reason is not None:
+            return
+        logger.warning("%s: NaN in a step with drafts; the request is computed anew without drafts", request.request_id)
+        request.no_drafts_because = "a step with drafts computed NaN"
+        request.draft_token_ids = []
+        running.retries = True
+        self._running.remove(running)
+        self._leaving.append(running)
+
     def _give_back_if_idle(self, running: Running) -> None:
         if running.in_flight == 0 and running in self._leaving:
             self._leaving.remove(running)
             self.manager.release(running.lease, running.cache_tokens(), keep=not running.failed)
             self._free_row(running)
+            if running.retries and running.request.finish_reason is None:
+                self._wait_again(running.request)
 
     def _free_row(self, running: Running) -> None:
         self._free_rows.append(running.row)
