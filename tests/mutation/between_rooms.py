@@ -12,7 +12,7 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "longest-suffix-ignored", "n-gram drafts look up suffixes up to the longest", "weft/runner/drafts.py",
-        "            config.prompt_lookup_max,\n", "            config.prompt_lookup_min,\n",
+        "config.prompt_lookup_min, config.prompt_lookup_max", "config.prompt_lookup_min, config.prompt_lookup_min",
         "tests/speculation/test_ngram.py", "tests/ops/drafts/test_triton_drafts.py",
     ),
     mutant(

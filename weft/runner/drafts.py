@@ -25,7 +25,7 @@ from weft.messages import NewRequest, ScheduledRequest
 from weft.models.decoder import CausalLM
 from weft.models.mtp import DraftInputs, MtpDrafter
 from weft.ops.backend import Backend
-from weft.ops.drafts import ngram_drafts
+from weft.ops.drafts import NgramRule, ngram_drafts
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
@@ -212,20 +212,13 @@ class NgramDrafter:
         return self._draft(token_ids, num_accepted, inputs.rows, inputs.batch.seq_lens)
 
     def _draft(self, token_ids: Tensor, num_accepted: Tensor | None, rows: Tensor, seq_lens: Tensor) -> Tensor:
-        config = self._config
+        config, num_drafts = self._config, self._builder.num_drafts_at(len(rows))
+        always = config.synthetic_acceptance_rate is not None
+        rule = NgramRule(num_drafts, config.prompt_lookup_min, config.prompt_lookup_max, always)
+        state = self._rows.state
         return ngram_drafts(
-            token_ids,
-            num_accepted,
-            rows,
-            seq_lens,
-            self.history,
-            self._rows.state,
-            self._builder.num_drafts_at(len(rows)),
-            config.prompt_lookup_min,
-            config.prompt_lookup_max,
-            config.synthetic_acceptance_rate is not None,
-            backend=self._backend,
-        )
+            token_ids, num_accepted, rows, seq_lens, self.history, state, rule, backend=self._backend
+        )  # fmt: skip
 
     def _ints(self, values: list[int]) -> Tensor:
         return device_ints(values, self.history.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.drafts import accept_drafts, follow_step, ngram_drafts, places_ahead
+from weft.ops.drafts import NgramRule, accept_drafts, follow_step, ngram_drafts, places_ahead
 from weft.ops.drafts.types import FROM_LAST_TOKEN, NO_DRAFT, AcceptanceRule, RowState
 
 ROWS, PAGE, PAGES = 9, 4, 12
@@ -113,7 +113,8 @@ def drafted(
     state = RowState(*(torch.full_like(t, 77) for t in row_state(held)))
     num_accepted = None if accepted is None else torch.tensor(accepted, device=DEVICE)
     tokens = torch.tensor(sampled, device=DEVICE).flatten()
-    found = ngram_drafts(tokens, num_accepted, rows, lengths, history, state, count, low, high, always, backend=backend)
+    rule = NgramRule(count, low, high, always)
+    found = ngram_drafts(tokens, num_accepted, rows, lengths, history, state, rule, backend=backend)
     return found.tolist(), state, history
 
 

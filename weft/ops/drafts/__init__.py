@@ -11,6 +11,8 @@ S sequences verify ``Q - 1`` drafts each, so they bring Q tokens, side by side o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -189,6 +191,21 @@ def _latest_match(history: Tensor, lengths: Tensor, low: int, high: int) -> Tens
     return torch.where(score >= 0, place, NO_DRAFT)
 
 
+class NgramRule(NamedTuple):
+    """How n-gram drafts are found.
+
+    Attributes:
+        num_drafts: tokens to draft. If the occurrence is nearer to the end, the tokens after it repeat.
+        low, high: shortest and longest suffix that counts.
+        always: draft some tokens of the row if nothing is found (to measure).
+    """
+
+    num_drafts: int
+    low: int
+    high: int
+    always: bool
+
+
 @with_kernel("weft.ops.drafts.ngram")
 def ngram_drafts(
     token_ids: Tensor,
@@ -197,10 +214,7 @@ def ngram_drafts(
     seq_lens: Tensor,
     history: Tensor,
     state: RowState,
-    num_drafts: int,
-    low: int,
-    high: int,
-    always: bool,
+    rule: NgramRule,
     *,
     backend: Backend,
 ) -> Tensor:
@@ -214,13 +228,11 @@ def ngram_drafts(
         history: ``[R, L]`` int32, the tokens of all rows, each from the start of its prompt; written.
         state: of the rows; ``num_rejected`` and the first ``num_drafts`` of ``drafts`` are written if it has drafts,
             tokens also where nothing was found.
-        num_drafts: tokens to draft. Where the occurrence is nearer to the end than that, what follows it repeats.
-        low, high: shortest and longest suffix that counts.
-        always: where nothing is found, any tokens of the row are drafts, to measure.
 
     Returns:
         ``[S, num_drafts]`` int64, ``NO_DRAFT`` in the rows of sequences in which nothing was found.
     """
+    num_drafts, low, high, always = rule
     num_seqs = len(rows)
     sampled = token_ids.view(num_seqs, -1)
     query_len = sampled.shape[1]
