@@ -15,7 +15,7 @@ RETRY_AFTER_S = 1
 
 
 class OpenCounts:
-    """How many completions each process has open, in memory that all of them map; each writes its own place.
+    """Numbers of open completions per process, in memory that all processes map. A process writes its own number.
 
     Args:
         memory: eight bytes for each process; None: there is one process.
@@ -31,7 +31,7 @@ class OpenCounts:
         self._places[self._index] += count
 
     def forget(self, index: int) -> None:
-        """That process has gone, and what it had open with it."""
+        """Forget the completions of a process that has ended."""
         self._places[index] = 0
 
     @property

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What every handler works with."""
+    """Objects that every handler works with."""
 
     service: Service
     settings: ServerSettings
@@ -160,10 +160,11 @@ def check_model(context: Context, name: str | None) -> str:
 async def read_request(
     context: Context, path: str, body: bytes, kind: type[Body], client: Client
 ) -> tuple[Body, list[ChatPrompt] | None]:
-    """The request of a body. That of a large one comes without its prompts, and these beside it.
+    """Read the request of a body. A large request is returned without its prompts, and its prompts separately.
 
     Raises:
-        RequestError, ApiError: it is not valid, or there is no room for it.
+        RequestError: the body is not valid.
+        ApiError: the queue is full, or there is no engine.
     """
     if not _is_for_workers(context, body):
         return context.bodies.read(body, kind), None

@@ -24,7 +24,7 @@ from weft.server.settings import ServerSettings
 
 
 class ApiStart(msgspec.Struct, frozen=True):
-    """What an API process reads from its standard input.
+    """The message that an API process reads from its standard input.
 
     Attributes:
         index: its number, from 0 on.
@@ -53,7 +53,8 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
-    """How the engine is, twice a second. ``silence_s``: since its last sign of life; None: it gave none yet."""
+    """The state of the engine, sent twice a second. ``silence_s``: seconds since its last sign of life, None before the
+    first."""
 
     silence_s: float | None
     pid: int | None
@@ -104,7 +105,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 
 
 class Reported(msgspec.Struct, frozen=True, tag="reported"):
-    """What was asked for."""
+    """The report that was requested."""
 
     number: int
     content: bytes
@@ -130,7 +131,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Frames(asyncio.Protocol):
-    """One end of a link. What is sent in one turn of the event loop goes out together.
+    """One end of a link. Messages of one turn of the event loop are written together.
 
     Args:
         receive: takes each message, as bytes.

@@ -1,10 +1,10 @@
 """Several API processes before one engine, as the main process sees them.
 
-Job: start them, carry messages between them and the engine, notice the death of one and start another, drain them all.
-Owns: the API processes, and which request is whose. Does not know: HTTP, texts, what they count.
+Job: start API processes, carry messages between API processes and the engine, replace a process that died, and drain
+all processes. Owns: the API processes, and which process has which request. Does not know: HTTP, texts, metrics.
 
-A request's id is in the engine as often as here: when an API process dies, what it had open is aborted, and what the
-engine still says of it is dropped. The others do not notice.
+When an API process dies, its open requests are aborted, and later messages of the engine about these requests are
+dropped. Other API processes do not notice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NUMBERS = 1 << 40
 
 @dataclass(slots=True)
 class ApiProcess:
-    """One of them: its process and link, and its open requests."""
+    """One API process with its link and its open requests."""
 
     index: int
     listener: socket.socket
@@ -58,7 +58,7 @@ class ApiProcess:
     restarts: Restarts = field(default_factory=Restarts)
 
     def first_number(self, num_processes: int) -> int:
-        """Of its messages; they rise by ``num_processes``."""
+        """The first number of its messages. Numbers rise by ``num_processes``."""
         return self.index + self.restarts.num * _NUMBERS * num_processes
 
     def send(self, message: link.ToApi) -> None:
@@ -190,7 +190,7 @@ class ApiServers:
             self.ended.set()
 
     async def _beat(self) -> None:
-        """Send the state of the engine and its figures, which a process whose requests wait gets in no other way."""
+        """Send the state of the engine and its figures to all processes, also to those whose requests wait."""
         while True:
             self._broadcast(self._pulse())
             for member in self._members:

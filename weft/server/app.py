@@ -80,7 +80,7 @@ MODEL_PATH = "/v1/models/{name:path}"
 
 
 def media_types() -> dict[str, str]:
-    """What each path gives when it is read with GET."""
+    """Media types of the responses to GET, by path."""
     json = [*GETS, MODEL_PATH, "/inspect", "/openapi.json"]
     return dict.fromkeys(json, "application/json") | {"/metrics": CONTENT_TYPE.partition(";")[0]} | page.media_types()
 

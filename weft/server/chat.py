@@ -37,7 +37,7 @@ def need_tokenizer(engine: AsyncEngine) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a request says of the template besides its messages.
+    """Options of the chat template in a request.
 
     Attributes:
         tools: the tools that the template shows.

@@ -75,7 +75,7 @@ class Chat:
         return OutputParser(reasoning=reads, in_reasoning=opened, tools=tools.schemas, several=tools.several)
 
     def parts(self, deltas: list[PromptDelta]) -> Iterator[Parts]:
-        """What the only completion's deltas are made of."""
+        """Parse the deltas of the only completion."""
         parser = self._parser = self._parser or self.parser()
         for _, delta in deltas:
             self.call.check_error(delta)
@@ -111,8 +111,10 @@ class Chat:
 
 
 def _of_content(entries: list[dict[str, Any]], content: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The entries of the tokens that ``content`` is made of, without those of reasoning and markup around it, and those
-    behind them, of which space that is held back may become content."""
+    """Split entries into those of ``content`` and later ones. Earlier entries, of reasoning and markup, are dropped.
+
+    Held back space among the later entries may still become content.
+    """
     start = "".join(entry["token"] for entry in entries).rfind(content)
     if start < 0:  # a character is spread over several tokens
         return entries, []
@@ -205,7 +207,7 @@ async def render_chat(
 
 
 def template_options(request: ChatCompletionRequest, tools: ToolUse) -> TemplateOptions:
-    """What a request says of the template. Raises RequestError."""
+    """Collect the template options of a request. Raises RequestError."""
     return TemplateOptions(
         tools.shown, _template_kwargs(request), request.add_generation_prompt, request.continue_final_message
     )

@@ -16,7 +16,7 @@ _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """The client's span (W3C Trace Context): ids in hexadecimal; bit 0 of ``flags``: it is sampled."""
+    """The client's span (W3C Trace Context), with ids in hexadecimal. Bit 0 of ``flags`` is set if it is sampled."""
 
     trace_id: str
     span_id: str

@@ -25,9 +25,9 @@ HEAD_TIMEOUT_S = 10.0
 """For a whole head, from the connection or the first byte on."""
 
 LINGER_S = 30.0
-"""For what still comes of a request that is answered. It is read and dropped: a connection that is closed while bytes
-come is reset, and with it goes an answer that was not read yet. Also for an answer of which nothing is read: the
-connection is cut then."""
+"""Seconds for which the rest of a request is read and dropped after its response was sent. Closing a connection while
+bytes arrive resets it, and the caller loses a response that it has not read. A response of which nothing is read for
+so long is cut."""
 
 _SPARE = 64
 """Descriptors for everything but connections: the log, the engine's sockets, files."""
@@ -153,8 +153,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._lost()
 
     def on_disconnect(self, cycle: RequestResponseCycle, call: Callable[[], None] | None) -> None:
-        """``call`` this when the other end has gone; None: nobody waits for that any more. Requests of one connection
-        are answered one after the other, so one waits at a time. Handlers find it in the scope, for their ``cycle``."""
+        """Call ``call`` when the other end has gone; None cancels this. Handlers find this method in the scope, for
+        their ``cycle``. Requests of a connection are answered in order, so only one handler waits at a time."""
         self._when_lost, self._answering = call, cycle
         if call is not None and self.transport.is_closing():
             self.loop.call_soon(self._lost)

@@ -1,6 +1,6 @@
 """Responses in content blocks (reasoning, text, tool calls), for the responses and the messages API.
 
-Job: from parts, as they come, to blocks that open, grow and close, and have a protocol write what becomes of them.
+Job: turn parts into blocks that open, grow and close. A protocol writes the events.
 Owns: their order and numbers. Does not know: the shape of events.
 """
 
@@ -21,8 +21,13 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """``text`` is the reasoning, the text, or the arguments of the call; ``logprobs``: of the text's tokens;
-    ``is_cut_off``: more would have come. A call is always whole."""
+    """A block of an answer. A call is always whole.
+
+    Attributes:
+        text: the reasoning, the text, or the arguments of the call.
+        logprobs: entries of the text's tokens.
+        is_cut_off: True if more would have followed.
+    """
 
     index: int
     kind: Kind
@@ -50,7 +55,7 @@ class Blocks:
     _current: Block | None = None
 
     def feed(self, parts: Parts) -> Iterator[BlockEvent]:
-        """What the new parts do."""
+        """Apply new parts and yield the events that follow."""
         if parts.reasoning:
             yield from self._grow("reasoning", parts.reasoning)
         if parts.content:

@@ -70,7 +70,7 @@ class GrammarChecker:
             raise RequestError(f"{param} cannot be used: {plain(problem)[:500]}", param)
 
     async def _ask(self, grammar: str) -> str:
-        """What is wrong with the grammar, or nothing. Raises ApiError as above."""
+        """Return the problem of a grammar, or an empty text. Raises ApiError as above."""
         try:
             worker = await self._running()
         except _UnfitError as error:
@@ -143,7 +143,7 @@ class GrammarChecker:
 
 
 def plain(problem: str) -> str:
-    """What llguidance says, without the source that it was given and without its own notation."""
+    """Rewrite a message of llguidance without the grammar's source and without llguidance's notation."""
     lines = problem.strip().splitlines()
     kept = [line for line in lines if line.strip() and not re.match(r"\s*(\d+ \||\^+\s*$)", line)]
     text = " ".join(line.strip() for line in kept)

@@ -1,6 +1,6 @@
 """The process for trial compilation of grammars: ``python -m weft.server.grammar_worker``.
 
-It may be killed at any time, and its memory is limited to what it needs when idle plus a fixed amount.
+The process may be killed at any time. Its memory is limited to its idle size plus a fixed amount.
 
 One JSON line in, one out. First a ``Hello``, then one grammar per line; the answers are ``""`` or what is wrong. If
 something is wrong with the tokenizer, it ends.
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _try(grammar: str, tokenizer: LLTokenizer) -> str:
-    """What is wrong with the grammar, or nothing."""
+    """Return the problem of a grammar, or an empty text."""
     error = LLMatcher.validate_grammar(grammar, tokenizer)
     if error and not error.startswith("WARNING"):
         return error

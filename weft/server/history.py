@@ -3,9 +3,9 @@
 Job: add up events in intervals of 1 s (two minutes of them) and of 10 s (an hour), and give them with percentiles.
 Owns: the intervals. Does not know: who reports an event, how it is drawn.
 
-Percentiles come from histograms whose buckets grow by 7%, so they are exact to 4%; histograms add up, so a percentile
-over an hour is that of all its tokens and not a mean of percentiles. An event costs under a microsecond; nothing runs
-while nothing happens: intervals are closed by the first event, or reader, after their end.
+Percentiles come from histograms whose buckets grow by 7%, so percentiles are exact to 4%. Histograms are added, so the
+percentile of an hour is a percentile of all tokens of the hour. An event costs under a microsecond. There is no timer:
+the first event or reader after the end of an interval closes it.
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ class Interval:
         self.inter_token.update(other.inter_token)
 
     def point(self, length_s: int) -> dict[str, Any]:
-        """As JSON: tokens per second, completions, percentiles in seconds; ``accepted_length``: tokens that a request
-        whose drafts were verified got per step, None if there was none."""
+        """Return the interval as JSON: tokens per second, completions, percentiles in seconds.
+
+        ``accepted_length`` is the number of tokens per verification step, or None without such steps.
+        """
         accepted = self.num_accepted_tokens / self.num_verifications if self.num_verifications else None
         return {
             "start": self.start,
@@ -111,7 +113,7 @@ class Interval:
 
 
 class CallInterval(msgspec.Struct, array_like=True):
-    """What one process reports of an interval; see ``Interval``."""
+    """The report of one process about an interval; see ``Interval``."""
 
     start: int
     responses: dict[str, int]

@@ -1,4 +1,4 @@
-"""What every API process does: its socket, its HTTP server, its settings of the interpreter.
+"""The socket, the HTTP server and the interpreter settings of every API process.
 
 Job: listen, and run the application and the service in one event loop until the service is over. Owns: the HTTP server.
 Does not know: who keeps the engine, signals, how many such processes there are.

@@ -45,12 +45,13 @@ class Inspector:
         self._looks: dict[int | None, tuple[float, Look]] = {}  # by replica that was asked for
 
     async def answer(self, request: Request) -> dict[str, Any]:
-        """The body of ``GET /inspect?request=ID&request=ID&history=hour&replica=0``. ``history``: ``recent`` or
-        ``hour``; ``replica``: without it, the first one that is up.
+        """Return the body of ``GET /inspect?request=ID&request=ID&history=hour&replica=0``.
+
+        ``history`` is ``recent`` or ``hour``. The default of ``replica`` is the first replica that is up.
 
         Raises:
-            ApiError: 503, there is no engine, or it does not answer in time; 404, there is no such replica; 409, it is
-                not up.
+            ApiError: 503 if the engine is missing or too slow, 404 if the replica does not exist, 409 if the replica is
+                down.
         """
         client: Client = request.scope["weft.client"]
         look, texts = await self._latest(self._replica(request.query_params.get("replica")))
@@ -110,8 +111,11 @@ class Inspector:
 
 
 def visible(snapshot: Snapshot, texts: list[str] | None, named: Collection[str]) -> dict[str, Any]:
-    """A snapshot as a JSON object for one caller. ``texts``: of the nodes, for an admin; None: for anyone else, who
-    sees neither texts nor token ids, and only those request ids that it can name."""
+    """Return a snapshot as a JSON object for one caller.
+
+    An admin sees ``texts``, the texts of the nodes. With ``texts=None`` a caller sees no texts, no token ids, and only
+    the request ids in ``named``.
+    """
     result = msgspec.to_builtins(snapshot)
     for index, node in enumerate(result["nodes"]):
         del node["token_ids"]

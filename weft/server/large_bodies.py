@@ -1,7 +1,7 @@
 """Large request bodies: parsed, checked, rendered and tokenized in worker processes.
 
-Job: decide which bodies are large, and have ``prompt_worker.py`` read them. What comes back is small: the request
-without its prompt, and token ids as bytes. Owns: the messages to the workers. Does not know: what a request means.
+Job: decide which bodies are large, and have ``prompt_worker.py`` read them. A worker returns the request without its
+prompt, and token ids as bytes. Owns: the messages to the workers. Does not know: what a request means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class PromptSetup(msgspec.Struct, frozen=True):
-    """What a worker has to know. ``text_only``, ``keeps_states``: see ``InputProcessor`` and ``Service``."""
+    """The setup of a worker. ``text_only``, ``keeps_states``: see ``InputProcessor`` and ``Service``."""
 
     config: EngineConfig
     settings: ServerSettings
@@ -93,7 +93,7 @@ class LargeBodies:
     async def read(
         self, path: str, body: bytes, kind: type[Body], bodies: BodyReader, caller: str
     ) -> tuple[Body, list[ChatPrompt]] | None:
-        """Read the request to ``path``. Returns it without its prompts, and these; None: it has images.
+        """Read the request to ``path``. Returns the request without prompts, and the prompts; None for images.
 
         Raises:
             RequestError: it is not valid.

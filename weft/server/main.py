@@ -1,8 +1,8 @@
 """``weft serve``, without the command line: signals, start and end.
 
-Job: one process that keeps the engine and answers calls, or, with ``api_server_count``, one that keeps the engine
-before several that answer; report the start stage by stage, drain on SIGTERM. Owns: the process's exit status. Does not
-know: routes, flags.
+Job: run the main process, which keeps the engine and answers calls, or with ``api_server_count`` starts API processes
+to answer calls. Report the stages of the start, and drain on SIGTERM. Owns: the process's exit status. Does not know:
+routes, flags.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ async def _run_many(
 
 
 class _Stop:
-    """What SIGTERM and SIGINT do: the first drains, the second leaves at once."""
+    """Handlers of SIGTERM and SIGINT: the first signal drains, the second exits at once."""
 
     def __init__(self, drain: Callable[[], Any], leave: Callable[[], None]) -> None:
         self._drain, self._leave = drain, leave

@@ -43,7 +43,7 @@ class Metrics:
         service.token_times.append(self._requests)
 
     def report(self) -> bytes:
-        """What this process has counted, for ``text`` of any API process."""
+        """Encode the counts of this process, for ``text`` of any API process."""
         return msgspec.msgpack.encode(self._requests.counts)
 
     async def text(self) -> bytes:
@@ -69,7 +69,7 @@ class Metrics:
 
 
 class _CallCollector(Collector):
-    """What was counted of calls."""
+    """Metrics of calls."""
 
     def __init__(self, service: Service, counts: Counts) -> None:
         self._service = service
@@ -225,7 +225,7 @@ def _counters(name: str, help: str, label: str, values: dict[str, int], labels: 
 
 
 def _replica_figures(replicas: Sequence[ReplicaView]) -> dict[str, dict[str, int]]:
-    """Of each figure, its value by the replica's number."""
+    """Return each figure with its values by replica number."""
     named = {name: name.removeprefix("num_") for name in ReplicaView.__struct_fields__ if name.startswith("num_")}
     figures = {short: {str(view.replica): getattr(view, name) for view in replicas} for name, short in named.items()}
     return {"up": {str(view.replica): int(view.state == "up") for view in replicas}} | figures if replicas else {}

@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Parts:
-    """What came out: texts to append, calls in order. ``logprobs``: of the content, where they were asked for."""
+    """New output: texts to append, calls in order. ``logprobs`` are those of the content, if they were requested."""
 
     content: str = ""
     reasoning: str = ""
@@ -157,7 +157,7 @@ class OutputParser:
         return False
 
     def _end_call(self, body: str, parts: Parts) -> None:
-        """A call is complete. What cannot be read as one is content, without the markup."""
+        """Take a complete call. A text that is no call becomes content, without the markup."""
         call = parse_call(body, self._tools or {})
         if call is None:
             parts.content += body.replace(CALL, "").replace(END_CALL, "").strip()
@@ -214,7 +214,7 @@ def new_call_id() -> str:
 
 
 def _loads(text: str, *, strict: bool = True) -> Any:
-    """What a JSON text says. Raises ValueError for NaN and infinity, which JSON does not have, and RecursionError."""
+    """Decode a JSON text. Raises ValueError, also for NaN and infinity, and RecursionError."""
     return json.loads(text, strict=strict, parse_constant=_finite, parse_float=_finite)
 
 

@@ -1,8 +1,8 @@
 """Reports of all API processes of an engine: metrics and history, brought together.
 
-Job: the interface by which one process asks for them; asking each, waiting for what they say but not for ever,
-remembering what those said that have died. Owns: the reports on their way. Does not know: what is in them, how they
-travel.
+Job: the interface by which one process requests all reports; request each report, wait for a limited time, and keep
+the last reports of processes that died. Owns: the pending requests. Does not know: the content of reports, and their
+transport.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.server import api_link as link
 
 
 class ApiProcesses(Protocol):
-    """All API processes of one engine, this one included, as one of them sees them."""
+    """All API processes of one engine, as seen by one of these processes."""
 
     def offer(self, report: Callable[[str], bytes]) -> None:
         """``report`` gives what this process has counted under a name, when any of them asks."""
@@ -26,7 +26,7 @@ class ApiProcesses(Protocol):
         """Note that this process can accept calls, and wait until all can, so that no caller finds one that cannot."""
 
     async def gather(self, what: str) -> list[bytes]:
-        """The reports of all; of one that does not answer or has died, the last one that it gave."""
+        """Collect the reports of all processes. The last report stands for a process that is silent or has died."""
 
 
 class SingleProcess:
@@ -68,7 +68,7 @@ class _Asked:
 class ReportGatherer:
     """All gatherings under way, in the main process.
 
-    A process that dies takes with it what it had counted; its last report stays, so that sums do not fall.
+    The last report of a process that died is kept, so that sums do not fall.
     """
 
     _asked: dict[int, _Asked] = field(default_factory=dict)

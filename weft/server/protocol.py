@@ -69,7 +69,7 @@ _MATCHING: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "verbosity": (None, "medium"),
 }
-"""Values of refused fields that match what this server does. Of other refused fields, all false values do."""
+"""Values of refused fields that match this server's behaviour. Any other refused field may have a false value."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -107,7 +107,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(CommonFields, kw_only=True):
-    """What completions and chat completions share."""
+    """Fields of completions and chat completions."""
 
     model: str | None = None
     n: int | None = None
@@ -214,8 +214,7 @@ class BodyReader:
         """``body`` as ``kind``.
 
         Raises:
-            RequestError: not JSON, a field of the wrong type, one that is refused, or under ``strict`` one that is not
-                known.
+            RequestError: the body is not JSON, or a field has the wrong type, is refused, or is unknown (``strict``).
         """
         fields = parse_object(body)
         self._check_names(fields, kind)

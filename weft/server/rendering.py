@@ -2,10 +2,10 @@
 
 Job: run both in threads, and stop a template that runs too long. Owns: the threads. Does not know: HTTP, sampling.
 
-Templates are programs of the checkpoint, run in jinja2's immutable sandbox; the conversation decides how long they
-take. Tokenizers release the interpreter lock, so threads are enough. Large inputs are worked on one at a time, so that
-a thread is always left for small ones. Small ones are worked on in the event loop, for a few milliseconds: that is less
-than it costs to hand them to a thread; what takes longer is begun again in one.
+Templates are programs of the checkpoint, run in jinja2's immutable sandbox. The conversation decides how long a
+template takes. Tokenizers release the interpreter lock, so threads are enough. One thread is always left for small
+inputs, since large inputs are processed one at a time. Small inputs run in the event loop for a few milliseconds, which
+costs less than a thread. Work that takes longer starts again in a thread. Large bodies: see ``large_bodies.py``.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class _Limited:
 
 
 class _Alarm:
-    """Interrupts a call when it has used up its time, and if need be again; it looks as rarely as it can."""
+    """Interrupt a call whose time is used up, repeatedly if necessary. It polls as rarely as possible."""
 
     def __init__(self, limited: _Limited, timeout_s: float) -> None:
         self._limited = limited

@@ -27,8 +27,7 @@ _TOKENS = tuple(float(10**e * m) for e in range(6) for m in (1, 2, 5))
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a counter or histogram says. ``bounds``: upper ends of a histogram's buckets, the last one (infinity) left
-    out."""
+    """Description of a counter or histogram. ``bounds``: upper ends of a histogram's buckets without infinity."""
 
     help: str
     bounds: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""What a call's stream becomes, whole or as events, in whatever protocol."""
+"""Base classes that turn the stream of a call into a response, whole or as events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ResponseBuilder(ABC):
 
 
 class OpenAIResponseBuilder(ResponseBuilder):
-    """What chat completions and completions share.
+    """Base class of chat completions and completions.
 
     Args:
         kind, chunk_kind: ``object`` of a body and of a chunk.

@@ -170,7 +170,7 @@ def _thoughts(item: dict[str, Any], where: str) -> str:
 
 
 def _assistant(messages: list[dict[str, Any]], *, with_calls: bool = False) -> dict[str, Any]:
-    """The assistant's message that an item belongs to: the last one if it is still open, else a new one."""
+    """Return the assistant's message for an item: the last message if it is still open, else a new one."""
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and (with_calls or not (last.get("content") or last.get("tool_calls")))
     if not is_open:

@@ -13,7 +13,7 @@ from weft.server.protocol import ChatCompletionRequest, CompletionRequest, Sampl
 from weft.server.settings import ServerSettings
 
 COMPLETION_MAX_TOKENS = 16
-"""What ``/v1/completions`` generates if the caller does not say (the OpenAI API's default)."""
+"""Tokens that ``/v1/completions`` generates by default, as in the OpenAI API."""
 
 _SAME_NAME = {*SamplingFields.__struct_fields__} & {*SamplingParams.__struct_fields__} - {
     "logit_bias", "max_tokens", "stop", "structured_outputs",
@@ -21,7 +21,7 @@ _SAME_NAME = {*SamplingFields.__struct_fields__} & {*SamplingParams.__struct_fie
 """Fields that are taken over as they are."""
 
 _MOST = {"bad_words": 512, "allowed_token_ids": 1 << 18, "logit_bias": 1 << 18}
-"""Entries of a list that are looked at one by one while others wait."""
+"""Most entries of lists that are checked one by one in the event loop."""
 
 
 def completion_params(request: CompletionRequest, settings: ServerSettings) -> SamplingParams:
@@ -33,7 +33,7 @@ def completion_params(request: CompletionRequest, settings: ServerSettings) -> S
     given["max_tokens"] = 1 if max_tokens == 0 and request.echo else max_tokens
     if request.logprobs is not None:
         given["logprobs"] = request.logprobs
-        if request.echo:  # of what is computed for both, each shows what it was asked for
+        if request.echo:  # compute enough for both fields; each field shows as many as it asked for
             numbers = {request.logprobs, given.get("prompt_logprobs", request.logprobs)}
             given["prompt_logprobs"] = min(numbers) if min(numbers) < 0 else max(numbers)  # -1: all
     return SamplingParams(**given)

@@ -240,7 +240,7 @@ class Service:
                 asyncio.create_task(self._become_ready(message.capacity))  # noqa: RUF006 (short, and held by the loop)
 
     async def _load_readers(self, config: EngineConfig) -> tuple[Tokenizer | None, MediaProcessor | None]:
-        """What reads texts, and what reads images."""
+        """Load the tokenizer and the image processor."""
         tokenizer = None
         if not config.skip_tokenizer_init:
             began = time.monotonic()
@@ -283,7 +283,7 @@ class Service:
         self._report_stage("ready", time.monotonic() - self._began, describe(capacity))
 
     async def _watch_heartbeat(self) -> None:
-        """End calls that came after the last sign of life of an engine that stands still: it has not seen them."""
+        """End calls that a frozen engine cannot have seen: those after its last sign of life."""
         while True:
             if self.state is State.READY and self._engine is not None and self.is_frozen:
                 last_sign = time.monotonic() - self.engine_client.silence_s

@@ -12,7 +12,7 @@ MAX_API_SERVERS = 64
 
 
 def _option(default: Any, help: str, flag: str | None = None, **arguments: Any) -> Any:
-    """A field that users set. ``flag``: if it has another name than the field; ``arguments``: more for argparse."""
+    """Make a field that users set. ``flag`` differs from the field's name; ``arguments`` are argparse's."""
     return field(default=default, metadata={"help": help, "flag": flag, "arguments": arguments})
 
 

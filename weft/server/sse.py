@@ -86,8 +86,8 @@ class StreamResponse(Response):
         timeout_s: longest life of the response.
         error_events: how a failure after the start is sent.
         headers: further headers.
-        pushed: a stream that ``events`` reads, and what makes events of its deltas: between the first event and the
-            last they are written as soon as a step has been received, without a turn of ``events``.
+        pushed: a stream that ``events`` reads, and a function that makes events of its deltas. Between the first and
+            the last event, deltas are written as soon as a step was received, without a turn of ``events``.
     """
 
     def __init__(
@@ -241,9 +241,9 @@ def _explain(error: Exception, timeout_s: float) -> ApiError:
 
 
 class Watch:
-    """Cancels the task that answers a call when its caller leaves or its time is over; one timer, and no further task.
+    """Cancel the task that answers a call when its caller leaves or its time is over.
 
-    As a context manager it swallows what it has caused itself, and a connection that breaks while something is sent.
+    The context manager suppresses its own cancellation, and errors of a connection that breaks during a write.
 
     Args:
         scope: of the call; ``weft.on_disconnect`` takes what to call when the caller leaves (``connections.py``).
@@ -268,7 +268,7 @@ class Watch:
         self._deadline = self._loop.time() + seconds
 
     def reason(self, error: BaseException) -> Exception:
-        """What ended the work: ``error``, or TimeoutError if its time was over. Raises any other cancellation."""
+        """Return ``error``, or TimeoutError if the time was over. Raise any other cancellation."""
         if isinstance(error, Exception):
             return error
         if not self._is_late or self._is_gone:

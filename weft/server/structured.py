@@ -108,7 +108,7 @@ def forced_calls(schemas: Mapping[str, Any], tokenizer: Tokenizer, *, several: b
 
 
 def symbol(tokenizer: Tokenizer, tag: str) -> str:
-    """A tag as grammars name it: bare if it is a token of its own, quoted if it is spelled out."""
+    """Name a tag in a grammar: bare if it is a single token, otherwise quoted."""
     return tag if len(tokenizer.encode(tag, add_special_tokens=False)) == 1 else json.dumps(tag)
 
 

@@ -11,7 +11,7 @@ from weft.server.protocol import ChatCompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a call may do with tools.
+    """Tools of a call.
 
     Attributes:
         schemas: parameters by function name; None: tool calls are not looked for.
@@ -27,7 +27,7 @@ class ToolUse:
 
 
 def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
-    """Which tools are shown and which calls are read. Raises RequestError."""
+    """Decide which tools are shown and which calls are read. Raises RequestError."""
     schemas = tool_schemas(request.tools)
     choice = request.tool_choice if request.tool_choice is not None else ("auto" if schemas else "none")
     if choice == "none" or (choice == "auto" and (parser == "none" or not schemas)):

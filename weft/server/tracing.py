@@ -121,7 +121,7 @@ def _phases(times: RequestTimes) -> Iterator[tuple[str, float, float]]:
 
 
 def _asked(params: SamplingParams) -> dict[str, Value]:
-    """What the caller set."""
+    """Attributes of what the caller set."""
     given = {
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,

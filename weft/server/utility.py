@@ -79,7 +79,7 @@ async def _token_ids(context: Context, request: TokenizeRequest, client: Client)
 
 
 def tokenize_options(request: TokenizeRequest) -> TemplateOptions:
-    """What a request to tokenize messages says of the template."""
+    """Collect the template options of a request to tokenize messages."""
     return TemplateOptions(
         request.tools, request.chat_template_kwargs, request.add_generation_prompt, request.continue_final_message
     )

@@ -1,6 +1,6 @@
-"""What every worker process of a ``WorkerPool`` does: frames in, a task each, frames out.
+"""The main loop of every worker process of a ``WorkerPool``: frames in, a task each, frames out.
 
-A worker may be killed at any time. Its memory is limited to what it needs when idle plus a fixed amount.
+A worker may be killed at any time. Its memory is limited to its idle size plus a fixed amount.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _GIVES_WAY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """What the processes of a pool are.
+    """Program and limits of the processes of a pool.
 
     Attributes:
         name: in thread names and messages.
@@ -80,8 +80,8 @@ class _Task:
 class WorkerPool:
     """Processes of one kind, started when they are needed.
 
-    All but one may run large tasks at a time, so that a small task never waits for large ones alone. Among the tasks
-    that may run, those of the caller with the fewest running tasks go first, and of these the small ones.
+    All but one may run large tasks at a time, so that a small task never waits for large ones alone. The caller
+    with the fewest running tasks goes first. Small tasks of a caller pass its large ones.
 
     Args:
         num_workers: most processes; at least two.
@@ -101,7 +101,7 @@ class WorkerPool:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start all processes, so that no task need wait for them."""
+        """Start all processes, so that the first tasks need not wait."""
         with self._changed:
             while len(self._threads) < self._num_workers:
                 self._add_thread()
@@ -208,7 +208,7 @@ class Worker:
         self._socket: socket.socket | None = None
 
     def ensure(self) -> socket.socket:
-        """Start the process if there is none. Raises what its setup raised."""
+        """Start the process if there is none. Raises the error of its setup."""
         if self._socket is not None:
             return self._socket
         ours, theirs = socket.socketpair()
@@ -231,7 +231,7 @@ class Worker:
         return ours
 
     def call(self, task: _Task) -> Answer | Exception:
-        """Run one task. Returns what it returned or raised, or a RequestError if it exceeded a limit."""
+        """Run one task. Returns its result or its error, or a RequestError if the task exceeded a limit."""
         kind, name = self._kind, self._kind.name
         try:
             link = self.ensure()
