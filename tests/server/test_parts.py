@@ -222,8 +222,8 @@ def test_a_caller_is_known_by_its_key_alone() -> None:
 
 
 def answers(settings: ServerSettings, path: str, method: str = "GET", **headers: str) -> tuple[Any, ...]:
-    """What is counted of a request, the status and headers of its answer, and who called the application, which says
-    204."""
+    """What is counted of a request, the status and headers of its answer (but its id), and who called the application,
+    which says 204."""
     counted: list[tuple[str, int]] = []
     sent: list[Any] = []
     callers: list[Client] = []
@@ -240,7 +240,9 @@ def answers(settings: ServerSettings, path: str, method: str = "GET", **headers:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "headers": raw, "method": method, "client": ("1.2.3.4", 5)}
     asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
-    return counted, sent[0]["status"], dict(sent[0]["headers"]), callers
+    answered = dict(sent[0]["headers"])
+    assert len(answered.pop(b"x-request-id")) == 32
+    return counted, sent[0]["status"], answered, callers
 
 
 def test_responses_are_counted_by_route_whoever_gave_them() -> None:
