@@ -89,7 +89,6 @@ class Host:
             for new in step.new_requests:
                 self.rows.add(new)
                 self.sampling.add_row(new)
-            self.sampling.begin_step(step.token_masks, {})
             sampled = [request for request in step.requests if request.samples]
         with self.part("batch"):
             shape = self.builder.fill(step)

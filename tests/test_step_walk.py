@@ -38,7 +38,7 @@ PACKAGE = Path(weft.__file__).parent
 OTHER_WALKS = ("cache/", "layers/", "models/", "ops/")
 LEAVES = ("scheduler/scheduler.py", "graph/graph_set.py")
 TYPES = ("messages.py", "request.py", "config/", "forward_context.py", "collector.py", "processes/")
-MAX_CALLS, MAX_MODULES = 25, 15
+MAX_CALLS, MAX_MODULES = 23, 15
 STEP, LAUNCH = "engine/core.py EngineCore.step", "executor/in_process.py InProcessExecutor.launch"
 
 

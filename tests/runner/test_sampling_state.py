@@ -133,10 +133,10 @@ def test_drafts_count_as_generated_where_they_stand() -> None:
     rig = Rig()
     rig.fill(0, [1], [2], bad_words=[[5, 6], [2, 9]], frequency_penalty=1.0)
     masks = [bytes([1, 0]), bytes([2, 0]), bytes([4, 0])]
-    rig.inputs.begin_step({0: masks}, {})
+    edits = rig.inputs.step_edits({0: masks}, {})
     for drafts, banned, counts, mask in (([], 9, {2: 1}, 0), ([5], 6, {2: 1, 5: 1}, 1), ([5, 5], 6, {2: 1, 5: 2}, 2)):
         (request,) = rig.scheduled(0)
-        batch = rig.inputs.with_edits([replace(request, draft_token_ids=drafts)], NO_ROWS)
+        batch = rig.inputs.with_edits([replace(request, draft_token_ids=drafts)], NO_ROWS, edits)
         assert batch.penalties is not None and batch.allowed is not None
         assert blocked(batch) == {(0, banned)}
         assert batch.penalties.output_counts[0].tolist() == [counts.get(token, 0) for token in range(VOCAB)]

@@ -7,7 +7,7 @@ order of this, and the rows' sampling state. Does not know: how a token is chose
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from weft.config import EngineConfig
-from weft.layers.sampler import LogitsProcessor, Logprobs, Sampler, SamplerOutput, logprobs_of
-from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
+from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
+from weft.messages import NewRequest, ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints
 from weft.runner.rows import RowTable
-from weft.runner.sampling_state import SamplingState
+from weft.runner.sampling_state import NO_EDITS, SamplingState, StepEdits
 from weft.runner.step_inputs import SamplingTensors, StepInputs
 from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
 
@@ -109,26 +109,28 @@ class StepSampler:
         """Drop the state of a finished request."""
         self.state.free_row(row)
 
-    def begin_step(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> None:
-        """Take the step's token masks, and its logits processors by row."""
-        self.state.begin_step(scheduler_output.token_masks, processors)
-
     def sample(
-        self, logits: Tensor, requests: Sequence[ScheduledRequest], replayed: FullStepOutput | None = None
+        self,
+        logits: Tensor,
+        requests: Sequence[ScheduledRequest],
+        replayed: FullStepOutput | None = None,
+        edits: StepEdits = NO_EDITS,
     ) -> StepTokens:
         """Sample a token at every position of ``requests`` that wants one.
 
         Args:
             logits: ``[M or more, V]``, a row per position, in order.
             replayed: what a graph has sampled of these logits, without edits, and stored.
+            edits: edits of this step besides those that rows ask for.
         """
-        sampled = self._positions(requests, replayed)
-        count, edited = len(sampled), self.state.edited(sampled)
+        sampled = self._positions(requests, replayed, edits)
+        count, edited = len(sampled), self.state.edited(sampled, edits)
         rows = [request.row for request in sampled]
         if replayed is not None and not edited:
             tokens = self._as_replayed(rows, replayed)
         else:
-            result = self._sample(logits[:count], sampled, edited, replayed.result if replayed is not None else None)
+            before = replayed.result if replayed is not None else None
+            result = self._sample(logits[:count], sampled, edited, before, edits)
             tokens = StepTokens(rows, result.token_ids, result.nan_rows)
         if tokens.acceptance is None and self._builder.num_drafts:
             tokens = self._accept_drafts(sampled, tokens)
@@ -140,7 +142,7 @@ class StepSampler:
         return replace(tokens, num_logprobs=wanted, logprobs=self._logprobs(logits[:count], tokens.token_ids, wanted))
 
     def _positions(
-        self, requests: Sequence[ScheduledRequest], replayed: FullStepOutput | None
+        self, requests: Sequence[ScheduledRequest], replayed: FullStepOutput | None, edits: StepEdits
     ) -> Sequence[ScheduledRequest]:
         """Return a request for every position that samples, in order.
 
@@ -148,7 +150,7 @@ class StepSampler:
         """
         if not self._builder.num_drafts:
             return [request for request in requests if request.samples]
-        if replayed is not None and replayed.acceptance is not None and not self.state.edited(requests):
+        if replayed is not None and replayed.acceptance is not None and not self.state.edited(requests, edits):
             return [request for request in requests for _ in range(request.num_samples)]
         return sampled_positions(requests)
 
@@ -184,11 +186,16 @@ class StepSampler:
         return replace(tokens, token_ids=token_ids, acceptance=acceptance)
 
     def _sample(
-        self, logits: Tensor, sampled: Sequence[ScheduledRequest], edited: list[int], replayed: SamplerOutput | None
+        self,
+        logits: Tensor,
+        sampled: Sequence[ScheduledRequest],
+        edited: list[int],
+        replayed: SamplerOutput | None,
+        edits: StepEdits,
     ) -> SamplerOutput:
         count, samples = len(sampled), self._builder.sampling_tensors(len(sampled))
         if len(edited) == count:
-            result = self._sampler(logits, self.state.with_edits(sampled, samples))
+            result = self._sampler(logits, self.state.with_edits(sampled, samples, edits))
         else:
             if replayed is None:
                 result = self._sampler(logits, self.state.without_edits(sampled, samples))
@@ -196,7 +203,7 @@ class StepSampler:
                 result = SamplerOutput(replayed.token_ids[:count], replayed.nan_rows[:count])
             if edited:
                 places = self._places(edited)
-                metadata = self.state.with_edits([sampled[i] for i in edited], samples.select(places))
+                metadata = self.state.with_edits([sampled[i] for i in edited], samples.select(places), edits)
                 again = self._sampler(logits.index_select(0, places), metadata)
                 result = SamplerOutput(
                     result.token_ids.index_copy(0, places, again.token_ids),

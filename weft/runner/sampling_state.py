@@ -56,6 +56,22 @@ class BadWords:
         return ((self.prefixes == self.recent) | (self.prefixes == NO_TOKEN)).all(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class StepEdits:
+    """Edits of single rows for one step.
+
+    Attributes:
+        masks: row -> ``[V]`` bool masks of allowed tokens, for the next token and after each of the step's drafts.
+        processors: row -> logits processor.
+    """
+
+    masks: Mapping[int, Sequence[Tensor]]
+    processors: Mapping[int, LogitsProcessor]
+
+
+NO_EDITS = StepEdits({}, {})
+
+
 class SamplingState:
     """The sampling parameters and histories of one runner's rows; makes ``SamplingMetadata`` of them."""
 
@@ -70,8 +86,6 @@ class SamplingState:
         self._ends: dict[int, Tensor] = {}  # ids that may not be sampled before min_tokens
         self._editing: set[int] = set()
         self._num_logprobs: dict[int, int] = {}
-        self._step_masks: dict[int, list[Tensor]] = {}
-        self._processors: Mapping[int, LogitsProcessor] = {}
 
     # -- rows come and go ----------------------------------------------------------------------------------------
 
@@ -98,10 +112,10 @@ class SamplingState:
         if params.logprobs is not None:
             self._num_logprobs[new.row] = params.logprobs
 
-    def begin_step(self, masks: Mapping[int, list[bytes]], processors: Mapping[int, LogitsProcessor]) -> None:
-        """Take masks (``SchedulerOutput.token_masks``) and logits processors of single rows for the coming step."""
-        self._processors = processors
-        self._step_masks = {row: [self._unpacked(bits) for bits in all_bits] for row, all_bits in masks.items()}
+    def step_edits(self, masks: Mapping[int, list[bytes]], processors: Mapping[int, LogitsProcessor]) -> StepEdits:
+        """Unpack one step's masks (``SchedulerOutput.token_masks``) to the device."""
+        unpacked = {row: [self._unpacked(bits) for bits in all_bits] for row, all_bits in masks.items()}
+        return StepEdits(unpacked, processors)
 
     def _unpacked(self, bits: bytes) -> Tensor:
         """``[V]`` bool from packed bits."""
@@ -151,15 +165,15 @@ class SamplingState:
         """Describe rows whose parameters are known to the device only: every filter is applied."""
         return _core(rows, all_greedy=False, candidates=self._vocab_size, uses_min_p=True)
 
-    def edited(self, sampled: Sequence[ScheduledRequest]) -> list[int]:
+    def edited(self, sampled: Sequence[ScheduledRequest], edits: StepEdits = NO_EDITS) -> list[int]:
         """Return the indices of the requests whose logits change before sampling.
 
         Their rows ask for more than temperature, top-k, top-p and min-p.
         """
-        if not (self._editing or self._step_masks or self._processors):
+        if not self._editing and edits is NO_EDITS:
             return []
-        edits = self._editing | self._step_masks.keys() | self._processors.keys()
-        return [i for i, request in enumerate(sampled) if request.row in edits]
+        rows = self._editing | edits.masks.keys() | edits.processors.keys()
+        return [i for i, request in enumerate(sampled) if request.row in rows]
 
     def num_logprobs(self, sampled: Sequence[ScheduledRequest]) -> dict[int, int]:
         """Return index in ``sampled`` -> number of alternatives, for rows that want log probabilities.
@@ -181,16 +195,18 @@ class SamplingState:
             uses_min_p=any(p.min_p > 0 for p in params),
         )
 
-    def with_edits(self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors) -> SamplingMetadata:
+    def with_edits(
+        self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors, edits: StepEdits = NO_EDITS
+    ) -> SamplingMetadata:
         """Describe the requests that sample, with edits."""
         params = [self._rows.sampling(request.row) for request in sampled]
         generated = [r.start + r.num_tokens - int(self._rows.num_prompt_tokens[r.row]) for r in sampled]
-        processors = {i: self._processors[r.row] for i, r in enumerate(sampled) if r.row in self._processors}
+        processors = {i: edits.processors[r.row] for i, r in enumerate(sampled) if r.row in edits.processors}
         return dataclasses.replace(
             self.without_edits(sampled, rows),
             penalties=self._penalties(sampled, params),
             bias=self._bias(sampled),
-            allowed=self._allowed_mask(sampled),
+            allowed=self._allowed_mask(sampled, edits),
             blocked=self._blocked(sampled, params, generated),
             processors=processors or None,
         )
@@ -226,8 +242,8 @@ class SamplingState:
         places, tokens, values = zip(*found, strict=True)
         return LogitBias(self._rows_of(places, tokens), torch.cat(tokens), torch.cat(values))
 
-    def _allowed_mask(self, sampled: Sequence[ScheduledRequest]) -> Tensor | None:
-        steps = [self._step_masks.get(r.row) for r in sampled]
+    def _allowed_mask(self, sampled: Sequence[ScheduledRequest], edits: StepEdits) -> Tensor | None:
+        steps = [edits.masks.get(r.row) for r in sampled]
         of_steps = [masks[len(r.draft_token_ids)] if masks else None for r, masks in zip(sampled, steps, strict=True)]
         masks = [_both(self._allowed.get(r.row), mask) for r, mask in zip(sampled, of_steps, strict=True)]
         if all(mask is None for mask in masks):

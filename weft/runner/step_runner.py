@@ -45,6 +45,7 @@ from weft.runner.results import (
 )
 from weft.runner.rows import RowTable
 from weft.runner.sampling import StepSampler, StepTokens
+from weft.runner.sampling_state import NO_EDITS, StepEdits
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 
@@ -140,27 +141,31 @@ class StepRunner:
         self.prepare(scheduler_output)
         if self._media is not None and self.rows.rope_positions:
             self._media.load(scheduler_output.requests, self.rows)
-        self.sampler.begin_step(scheduler_output, processors or {})
+        edits = NO_EDITS
+        if scheduler_output.token_masks or processors:
+            edits = self.sampler.state.step_edits(scheduler_output.token_masks, processors or {})
         shape = self.builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
         # Without a graph a verification runs as one function too where its drafts stay on the device.
         whole = shape.query_len and self._drafts_on_device
         if whole or (choice.mode is GraphMode.FULL and shape.is_uniform):
-            pending = self._launch_uniform(scheduler_output, shape, choice)
+            pending = self._launch_uniform(scheduler_output, shape, choice, edits)
         else:
-            pending = self._launch_mixed(scheduler_output, shape, choice)
+            pending = self._launch_mixed(scheduler_output, shape, choice, edits)
         self.builder.mark_sent()
         pending.encoder_time = encoder_time
         return pending
 
-    def _launch_uniform(self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice) -> PendingStep:
+    def _launch_uniform(
+        self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice, edits: StepEdits
+    ) -> PendingStep:
         """Run a whole step, in which every sequence decodes, or verifies equally many drafts, as one function."""
         is_graph = choice.mode is GraphMode.FULL
         size = choice.size if is_graph else shape.num_seqs
         self.builder.pad_uniform(shape, size)
         self.builder.send()
         output = self.graphs.replay(shape, size) if is_graph else self.functions.verify(size)
-        tokens = self.sampler.sample(output.logits, scheduler_output.requests, output)
+        tokens = self.sampler.sample(output.logits, scheduler_output.requests, output, edits)
         drafts = tokens.drafts
         if drafts is None and output.hidden_states is not None:  # other tokens were sampled than in the graph
             drafts = self._drafts(scheduler_output, shape, output.hidden_states[: shape.num_tokens], tokens)
@@ -182,7 +187,9 @@ class StepRunner:
         token_ids, acceptance = (tokens.token_ids, tokens.acceptance) if tokens is not None else (None, None)
         return self._draft(scheduler_output.requests, shape, hidden_states, token_ids, acceptance)
 
-    def _launch_mixed(self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice) -> PendingStep:
+    def _launch_mixed(
+        self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice, edits: StepEdits
+    ) -> PendingStep:
         """Run any batch as chosen: its forward pass, then what it samples."""
         requests, sample_size = scheduler_output.requests, None
         needs_all_rows = bool(self.rows.prompt_logprobs) and wants_prompt_logprobs(scheduler_output, self.rows)
@@ -203,10 +210,11 @@ class StepRunner:
             if choice.mode is not GraphMode.FULL:
                 self.functions.keep(hidden_states)
             output = self.graphs.replay_sampling(shape, sample_size)
-            tokens = self.sampler.sample(output.logits, requests, output)
+            tokens = self.sampler.sample(output.logits, requests, output, edits)
         elif shape.num_samples:
             indices = self.builder.sampling_tensors(shape.num_samples).indices
-            tokens = self.sampler.sample(self._model.compute_logits(hidden_states.index_select(0, indices)), requests)
+            logits = self._model.compute_logits(hidden_states.index_select(0, indices))
+            tokens = self.sampler.sample(logits, requests, edits=edits)
         drafts = self._drafts(scheduler_output, shape, hidden_states, tokens)
         pending = pending_step(self._results, scheduler_output, tokens, prompt_logprobs, failed, drafts)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
