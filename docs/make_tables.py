@@ -250,8 +250,8 @@ LARGE = {
     "60k_tools": "60,000 tools",
     "1m_stops": "1 million stop strings",
     "tokenize_8mb": "`/tokenize`, 8 MB of text",
-    "detokenize_1500k_ids": "`/detokenize`, 1.5 million ids",
-    "prompt_of_1500k_ids": "a prompt of 1.5 million ids",
+    "detokenize_1500k_ids": "`/detokenize`, 1,500,000 ids",
+    "prompt_of_1500k_ids": "a prompt of 1,500,000 ids",
     "four_8mb_prompts": "four chats of 8 MB at once",
 }
 
