@@ -178,7 +178,7 @@ def compare(
     for done in range(repeats):
         if done >= MIN_REPEATS and time.perf_counter() - started > max_s:
             break
-        shuffled.shuffle(names)  # in a fixed order, each candidate would find the caches that the same other one left
+        shuffled.shuffle(names)  # in a fixed order, each candidate would run after the same other one
         for name in names:
             found[name].append(_time_as(runner, step, candidates[name])[0])
     return found

@@ -4,8 +4,8 @@ Job: run a function for a padded size, from the static step buffers, with device
 batch that fits. Owns: the order of the work. Does not know: graphs, requests, which size a batch runs in.
 
 A step in which every sequence decodes, or verifies equally many drafts, is one graph, from the packed inputs to the
-sampled token. In a batch with prefill, only sequences whose prompt ends in the step sample a token. They are mostly
-few, so such a batch runs as two graphs: one sized by its tokens, one by its samples.
+sampled token. In a batch with prefill, only sequences whose prompt ends in the step sample a token, mostly few of them.
+Such a batch runs as two graphs: the forward pass sized by tokens, the sampling by samples.
 """
 
 from __future__ import annotations
