@@ -141,7 +141,7 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "outputs-uncharged", "output tokens are charged as they come", "weft/scheduler/scheduler.py",
-        "            self._order.charge(request.caller, len(request.output_token_ids) - num_output_tokens)\n", "",
+        "            self._order.charge(caller, num_tokens)\n", "            pass\n",
         "tests/engine/test_fair_admission.py",
     ),
     mutant(

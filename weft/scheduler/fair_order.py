@@ -49,9 +49,9 @@ class FairOrder:
         self.charge(caller, num_tokens)
 
     def charge(self, caller: str, num_tokens: int) -> None:
-        """Note that ``num_tokens`` tokens were computed for an open request of ``caller``."""
+        """Note that ``num_tokens`` tokens were computed for requests of ``caller``, which may have ended."""
         self._used[caller] += num_tokens
-        self._time += num_tokens / len(self._num_open)
+        self._time += num_tokens / max(1, len(self._num_open))
 
     def end(self, caller: str) -> None:
         """Note that a request of ``caller`` has ended."""

@@ -354,6 +354,7 @@ class Scheduler:
             self.encoder.seconds += output.encoder_seconds
         runs = tokens_by_row(output) if self.drafts is not None else {}
         changed: list[Request] = []
+        charges: dict[str, int] = {}
         for launched in self._launched.pop(output.step):
             running, request = launched.running, launched.running.request
             running.in_flight -= 1
@@ -386,11 +387,14 @@ class Scheduler:
                 request.draft_token_ids = output.draft_token_ids.get(running.row, [])
             elif launched.samples:
                 request.append(results[running.row], *output.logprobs.get(running.row, (None,)))
-            self._order.charge(request.caller, len(request.output_token_ids) - num_output_tokens)
+            computed = len(request.output_token_ids) - num_output_tokens
+            charges[request.caller] = charges.get(request.caller, 0) + computed
             if request.finish_reason is not None:
                 self._leave(running)
             if launched.samples or request.finish_reason is not None:
                 changed.append(request)
+        for caller, num_tokens in charges.items():
+            self._order.charge(caller, num_tokens)
         return changed
 
     def _leave(self, running: Running) -> None:
