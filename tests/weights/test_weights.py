@@ -376,3 +376,12 @@ def test_dummy_models_run(checkpoint: Path) -> None:
 def test_unknown_load_format(next_moe: Path) -> None:
     with pytest.raises(ConfigError, match="load_format='gguf' is not valid; allowed are 'auto' and 'dummy'"):
         load(next_moe, "gguf")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_parameter_that_no_layout_can_fill_is_named(tmp_path: Path, load_format: str) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    model = build(folder)
+    model.model.layers[0].register_parameter("decay", torch.nn.Parameter(torch.empty(3)))
+    with pytest.raises(AssertionError, match=r"no WeightModule.*: model\.layers\.0\.decay"):
+        load_weights(model, read_checkpoint_config(folder), folder, load_format, 0)

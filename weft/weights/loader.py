@@ -65,6 +65,7 @@ def load_weights(
             (listed).
     """
     start = time.perf_counter()
+    _check_owners(model)
     num_tensors, ignored = 0, dict[str, int]()
     with torch.no_grad():
         if load_format == "dummy":
@@ -75,6 +76,17 @@ def load_weights(
             raise ConfigError(f"load_format={load_format!r} is not valid; allowed are 'auto' and 'dummy'")
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return LoadReport(num_tensors, num_bytes, ignored, time.perf_counter() - start)
+
+
+def _check_owners(model: nn.Module) -> None:
+    """Check that a ``WeightModule`` owns every parameter. Nobody would fill the others."""
+    names = [
+        f"{module_name}.{name}"
+        for module_name, module in model.named_modules()
+        if not isinstance(module, WeightModule)
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+    assert not names, f"parameters of modules that are no WeightModule, and so have no layouts: {_listed(names)}"
 
 
 # --- random weights ---------------------------------------------------------------------------------------------------
