@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,4 +36,4 @@ def make(args: argparse.Namespace, max_num_seqs: int) -> LLM:
 def head(benchmark: str, args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
     """What was measured, with which versions, settings and command."""
     found = {"benchmark": benchmark, **report.provenance(llm.config.device), "model": args.model}
-    return found | {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config)}
+    return found | {"config": report.settings(llm.config)}

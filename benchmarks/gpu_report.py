@@ -54,7 +54,7 @@ def main() -> None:
         }
         result["startup"] = llm.startup
         ceilings = ceilings_of(llm.config.device)
-        result |= {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config)}
+        result["config"] = report.settings(llm.config)
         runner = llm._core._executor._runner  # type: ignore[attr-defined]
         captured = {
             "decode": runner.graphs.decode, "forward": runner.graphs.forward, "sample": runner.graphs.samples,

@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -112,10 +111,6 @@ def serve() -> None:
     fake_server.run(sys.argv[1:])
 
 
-def commit() -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="names of requests")
@@ -135,7 +130,7 @@ def main() -> None:
             print(name, json.dumps(found[name]), flush=True)
         server.close()
     figures = {"processor": f"{cpu_name()}, {os.cpu_count()} processors", "load_average": os.getloadavg()[0]}
-    figures |= report.origin() | {"commit": commit(), "requests": found}
+    figures |= report.origin() | {"requests": found}
     if args.json:
         report.write_json(Path(args.json), figures)
 

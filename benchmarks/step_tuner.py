@@ -330,7 +330,6 @@ def tune(model: str, rows: int, seconds: float, settings: Mapping[str, Any]) -> 
     print(f"{model} {rows}: {before:.4f} ms, now {after:.4f} ms, error {error:.1e}", *changed.items(), sep="\n  ")
     figures = {"before_ms": before, "after_ms": after, "turns_ms": turns, "error": error}
     return report.provenance(DEVICE) | {
-        "command": "python -m benchmarks.step_tuner " + " ".join(sys.argv[1:]),
         "config": report.settings(config), "rows": rows, "context": timer.context, **figures, "changed": changed,
         "measured": log,
     }  # fmt: skip

@@ -38,9 +38,23 @@ def origin() -> dict[str, Any]:
     return {
         "versions": {"weft": __version__, "python": platform.python_version()} | _versions(),
         "commit": commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def command_line() -> str:
+    """The running command as a shell takes it, from the root of the repository: ``python -m benchmarks.vision ...``."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:
+        module = spec.name.removesuffix(".__main__")
+        program = ["weft"] if module == "weft" else ["python", "-m", module]
+    else:
+        script = Path(sys.argv[0]).resolve()
+        root = Path(__file__).resolve().parents[2]
+        inside = script.suffix == ".py" and script.is_relative_to(root)
+        program = ["python", script.relative_to(root).as_posix()] if inside else [script.name]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def commit() -> str | None:
