@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -34,3 +37,23 @@ def test_a_measurement_names_its_commit(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(found) >= 8 and head.stdout.startswith(found)
     monkeypatch.setenv(report.COMMIT_VARIABLE, "0123abcd")
     assert report.provenance("cpu")["commit"] == "0123abcd"
+
+
+@pytest.mark.parametrize(
+    ("module", "program", "command"),
+    [
+        ("weft.__main__", "/x/weft/__main__.py", "weft --json 'a b'"),
+        ("benchmarks.vision", "/x/benchmarks/vision.py", "python -m benchmarks.vision --json 'a b'"),
+        (None, str(ROOT / "benchmarks" / "vision.py"), "python benchmarks/vision.py --json 'a b'"),
+        (None, "/usr/bin/weft", "weft --json 'a b'"),
+    ],
+)
+def test_a_measurement_names_its_script(
+    monkeypatch: pytest.MonkeyPatch, module: str | None, program: str, command: str
+) -> None:
+    """As a path or a module of the repository, so that a script of the same name elsewhere is not taken for it."""
+    main = types.ModuleType("__main__")
+    main.__spec__ = module and importlib.machinery.ModuleSpec(module, None)  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", [program, "--json", "a b"])
+    assert report.origin()["command"] == command
