@@ -1,0 +1,70 @@
+"""The GPU tier, groups side by side on one device: ``python -m tests.gpu.run --json FILE`` (four to five minutes).
+
+Job: run each group of test files as a process of its own, and keep what came of it with device, versions, commit and
+date. A group that does not end in time counts as unfinished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from weft.bench import report
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "kernels, layers, quantization": ("tests/ops", "tests/layers", "tests/quantization", "-n", "8"),
+    "x-matrix": ("tests/gpu/test_x_matrix.py", "-n", "2", "--dist", "loadfile"),
+    "parity and precision": ("tests/gpu/test_parity.py", "tests/gpu/test_precision.py", "-n", "2"),
+    "engine": ("tests/gpu/test_engine.py", "tests/gpu/test_churn.py", "tests/gpu/test_speculation.py"),
+    "FP8 and images": ("tests/gpu/test_fp8.py", "tests/gpu/test_vision.py"),
+    "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py"),
+    "memory": ("tests/gpu/test_memory.py",),
+}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def outcome(log: str, status: int | None) -> dict[str, Any]:
+    """Counts of a group's last line, and the names of tests that failed; ``status`` None: it did not end in time."""
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", log.rpartition("\n==")[2])}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
+    return {"finished": status is not None, "status": status, **counts, "failures": failed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json")
+    parser.add_argument("--seconds", type=float, default=540.0, help="end groups that run longer")
+    args = parser.parse_args()
+    target = report.open_json(args.json)
+    pytest = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-q", "-rf", "--tb=short"]
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        running = {}
+        for number, (name, files) in enumerate(GROUPS.items()):
+            log = (Path(folder) / f"{number}.log").open("w+")
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            child = subprocess.Popen([*pytest, *files], stdout=log, stderr=log, cwd=ROOT, env=environment)
+            running[name] = (child, log)
+        for name, (child, log) in running.items():
+            try:
+                status: int | None = child.wait(args.seconds)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+                status = None
+            log.seek(0)
+            found[name] = outcome(log.read(), status)
+            print(name, found[name], flush=True)
+            log.close()
+    report.write_json(target, report.provenance("cuda") | {"groups": found})
+    return int(any(group["status"] != 0 for group in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
