@@ -81,7 +81,7 @@ class LogitsRows:
 
     Attributes:
         indices: ``[S]`` int64, on the flat token axis. A padding sequence has the index of any other row.
-        batch: these rows as a batch of their own, of sequences with one token each.
+        batch: a batch of these rows alone, with one token per sequence.
     """
 
     indices: Tensor

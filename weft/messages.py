@@ -99,8 +99,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # created for ev
             well. Drafts are accepted while they equal the sampled tokens.
         follows: the step verifies drafts, and was scheduled before the number of rejected drafts of the row's last step
             was known. ``start`` and all positions derived from it assume no rejection; the device subtracts the number
-            of rejected drafts. Its tokens (``draft_token_ids`` only gives their number) and the slot to read are those
-            that the last step left on the device.
+            of rejected drafts. Tokens and the slot to read are on the device, from the last step; of
+            ``draft_token_ids`` only the length counts.
         media: ``(position, tokens, row)``: these tokens, from this position on, use embeddings of the encoder cache,
             from this row on. Ascending, within the step.
     """
@@ -119,7 +119,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # created for ev
 
     @property
     def num_samples(self) -> int:
-        """Number of sampled tokens: one after each draft, and the one before them."""
+        """Number of sampled tokens: one per draft, and one more."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
     @property
@@ -182,8 +182,8 @@ class ModelOutput(msgspec.Struct, frozen=True):
     ``prompt_logprobs`` have entries, one per token, for rows that asked for them. ``prompt_logprobs[row]`` covers the
     prompt tokens whose *predecessor* ran in this step.
 
-    ``failed_rows`` computed NaN. Their token, if they sampled one, and everything that the step stored for them are
-    invalid, and the request must fail alone.
+    ``failed_rows`` computed NaN. The sampled token of such a row is invalid, and so is everything that the step stored
+    for it. Only the request of the row fails.
 
     ``mode`` is the mode of the step (NONE, PIECEWISE, FULL). ``num_padding_tokens`` counts padding tokens.
     ``draft_token_ids`` are drafts made on the device, to follow the tokens of a row that sampled. ``encoder_seconds``

@@ -119,8 +119,8 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
         ignore_eos: EOS ids, the checkpoint's and its tokenizer's, do not end the generation.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False for token ids only, without text (and so without stop strings).
-        logprobs: report the log probabilities of the sampled token and of the N most likely ones (0: of the sampled one
-            only; -1: of the whole vocabulary). At most ``EngineConfig.max_logprobs``.
+        logprobs: report the log probabilities of the sampled token and of the N most likely tokens, at most
+            ``EngineConfig.max_logprobs``. 0 reports the sampled token only, -1 the whole vocabulary.
         prompt_logprobs: the same for every prompt token.
         structured_outputs: a constraint on the form of the text, which decides where it ends.
         logits_processors: callables ``(output_token_ids, logits)`` or ``(prompt_token_ids, output_token_ids, logits)``

@@ -63,7 +63,7 @@ class ServeWorkload:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation. ``start_s``: seconds from the beginning of the load; ``questions``: sent one after the other."""
+    """A conversation that begins ``start_s`` seconds after the load. Questions are sent one after the other."""
 
     start_s: float
     questions: list[str]

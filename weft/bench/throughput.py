@@ -1,7 +1,7 @@
 """Offline throughput: generated tokens per second over a mixed queue.
 
-One generator makes all random numbers, in this order: for every prompt its length and its tokens, then for every prompt
-its output length. A workload is thus the same on every machine.
+One generator makes all random numbers: first the length and the tokens of each prompt, then all output lengths. A
+workload is thus the same on every machine.
 """
 
 from __future__ import annotations

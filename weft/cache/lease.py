@@ -159,8 +159,8 @@ class Lease:
         report: the prefix that the request found in the cache.
         num_cached_tokens: tokens whose KV and state are reused.
         write_start: first position whose KV may be written.
-        page_copy: ``(src, dst)``: copy this page before the first step; None: nothing to copy.
-        state_fork: ``(src, dst)``: copy this slot before the first step; None: nothing to copy.
+        page_copy: ``(src, dst)``, a page to copy before the first step, or None.
+        state_fork: ``(src, dst)``, a slot to copy before the first step, or None.
         fork_source: the state that ``state_fork`` reads, pinned until the step is launched.
         pages: page ids in order; position ``p`` lives in ``pages[p // page_size]``.
         num_shared_pages: number of leading ``pages`` that belong to locked nodes; the lease has a reference to each of

@@ -326,11 +326,10 @@ class Manager:
         self._unpin_source(lease)
 
     def confirm(self, lease: Lease, num_tokens: int) -> None:
-        """Note that the step that brought the request to ``num_tokens`` tokens is done, so that its KV and states can
-        be reused.
+        """Note that the request's first ``num_tokens`` tokens are computed, so that KV and states can be reused.
 
-        They are inserted at checkpoints and at the end of the prefill. Generated tokens are inserted when the request
-        ends.
+        Both are inserted into the tree at checkpoints and at the end of the prefill. Generated tokens are inserted when
+        the request ends.
         """
         if lease.is_inserted or lease.node is None:
             return

@@ -138,8 +138,8 @@ class RadixTree:
         Args:
             node: where to start; a root will do.
             tokens: the whole sequence from position 0.
-            pages: the pages of the whole sequence from position 0. Existing nodes keep their own pages; new nodes take
-                one reference to each of the others.
+            pages: the pages of the whole sequence from position 0. Existing nodes keep their own pages. New nodes
+                take a reference to each further page.
 
         Returns:
             The deepest node on the path that ends at or before ``len(tokens)``.

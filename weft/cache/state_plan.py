@@ -27,7 +27,10 @@ STRIDE = 4096
 
 
 class StatePlan:
-    """The plan of one manager. Args: those of ``Manager``; ``keeps``: there is a prefix cache.
+    """The plan of one manager.
+
+    Args:
+        keeps: whether the manager has a prefix cache. The others are arguments of ``Manager``.
 
     Attributes:
         at_multiples: a decoding request stores states at multiples of ``alignment``, where a step has to end

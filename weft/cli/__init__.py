@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(only: str | None = None) -> Parser:
-    """Make the parser of all verbs. With a verb given, only that one gets its flags, and the others are names."""
+    """Make the parser of all verbs. If ``only`` is given, the other verbs have no flags."""
     parser = Parser(
         prog="weft",
         description="An inference engine for hybrid language models.",

@@ -33,7 +33,7 @@ _MIN_FREE_CACHE_GIB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``missing``: Weft does not run; ``note``: Weft runs slower or without a feature."""
+    """One line of the report. After ``missing`` Weft does not run; after ``note`` it runs slower or lacks a feature."""
 
     what: str
     verdict: Verdict

@@ -99,9 +99,9 @@ def tuning_config(settings: dict[str, Any]) -> EngineConfig:
 
 
 def choose_splits(config: EngineConfig, profile: GraphProfile, effort: Effort) -> tuple[EngineConfig, GraphProfile]:
-    """Measure the split points, unless the user names some: the default ones, and those with another kind of layer.
-    Each has an engine of its own, which is freed before the next one starts. Returns config and profile with the
-    fastest."""
+    """Measure lists of split points, unless the user gives a list: the default, and the default with another kind of
+    layer. Each list gets its own engine, freed before the next one starts. Returns config and profile with the fastest
+    list."""
     from msgspec.structs import replace
 
     from weft.graph.split_ops import DEFAULT_SPLIT_OPS, split_ops_of

@@ -27,7 +27,7 @@ def locate(name: str | None, *, weights: bool = True) -> Path:
         weights: whether the safetensors files are needed.
 
     Raises:
-        ConfigError: there is no such folder, and no such model on the hub or in its local cache.
+        ConfigError: the name is neither a folder nor a model on the hub or in the local cache.
     """
     if name is None or (name == BUNDLED_NAME and not Path(name).exists()):
         return MODEL_DIR

@@ -92,9 +92,9 @@ class ModelConfig:
         layers_without_mlp: layers that have token mixers alone. (A layer type without mixers has an MLP alone.)
         activation: the activation of dense MLPs and experts, one of ``ACTIVATIONS``. Experts have no GELU.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
-        norm_placement: layer type -> position of the norms in its block, if not before mixer and MLP (``pre``): after
-            them (``post``), on both sides (``sandwich``), or before them with the residual stream taken after the norm
-            (``stream``).
+        norm_placement: layer type -> position of the norms in its block. ``pre`` (the default): before mixer and MLP.
+            ``post``: after them. ``sandwich``: on both sides. ``stream``: before them, and the residual stream
+            continues from the norm's output.
         residual_weights: layer type -> weights of a block with norms in the stream.
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.

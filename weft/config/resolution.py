@@ -49,8 +49,8 @@ def resolve(**user: Any) -> EngineConfig:
         **user: fields of ``EngineConfig``. None means "not given".
 
     Raises:
-        ConfigError: an unknown name (similar names are suggested), a value that is not allowed, or settings that
-            contradict each other or the checkpoint.
+        ConfigError: an unknown name (similar names are suggested), a value that is not allowed, or a contradiction
+            between settings, or between settings and checkpoint.
         UnsupportedModelError: the checkpoint is not supported.
     """
     return resolve_settings(user, weights=True)

@@ -34,7 +34,7 @@ class AsyncLLM:
     """An engine in a process of its own, used from one event loop in the main thread.
 
     Args:
-        model: a folder or hub id; None: the bundled model.
+        model: a folder or hub id. The bundled model if None.
         **settings: fields of ``EngineConfig``, by name.
 
     Attributes:

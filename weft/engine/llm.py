@@ -55,7 +55,7 @@ class LLM:
     """An engine in this process.
 
     Args:
-        model: a folder or hub id; None: the bundled model.
+        model: a folder or hub id. The bundled model if None.
         **settings: fields of ``EngineConfig``, by name (``weft config`` explains them).
 
     Attributes:

@@ -3,8 +3,8 @@
 Job: start the replicas, route requests, survive the death of a replica. Owns: the engines, and the map from requests to
 replicas. Does not know: text, HTTP. To the server it looks like one ``EngineProcess``.
 
-A replica can be drained. It then gets no new requests and finishes its open ones, and its process ends. Started again,
-it runs the code and settings that are installed by then.
+A drained replica gets no new requests, finishes its open requests, and exits. Started again, it runs the code and
+settings that are installed by then.
 
 When a replica dies, another process is started in its place. Its requests without a token so far start again on another
 replica; the others end with an error. The whole set ends only when no replica is left and none can be started.

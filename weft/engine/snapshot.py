@@ -60,7 +60,7 @@ class StepView(msgspec.Struct, frozen=True):
         step: its number.
         ended: when its results were on the host.
         seconds: seconds since the previous step ended, or since this one was launched, whichever is less.
-        num_requests: number of requests, ``num_decodes`` of which ran one token, or one and its drafts.
+        num_requests: number of requests. ``num_decodes`` of them ran one token and its drafts.
         num_prefill_tokens: tokens of the other requests.
         num_padding_tokens: padding rows, computed to fit a graph.
         mode: how it ran: NONE, PIECEWISE or FULL.

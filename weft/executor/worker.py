@@ -71,8 +71,10 @@ class Report(msgspec.Struct, frozen=True):
     """A report of a rank, a line of JSON.
 
     Attributes:
-        kind: ``stage`` (``text``: name; ``seconds``), ``ready``, or ``failed`` (``text``: the reason; ``user_error``:
-            the settings or the checkpoint are to blame).
+        kind: ``stage``, ``ready`` or ``failed``.
+        text: name of the stage, or reason of the failure.
+        seconds: time of the stage.
+        user_error: whether the settings or the checkpoint caused the failure.
     """
 
     kind: str

@@ -16,7 +16,7 @@ MAX_PREFILLS = 16
 every step; a step that starts more sequences at once has enough work to run without a graph."""
 
 _CHUNKS_PER_PREFILL = 3
-"""Most chunks of a sequence that are not full: one at either end, and one that ends at a checkpoint."""
+"""Upper bound on partial chunks of a sequence: the first, the last, and one that ends at a checkpoint."""
 
 
 def chunk_capacity(num_tokens: int) -> int:

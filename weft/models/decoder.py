@@ -56,14 +56,14 @@ itself in the layer table under ``name``: ``[T, hidden_size] -> [T, hidden_size]
 
 
 class LayerPlace(NamedTuple):
-    """Where a decoder layer stands.
+    """The place of a decoder layer in the model, and the parts that follow from the place.
 
     Attributes:
-        name: of its module in the model, for example ``model.layers.3``.
+        name: name of the layer's module in the model, for example ``model.layers.3``.
         layer_type: see ``ModelConfig.layer_types``.
-        sparse: whether it has experts, and no dense MLP.
-        partial_input: whether what it takes is this rank's part of a sum.
-        has_mlp: whether it has an MLP or experts at all.
+        sparse: whether the layer has experts instead of a dense MLP.
+        partial_input: whether the layer's input is this rank's part of a sum.
+        has_mlp: whether the layer has an MLP or experts at all.
     """
 
     name: str
@@ -81,12 +81,12 @@ class DecoderLayer(nn.Module):
 
     Attributes:
         kind: layers of one kind differ in their weights only.
-        partial_output: whether ``x`` comes out as this rank's part of a sum.
+        partial_output: whether the returned ``x`` is this rank's part of a sum.
     """
 
     partial_output: ClassVar[bool] = True
     post_attention_layernorm: Any
-    """After the mixers: of the residual stream, or of what they give."""
+    """The norm after the mixers, of the residual stream or of the mixers' output."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace) -> None:
         super().__init__()
@@ -129,14 +129,14 @@ class DecoderLayer(nn.Module):
             return self.feed_forward(mixed, rows.of(residual) if residual is not None else None)
 
     def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
-        """The first half: what the mixers give, of ``rows`` alone if there are any, and the residual of all rows."""
+        """Compute the first half: the mixers' output (of ``rows`` only, if given), and the residual of all rows."""
         if self._mixers:
             x, residual = self.input_layernorm.add(x, residual)
             x = self.mixer_output(x, rows)
         return x, residual
 
     def feed_forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The second half, of the rows that it is given."""
+        """Compute the second half for the given rows."""
         if self._has_mlp:
             x, residual = self.post_attention_layernorm.add(x, residual)
             x = self.mlp(x)
@@ -161,7 +161,7 @@ def _mixer_output(mixer: nn.Module, hidden_states: Tensor, rows: LogitsRows | No
 
 
 class PostNormLayer(DecoderLayer):
-    """What mixers and MLP give is normalised, not what they take (OLMo 2, arXiv 2501.00656)."""
+    """Norms follow mixer and MLP instead of preceding them (OLMo 2, arXiv 2501.00656)."""
 
     partial_output = False
 
@@ -197,7 +197,7 @@ class SandwichNormLayer(DecoderLayer):
 
 
 class StreamNormLayer(DecoderLayer):
-    """Pre-norm, but what is carried on is the normalised input; both parts of each sum are weighted (MiniMax)."""
+    """Pre-norm, but the residual stream continues from the normalised input. Sums are weighted (MiniMax)."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace) -> None:
         super().__init__(config, context, place)
@@ -234,13 +234,13 @@ def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool =
 
 
 def output_norm(config: ModelConfig, context: ModelContext) -> OutputRMSNorm:
-    """A norm of what a mixer or an MLP gives."""
+    """A norm of the output of a mixer or an MLP."""
     return OutputRMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm)
 
 
 class Decoder(nn.Module):
-    """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm; ``[N, hidden_size]`` where the
-    batch says of which rows."""
+    """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm. Only ``[N, hidden_size]`` if the
+    batch has ``logits_rows``."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()

@@ -155,6 +155,6 @@ WEIGHT_TABLES = {
 
 
 def weight_table(config: ModelConfig) -> WeightTable:
-    """The model's. In Granite without experts the shared MLP is the MLP."""
+    """The table of a model. In Granite without experts the shared MLP is the MLP."""
     is_dense_granite = config.architecture == "GraniteMoeHybridForCausalLM" and config.moe is None
     return _DENSE_GRANITE if is_dense_granite else WEIGHT_TABLES[config.architecture]

@@ -1,7 +1,7 @@
 """Images from all sources of a request: encoded bytes, data: URIs, local files, URLs, PIL images, arrays.
 
-Job: convert one picture to an 8-bit RGB image, or raise an error that says what was given, what is allowed and what to
-do. Owns: the supported formats, and the limits. Does not know: models, prompts.
+Job: convert one picture to an 8-bit RGB image, or raise an error with the remedy. Owns: the supported formats, and the
+limits. Does not know: models, prompts.
 
 No input is trusted. The size of a picture is known before its pixels are decoded. Formats are detected from the
 content. Pictures that cost more time than their size suggests (progressive JPEGs of many scans) are refused.

@@ -4,9 +4,8 @@ Job: decode, resize, cut into patches and normalise as transformers does for the
 the same picture in a later turn costs a look-up. Owns: the settings of the checkpoint's processor, the bound on
 concurrent work, the cache. Does not know: prompts (``placeholders.py``), or the sources of pictures (``media.py``).
 
-Images are processed as by transformers' processor in its Pillow form, so that pixels do not depend on other installed
-packages. transformers' video processor needs torchvision, so its steps are done here with the same resampling
-(``video.py``).
+Images are processed as in transformers' Pillow processor, so that pixels do not depend on other installed packages.
+transformers' video processor needs torchvision. ``video.py`` has the same steps with the same resampling.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ what the model computes, which batch runs in pieces.
 
 A split op's inputs are copied to static memory inside the piece before it. Its output is written to static memory that
 the next piece reads. One buffer serves all layers and all sizes, because no two run at once. Every other tensor that
-lives across a break (the residual stream) stays in the pool. At capture its owner holds it until its last use, so later
-pieces of the pass cannot reuse its memory; another pass writes it before reading it.
+lives across a break (the residual stream) stays in the pool. During capture the model holds a reference to the tensor
+until the last use, so later pieces of the pass cannot reuse the memory. Another pass writes the memory before reading.
 """
 
 from __future__ import annotations

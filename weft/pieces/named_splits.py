@@ -9,8 +9,8 @@ captured.
     SparseMoe                            its forward
     model.layers.3.mlp, model.layers.*.mlp   the forward of modules, by their names in the model
 
-A call becomes a split op whose inputs are its tensors with one row per token. Its other arguments keep the values of
-the run that finds the calls (``prepare``); a later pass with other values is refused. The call must return one tensor
+A call becomes a split op whose inputs are the tensors with one row per token. ``prepare`` finds the calls in one run
+and fixes all other arguments; a later pass with other values is refused. The call must return one tensor
 ``[T, width]`` of the first input's dtype.
 """
 

@@ -1,10 +1,10 @@
 """Where a pass is split: the names that ``splitting_ops`` may hold, and an operator for each split op.
 
-Job: choose the split ops that break a pass, and make each one an operation ``weft::<name>_with_output`` that writes
-into the caller's memory. Does not know: how pieces are captured or compiled.
+Job: choose the split ops that break a pass, and register an operation ``weft::<name>_with_output`` for each, which
+writes into the caller's memory. Does not know: how pieces are captured or compiled.
 
-A split op always gets the real rows of the running batch and no others. The operation cuts its inputs to these rows and
-zeroes the other rows of the output, so that no later operation reads unwritten memory.
+A split op gets the real rows of the running batch only. The operation cuts the inputs to these rows and zeroes the
+output's other rows, so that no later operation reads unwritten memory.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ def create_weights(model: LoadableModel, quantization: QuantizationConfig | None
 
     Raises:
         ConfigError: blocks that share a scale do not divide over parts or ranks.
-        UnsupportedModelError: parts of one merged layer are quantised and others not, which is unsupported for that
-            layer.
+        UnsupportedModelError: only some parts of a merged layer are quantised, and the layer does not support this.
     """
     chooser = _Chooser(model, quantization, context)
     for name, module in model.named_modules():

@@ -3,19 +3,20 @@
 Job: have kernels compiled that are not in Triton's cache, and put all of them on the device. Owns: the processes, the
 threads that wait for them, and a file of locks. Does not know: which kernels.
 
-The part of Triton's compiler that is written in Python holds the interpreter's lock, so threads compile hardly faster
-than one. The processes are forked, which takes milliseconds, and only when a kernel is missing: they have the kernels'
-modules loaded, use no GPU, and leave what they compile in Triton's cache on disk, where this process finds it.
+The part of Triton's compiler that is written in Python holds the interpreter's lock, so several threads compile hardly
+faster than one. The processes are forked when the first kernel is missing, which takes milliseconds. They inherit the
+kernels' modules and use no GPU. They write binaries to Triton's cache on disk, where this process finds them.
 
-A lock that another thread holds at the fork is never released in the child. So no thread that loads anything runs then,
-and children that answer nothing for ``STUCK_S`` are given up: what they should have compiled is compiled here.
+A lock that another thread holds at the fork is never released in the child. Therefore the fork waits until no thread
+loads anything. If no child answers for ``STUCK_S``, the children are killed and this process compiles their kernels.
 
-Ranks and replicas that start together miss the same kernels. Each is compiled by the process that locks it first; the
-others compile other kernels meanwhile. The locks are bytes of an empty file beside Triton's cache, one for each kernel,
-so that a process that ends leaves nothing locked; where files cannot be locked, every process compiles for itself.
+Ranks and replicas that start together miss the same kernels. The process that locks a kernel first compiles it, and the
+other processes continue with other kernels. The lock of a kernel is a byte of an empty file in the folder of Triton's
+cache, so the operating system unlocks it when a process ends. Where files cannot be locked, every process compiles all
+kernels.
 
-Of the kernels that wait for a process, the slowest is compiled next: one that begins last is waited for alone. The C
-code that launches a kernel is compiled when its binary is loaded, once for all kernels of one signature.
+The slowest of the waiting kernels is compiled next. Started last, it would delay the end alone. The C code that
+launches a kernel is compiled when its binary is loaded, once for all kernels of one signature.
 """
 
 from __future__ import annotations
@@ -55,22 +56,22 @@ from weft.runner.compile_order import compile_seconds
 logger = logging.getLogger(__name__)
 
 STUCK_S = 60.0
-"""Seconds. The slowest kernels take three."""
+"""Seconds without any answer after which the processes are killed. The slowest kernels take three seconds."""
 
 _LOOK_S = 0.02
 _THREADS = 4
-"""For each process: most wait for a launcher, or for a kernel that another rank compiles."""
+"""Threads per process. Most threads wait for a launcher, or for a kernel that another rank compiles."""
 _NAME = "weft-compiling.lock"
 _FLOCK = "@hhqqi4x"
 """C's ``struct flock``: type, whence, start, length, process id."""
 
 
 class CompileProcesses:
-    """What ``triton.AsyncCompileMode`` submits to, from one thread, while ``compile`` stands in for ``triton.compile``.
-    Made by the thread that submits. The body ends when all is compiled.
+    """The executor of ``triton.AsyncCompileMode``, while ``compile`` replaces ``triton.compile``. Only the thread that
+    creates it submits. The ``with`` block ends when all kernels are compiled.
 
     Args:
-        count: of processes.
+        count: number of processes.
         load: puts a kernel on the device and compiles its launcher; called in threads.
     """
 
@@ -88,7 +89,7 @@ class CompileProcesses:
         self._submitter = threading.get_ident()
 
     def submit(self, compile_function: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
-        """The kernel, when it is on the device. ``compile_function`` calls ``compile`` with fixed arguments."""
+        """Return a future of the kernel on the device. ``compile_function`` calls ``compile`` with fixed arguments."""
         try:
             kernel = compile_function()
         except _MissingError as missing:
@@ -103,11 +104,11 @@ class CompileProcesses:
         return self._loading[-1]
 
     def compile(self, src: Any, **options: Any) -> CompiledKernel:
-        """As ``triton.compile``; in the thread that submits, only what the cache holds.
+        """Do the work of ``triton.compile``. The thread that submits only reads the cache.
 
         Raises:
-            _MissingError: it is not there.
-            ConfigError: it cannot be written into the cache.
+            _MissingError: the cache does not hold the kernel.
+            ConfigError: the cache cannot be written.
         """
         if threading.get_ident() != self._submitter:
             with _cache_in_use():
@@ -123,7 +124,7 @@ class CompileProcesses:
             del src.make_ir
 
     def _compile_slowest(self) -> None:
-        """Of what waits now, in the next process that is free."""
+        """Wait for a free process, and have it compile the slowest of the waiting kernels."""
         with self._free:
             *_, missing, compile_function, kernel_of = self._waiting.get_nowait()
             is_compiled = self._compiled_elsewhere(missing.src, missing.options)
@@ -133,8 +134,11 @@ class CompileProcesses:
             kernel_of.set_exception(error)
 
     def _compiled_elsewhere(self, src: Any, options: dict[str, Any]) -> bool:
-        """The kernel is in Triton's cache, or this process has to compile it: another was killed, or the kernel is
-        wrong. False: processes of others compile it."""
+        """Have a child compile the kernel. Returns False if another rank is compiling it.
+
+        True if the kernel is in Triton's cache, or if this process has to compile it because the child failed or was
+        killed.
+        """
         ForkingPickler.register(type(src.fn), _by_name)
         try:
             return self._wait(self._processes().submit(_compile, src, options))
@@ -161,7 +165,7 @@ class CompileProcesses:
         return self._loaded(compile_function())
 
     def _wait(self, compiled: Future[bool]) -> bool:
-        """Its result, or nothing is done for too long: then all that waits here gets ``BrokenProcessPool``."""
+        """Wait for a child's result. If no child answers for too long, kill all; ``BrokenProcessPool`` is raised then."""
         while True:
             try:
                 is_compiled = compiled.result(STUCK_S)
@@ -180,7 +184,7 @@ class CompileProcesses:
             child.kill()
 
     def _loaded(self, kernel: CompiledKernel) -> CompiledKernel:
-        """The first kernel of a signature before the others, which then find its launcher in the cache."""
+        """Load a kernel. The first of a signature is loaded before the others, which find its launcher in the cache."""
         mine = threading.Event()
         built = self._launchers.setdefault(str(kernel.src.signature), mine)
         if built is not mine:
@@ -211,7 +215,8 @@ class _MissingError(Exception):
 
 
 _Waiting = tuple[float, int, _MissingError, Callable[[], CompiledKernel], Future[CompiledKernel]]
-"""Less the earlier, the number of the submission, what is missing, how it is compiled here, and what waits for it."""
+"""Order (the slowest kernel first), number of the submission, the missing kernel, the function that compiles it in this
+process, and the future of the caller."""
 
 
 def _raise_missing(*args: Any, **options: Any) -> NoReturn:
@@ -223,7 +228,7 @@ _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQ
 
 @contextmanager
 def _cache_in_use() -> Iterator[None]:
-    """Raises ConfigError where the body may not write, or has no room; other errors may be gone at the next start."""
+    """Raise ConfigError if the body may not write the cache or the disk is full. Other errors may be temporary."""
     try:
         yield
     except OSError as error:
@@ -239,15 +244,15 @@ def _cache_in_use() -> Iterator[None]:
 
 
 def _obey(parent_pid: int) -> None:
-    """End with the parent, and by it alone: a terminal interrupts the whole group. Leave no intermediate code in the
-    cache: every start would read it."""
+    """Prepare a child. It ignores interrupts, which a terminal sends to the whole group, and ends with its parent. It
+    stores binaries only, because every start would read intermediate code in the cache."""
     triton.knobs.compilation.store_binary_only = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid)
 
 
 def _compile(src: Any, options: dict[str, Any]) -> bool:
-    """Leave the kernel in Triton's cache. False: another process is doing that."""
+    """Compile the kernel into Triton's cache. Returns False if another process is compiling it."""
     with kernel_lock(src, options) as is_mine:
         if is_mine:
             triton.compile(src, **options)
@@ -255,8 +260,11 @@ def _compile(src: Any, options: dict[str, Any]) -> bool:
 
 
 def _by_name(function: JITCallable) -> tuple[Any, ...]:
-    """How a function of Triton travels: the process has it under the same name. With the key that it has here: Triton's
-    key of a function depends on which functions it has met before, and the kernel would not be found under another."""
+    """Pickle a function of Triton by its name, since the child has it under the same name, and by its cache key.
+
+    Triton's key of a function depends on the functions that Triton has seen before. Under another key this process
+    would not find the kernel.
+    """
     return _find, (function.fn.__module__, function.fn.__qualname__, function.cache_key)
 
 
@@ -275,7 +283,7 @@ for kind in (JITFunction, GluonJITFunction):
 
 @contextmanager
 def kernel_lock(src: Any, options: Mapping[str, Any]) -> Iterator[bool]:
-    """Hold the lock of the kernel that ``triton.compile(src, **options)`` makes. False: another process has it."""
+    """Lock the kernel that ``triton.compile(src, **options)`` makes. Yields False if another process holds the lock."""
     try:
         file = _opened()
     except OSError:
@@ -293,8 +301,11 @@ def kernel_lock(src: Any, options: Mapping[str, Any]) -> Iterator[bool]:
 
 
 def wait_for_lock(src: Any, options: Mapping[str, Any], limit_s: float = STUCK_S) -> bool:
-    """Until no other process holds the lock. False, and the caller had better compile itself: nothing can be locked
-    after all, or another process has held it for ``limit_s`` seconds, which a warning names."""
+    """Wait until no other process holds the lock.
+
+    Returns False if the caller should compile the kernel itself: files cannot be locked, or another process has held
+    the lock for ``limit_s`` seconds. A warning names that process.
+    """
     place, deadline = _place(src, options), time.monotonic() + limit_s
     try:
         with _opened() as file:
@@ -315,13 +326,13 @@ def wait_for_lock(src: Any, options: Mapping[str, Any], limit_s: float = STUCK_S
 
 
 def _holder(file: IO[str], place: int) -> int:
-    """The id of the process that has locked the byte; 0 if it is not known. Raises OSError."""
+    """Return the id of the process that has locked the byte, or 0 if unknown. Raises OSError."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
     return int(struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[-1])
 
 
 def _place(src: Any, options: Mapping[str, Any]) -> int:
-    """The kernel's byte."""
+    """Return the offset of the kernel's byte in the file of locks."""
     return int(hashlib.sha256(f"{src.hash()} {dict(options)}".encode()).hexdigest()[:15], 16)
 
 

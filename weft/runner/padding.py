@@ -1,4 +1,4 @@
-"""Padding of a step to the sizes of the graph that it is to run in."""
+"""Padding of a step to the sizes of its graph."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class Padding:
         self._row = padding_row
 
     def uniform(self, host: Host, real: BatchDescriptor, size: int) -> None:
-        """Fill a step in which every sequence decodes, or verifies equally many drafts, up to ``size`` sequences:
-        padding ones bring token 0 at the first positions of page 0 with state slot 0, and are sampled greedily."""
+        """Fill a step up to ``size`` sequences, all of which decode or verify the same number of drafts.
+
+        A padding sequence runs token 0 at the first positions of page 0 with state slot 0, and is sampled greedily.
+        """
         count, query_len = real.num_seqs, real.query_len or 1
         tokens = slice(count * query_len, size * query_len)
         self._tokens(host, tokens.start, tokens.stop)
@@ -52,7 +54,7 @@ class Padding:
             host["chunk_first"][real.num_seqs + 1 if real.num_chunks else 0 : padded.num_seqs + 1] = real.num_chunks
 
     def samples(self, host: Host, real: BatchDescriptor, size: int) -> None:
-        """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, unread."""
+        """Fill the sampling arrays up to ``size``. Padding samples greedily from the first token's logits, unread."""
         pad = slice(real.num_samples, size)
         for name in ("sample_indices", "sample_positions", "temperature", "min_p", "top_k", "seeds"):
             host[name][pad] = 0

@@ -4,8 +4,8 @@ Each caller has a counter of the tokens that the engine computed for it: uncache
 next request to admit belongs to the caller with the smallest sum of its counter and the expected cost of its request.
 The expectation only lets a short request pass long ones.
 
-A caller without waiting requests gets no credit. With its next request its counter rises to the virtual time, the
-counter that a caller with a fair share would have. (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024;
+A caller without waiting requests gets no credit. Its next request raises the counter to the virtual time, which is the
+counter of a caller with a fair share. (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024;
 Goyal et al., Start-time Fair Queueing, 1996.)
 """
 

@@ -11,7 +11,7 @@ from weft.server.worker import Result, decode, serve
 
 
 class NewImage(msgspec.Struct, frozen=True, tag="image"):
-    """Process the encoded image beside this message; see ``PatchMaker.image``."""
+    """Process the encoded image in the blob of this message; see ``PatchMaker.image``."""
 
     is_low: bool
     param: str

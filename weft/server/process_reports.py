@@ -20,17 +20,17 @@ class ApiProcesses(Protocol):
     """All API processes of one engine, as seen by one of these processes."""
 
     def offer(self, report: Callable[[str], bytes]) -> None:
-        """``report`` gives what this process has counted under a name, when any of them asks."""
+        """Register ``report``, which returns what this process has counted under a name."""
 
     async def ready(self) -> None:
-        """Note that this process can accept calls, and wait until all can, so that no caller finds one that cannot."""
+        """Note that this process accepts calls, and wait until all processes do."""
 
     async def gather(self, what: str) -> list[bytes]:
         """Collect the reports of all processes. The last report stands for a process that is silent or has died."""
 
 
 class SingleProcess:
-    """There is one process."""
+    """The only API process of its engine."""
 
     def __init__(self) -> None:
         self._report: Callable[[str], bytes] = lambda what: b""

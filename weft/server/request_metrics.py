@@ -69,7 +69,8 @@ class Counts(msgspec.Struct):
 
     Attributes:
         counters: by name.
-        buckets, sums: of the histograms, by name; a bucket counts what lies between its bound and the one before.
+        buckets, sums: counts and sums of the histograms, by name. A bucket counts the values between the previous bound
+            and its own.
         ended: requests by finish reason.
         responses: by path and status.
     """
@@ -83,12 +84,12 @@ class Counts(msgspec.Struct):
     responses: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
 
     def observe(self, name: str, value: float, count: int = 1) -> None:
-        """A histogram sees a value, ``count`` times."""
+        """Count a value in a histogram, ``count`` times."""
         self.buckets[name][bisect_left(HISTOGRAMS[name].bounds, value)] += count
         self.sums[name] += value * count
 
     def add(self, other: Counts) -> None:
-        """Add another process's."""
+        """Add the numbers of another process."""
         for mine, its in ((self.counters, other.counters), (self.ended, other.ended)):
             for key, value in its.items():
                 mine[key] = mine.get(key, 0) + value
@@ -100,13 +101,13 @@ class Counts(msgspec.Struct):
 
 
 class RequestMetrics:
-    """Counts as things happen; takes the moments of tokens as ``TokenTimes`` do."""
+    """Counts calls, requests and steps as they end. Implements ``TokenTimes``."""
 
     def __init__(self) -> None:
         self.counts = Counts()
 
     def first_token(self, seconds: float) -> None:
-        """Counted when the call ends."""
+        """Ignore the time, which is counted when the call ends."""
 
     def next_tokens(self, seconds: float, count: int) -> None:
         self.counts.observe("inter_token_latency_seconds", seconds, count)
@@ -119,7 +120,7 @@ class RequestMetrics:
         responses[path, status] = responses.get((path, status), 0) + 1
 
     def ended(self, stream: ResponseStream) -> int:
-        """A call has ended. Returns how many of its requests the engine ended with an error."""
+        """Count a call that has ended. Returns how many of its requests the engine ended with an error."""
         broken = 0
         for output in stream.outputs:
             requests = output.requests

@@ -24,7 +24,7 @@ class ResponseBuilder(ABC):
         """The whole response, once the call's stream has ended."""
 
     def first_events(self) -> Iterator[bytes]:
-        """Events before any delta has come."""
+        """The events before the first delta."""
         return iter(())
 
     @abstractmethod
@@ -36,7 +36,7 @@ class ResponseBuilder(ABC):
         """The events after the last delta's."""
 
     def error_events(self, error: ApiError) -> bytes:
-        """How a stream ends that cannot go on."""
+        """The events that end a failed stream."""
         return openai_error_events(error)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -85,7 +85,7 @@ class OpenAIResponseBuilder(ResponseBuilder):
         return self.call.usage()
 
     def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A body. ``more``: fields beside those that both have."""
+        """The whole body. ``more``: fields besides those that both kinds have."""
         head = self._head(self._kind) | {"choices": choices, "usage": self.usage()}
         return head | more | {"weft": self.call.extension()}
 

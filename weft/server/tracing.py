@@ -1,6 +1,6 @@
 """OpenTelemetry: a span for each call, with its queue, prefill and decode below it.
 
-Job: from a call that has ended to spans, under the semantic conventions for generative AI; the way to the collector.
+Job: convert a call that has ended to spans, under the semantic conventions for generative AI, and export them.
 Owns: attribute names. Does not know: prompts or answers: neither is ever exported.
 
 Loaded only if ``--otlp-traces-endpoint`` is given; needs the extra ``weft[otel]``. The span of the caller's
@@ -33,7 +33,7 @@ from weft.server.client import TraceParent
 Value = str | bool | int | float | list[str]
 
 _FLUSH_S = 2.0
-"""How long the last spans may take to leave when the server ends."""
+"""Seconds to wait for the export of the last spans when the server ends."""
 
 
 class Tracer:
@@ -48,13 +48,13 @@ class Tracer:
 
     @classmethod
     def towards(cls, endpoint: str) -> Tracer:
-        """Spans go to an OTLP collector over HTTP, in batches, from a thread.
+        """Make a tracer that exports to an OTLP collector over HTTP, in batches, from a thread.
 
         Args:
             endpoint: ``http://HOST:4318``; without a path, ``/v1/traces`` is meant.
 
         Raises:
-            ConfigError: it is no URL.
+            ConfigError: ``endpoint`` is no URL.
         """
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.hostname:
@@ -69,7 +69,7 @@ class Tracer:
         self, operation: str, model: str, call_id: str, params: SamplingParams, stream: ResponseStream,
         parent: TraceParent | None,
     ) -> None:  # fmt: skip
-        """A call has ended now. ``operation``: as the conventions name it, ``chat`` or ``text_completion``."""
+        """Make the spans of a call that has just ended. ``operation``: ``chat`` or ``text_completion``."""
         clock = time.time_ns() - time.monotonic_ns()  # spans want the time of day, requests have monotonic times
         first = stream.requests[0]
         context = _context(parent)
@@ -92,7 +92,7 @@ class Tracer:
         span.end(time.monotonic_ns() + clock)
 
     def close(self) -> None:
-        """Send what is left, for a short time: a collector that is not there is tried again and again."""
+        """Export the remaining spans within ``_FLUSH_S``. The exporter would retry an absent collector for longer."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(_FLUSH_S)
@@ -108,7 +108,7 @@ def _context(parent: TraceParent | None) -> SpanContexts:
 
 
 def _phases(times: RequestTimes) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of what the call's first completion went through; the last one reached lasts until now."""
+    """Name, begin and end of the phases of the call's first completion. The last phase lasts until now."""
     now = times.finished or time.monotonic()
     moments = (
         ("queue", times.arrival, times.first_scheduled),

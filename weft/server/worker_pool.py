@@ -36,7 +36,7 @@ Answer = tuple[bytes, bytes]
 
 _POLL_MS = 50
 _PATIENCE = 20
-"""A task is given up after this many times its processor time by the clock: the machine is too busy."""
+"""A task is cancelled after this many times its limit on processor time, measured by the clock."""
 
 
 _GIVES_WAY_S = 5.0
@@ -48,9 +48,9 @@ class WorkerKind:
     """Program and limits of the processes of a pool.
 
     Attributes:
-        name: in thread names and messages.
-        module: what ``python -m`` runs; it calls ``worker.serve``.
-        setup: what the module's ``setup`` reads.
+        name: a name for threads and messages.
+        module: the module that ``python -m`` runs. It calls ``worker.serve``.
+        setup: the encoded argument of the module's ``setup``.
         memory_bytes: address space that a task may take beyond that of the idle process.
         limit_s: processor time that a task may take.
         small: tasks of at most this size are small.
@@ -84,7 +84,7 @@ class WorkerPool:
     with the fewest running tasks goes first. Small tasks of a caller pass its large ones.
 
     Args:
-        num_workers: most processes; at least two.
+        num_workers: upper bound on processes, at least two.
     """
 
     def __init__(self, kind: WorkerKind, num_workers: int = 2) -> None:
@@ -114,7 +114,7 @@ class WorkerPool:
         Args:
             task: a message that the worker's module knows.
             blob: bytes of any size for the task, which are sent without a copy.
-            caller: who is to get a fair share of the workers.
+            caller: the caller, each of which gets a fair share of the workers.
             size: how large the task is, in the unit of ``WorkerKind.small``.
             param: the request's field that errors blame.
 
@@ -146,7 +146,7 @@ class WorkerPool:
         thread.start()
 
     def _serve(self) -> None:
-        """The life of one worker's thread."""
+        """Run tasks in one worker until the pool is closed."""
         worker = Worker(self._kind)
         with self._changed:
             self._workers.add(worker)
@@ -171,7 +171,7 @@ class WorkerPool:
         worker.kill()
 
     def _next(self) -> _Task | None:
-        """Wait for a task that may run; None: the pool is closed."""
+        """Wait for a task that may run. Returns None once the pool is closed."""
         with self._changed:
             self._num_idle += 1
             while not self._is_closed:
@@ -263,7 +263,7 @@ class Worker:
 
 
 def _answer(link: socket.socket) -> Answer | Exception:
-    """Read the result of a task, or why it failed."""
+    """Read the result of a task, or its error."""
     content, blob = receive(link)
     if content[:1] == DONE:
         return content[1:], blob

@@ -3,8 +3,8 @@
 At every position of a step that verifies drafts, a token is sampled as without drafts: from the same distribution, with
 the random numbers of the position. A draft is accepted if it equals the sampled token and all earlier drafts are
 accepted. The first sampled token that differs replaces its draft. For a draft that is one token, not a distribution,
-this is rejection sampling (arXiv 2211.17192): the draft is accepted with probability p(draft), and otherwise the token
-comes from p without the draft, renormalised. The tokens are even those of decoding without drafts, seed for seed.
+this is rejection sampling (arXiv 2211.17192). The draft is accepted with probability p(draft). Otherwise the token
+comes from p without the draft, renormalised. The tokens even equal those of decoding without drafts, seed for seed.
 """
 
 from __future__ import annotations

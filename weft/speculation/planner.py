@@ -33,7 +33,7 @@ class Proposer(Protocol):
 
 
 class DeviceDrafts:
-    """Proposes what was drafted on the device after the step before: by the model's own head, or from the text."""
+    """Proposes the drafts that the device made after the previous step."""
 
     def propose(self, request: Request, count: int) -> list[int]:
         return request.draft_token_ids[:count]
@@ -119,7 +119,7 @@ class DraftPlanner:
     def of(
         cls, config: SpeculativeConfig, manager: Manager, max_model_len: int, *, on_device: bool = False
     ) -> DraftPlanner:
-        """As configured."""
+        """Make the planner of a configuration."""
         count, at, is_head = config.num_speculative_tokens, config.drafts_at, config.method == "mtp"
         why_few = "the model's head guesses these texts badly" if is_head else "outputs repeat little"
         may_be_none = not is_head and config.synthetic_acceptance_rate is None

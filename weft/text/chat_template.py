@@ -2,8 +2,8 @@
 
 Job: check the variables of the template, and run it. Owns: the compiled template. Does not know: token ids, engines.
 
-A template is a program in the checkpoint. transformers compiles it for its sandbox and prepares the variables that it
-reads. A conversation of plain JSON needs no preparation, so it goes straight to the compiled template. The call then
+A template is a program in the checkpoint. transformers compiles the template for a sandbox and prepares its variables.
+A conversation of plain JSON needs no preparation, so it goes straight to the compiled template. The call then
 takes half the time of transformers' own.
 """
 

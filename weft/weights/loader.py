@@ -2,7 +2,7 @@
 
 Job: plan which checkpoint tensor goes to which rows of which parameter, check names and shapes of the whole checkpoint
 before the first copy, then copy tensor by tensor. Owns: the accounting (every parameter written, every tensor used or
-declared ignorable) and its errors. Does not know: what layers compute; each layer declares the rows that it needs.
+declared ignorable) and its errors. Does not know: what layers compute, or which rows they need (see ``layouts``).
 
 At most one tensor is in host memory at a time. Under tensor parallelism only the rows of this rank are read.
 """

@@ -27,8 +27,8 @@ class SafetensorsFolder:
         names: every tensor in them, file by file in the order in which the file lists them.
 
     Raises:
-        WeightsError: (on entry) no files, only pickle files, an index that names absent files or tensors, a file that
-            is truncated or not safetensors, a tensor in two files, a dtype that Weft does not read.
+        WeightsError: on entry. The folder has no files or only pickle files, the index names absent files or tensors,
+            or a tensor is in two files. A file is truncated, is not safetensors, or has an unsupported dtype.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -47,8 +47,8 @@ def paged_attention(
             scores are not finite.
         k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in q's dtype or e4m3; Hq is a multiple of Hkv, and query
             head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Keys of a sequence
-            with one query token, except the key of that token, are read early on the GPU
-            (``ops/triton/early_launch.py``): an earlier step wrote these keys, or a kernel before an ordinary launch.
+            with one query token, except the key of that token, are read early on the GPU. They must have been written
+            by an earlier step, or by a kernel before an ordinary launch (``ops/triton/early_launch.py``).
         batch: says which tokens form which sequence and where their pages are.
         sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
         v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.

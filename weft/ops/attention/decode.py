@@ -3,12 +3,11 @@
 Job: the decode kernel and the merge of its splits. Owns: the size of a split, tile shapes, grids. Does not know:
 layers, or who filled the pages.
 
-The query heads that share a key head stand together as rows of one tile, with all of the sequence's query tokens, so
-each key is read once per group. Keys are
-cut into splits of one of three sizes; a second kernel merges the splits' partial results by their log-sum-exp
-(Flash-Decoding). A row's result depends on no other row, and on their number only in that it chooses the tile and the
-lengths from which sequences have longer splits, hence the order of sums. Partial results take ``num_seqs * max_splits *
-Hq * (D + 1)`` floats.
+The query heads that share a key head are rows of one tile, with all of the sequence's query tokens, so each key is
+read once per group. Keys are cut into splits of one of three sizes; a second kernel merges the splits' partial results
+by their log-sum-exp (Flash-Decoding). A row's result does not depend on the values of other rows. The number of rows
+chooses the tile and the size of splits, and so the order of sums. Partial results take ``num_seqs * max_splits * Hq *
+(D + 1)`` floats.
 
 A split is computed in steps, by a pipeline of loads and products. The keys of its first ones may be *held*: all but the
 newest, which earlier steps wrote, can load into registers while the kernels before this one still run.
@@ -47,7 +46,7 @@ if GLUON_IS_KNOWN:
 _SPLIT = 256
 _DOUBLE_WORK = 112 * 1024 * 128
 """Threshold on tokens of a sequence times sequences times key heads times head size. Beyond the threshold splits are
-twice as long, beyond eight times the threshold four times as long: fewer programs then fill the device, and each
+twice as long, beyond eight times the threshold four times as long. Fewer programs then fill the device, and each
 program costs a start, an end and workspace."""
 
 _HELD_PROGRAMS, _FEW_PROGRAMS, _MANY_PROGRAMS = 1024, 2048, 8192

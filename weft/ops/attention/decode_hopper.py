@@ -3,10 +3,10 @@
 Job: what the kernel of ``decode.py`` does, in Gluon. Owns: the order of loads and products. Does not know:
 layers, the size of a split, grids; ``decode_tiles_hopper.py`` knows which thread holds what.
 
-A tile of e4m3 is half as large as one of bfloat16, but in the other kernel as many bytes of it would move between
-registers and shared memory, since values are widened before they can be transposed; that and the barriers around it
-take longer than the loads. Here no tile passes through shared memory. Each warp has keys and an online softmax of its
-own, and all warps' sums are added at the end of a split.
+A tile of e4m3 has half the bytes of a tile of bfloat16. The kernel of ``decode.py`` does not gain from this, because
+values are widened before they are transposed, and move as bfloat16 through shared memory. These moves and their
+barriers take longer than the loads. Here no tile passes through shared memory. Each warp has keys and an online softmax
+of its own, and all warps' sums are added at the end of a split.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Job: the parts below ``prefill_hopper.py``. Owns: the layout of tiles in shared memory, the arithmetic of a tile, and
 which block of which sequence a program has. Does not know: the order of tiles, who waits for whom.
 
-In shared memory a tile ``[keys, head_dim]`` consists of *boxes* of one page and 64 dims (128 bytes, the widest swizzled
-row): all pages of dims 0 to 63, then all pages of the next 64. The matrix units read this layout, and the copy engine
-fetches a box at a time.
+In shared memory a tile ``[keys, head_dim]`` consists of *boxes* of one page and 64 dims, since 128 bytes are the widest
+swizzled row. All pages of dims 0 to 63 come first, then all pages of the next 64. The matrix units read this layout,
+and the copy engine fetches a box at a time.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD
 def place_of_block(
     page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table, TOKENS: gl.constexpr
 ):
-    """Find this program's block: first row, number of tokens, number of padding rows (one of the two is 0 or less),
-    position of the first token, number of keys, and the pages of the sequence.
+    """Find this program's block.
+
+    Returns the first row, the number of tokens, and the number of padding rows (one of the two is 0 or less). Then the
+    position of the first token, the number of keys, and the pages of the sequence.
 
     Sequences with fewer than ``least_tokens`` query tokens have none; nor, if ``num_seqs`` is negative, those that
     ``counts`` says decode."""

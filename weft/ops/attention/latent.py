@@ -3,9 +3,9 @@
 Job: ``latent_attention`` on the GPU, prefill and decode in one launch; steps that only decode are split over the keys,
 and a second launch merges. Owns: tile shapes, the size of a split. Does not know: layers, or who filled the pages.
 
-All heads share the latent, so the heads of one or more tokens stand together as rows of one tile (``row = token * heads
-+ head``), and a latent is read once for them, as key and as value. Its two parts are separate operands, because their
-widths together are no power of two.
+All heads share the latent, so the heads of one or more tokens are rows of one tile (``row = token * heads + head``).
+The tile reads a latent once, as key and as value. The latent's two parts are separate operands, because their total
+width is no power of two.
 
 Graph-safe: the grid depends on padded sizes alone; which rows are real is read on the device.
 """

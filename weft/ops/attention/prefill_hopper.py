@@ -320,9 +320,11 @@ def block_tokens(group: int) -> int:
 
 
 def takes(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether the kernel exists for these tensors: on compute capability 9, for queries in bfloat16 over a cache in
-    bfloat16 or e4m3, heads of 64, 128 or 256, groups that divide 64, and pages that divide a tile and are whole swizzle
-    patterns (8 rows)."""
+    """Whether the kernel supports these tensors.
+
+    It runs on compute capability 9, for queries in bfloat16 over a cache in bfloat16 or e4m3, with heads of 64, 128 or
+    256 and groups that divide 64. Pages divide a tile and are whole swizzle patterns (8 rows).
+    """
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     return (
         runs_gluon(q.device)

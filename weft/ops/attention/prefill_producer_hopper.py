@@ -4,9 +4,9 @@ Job: order tiles, and have them in the ring as the matrix units read them. Owns:
 what the consumers do with them.
 
 Over a cache in the queries' dtype the producer is one warp, which orders tiles from the copy engine (TMA), page by
-page. For an FP8 cache the producer is four warps. They copy one tile of keys and one of values at a time into a
-separate buffer, and widen both into the ring. The copy engine is not used, because all four warps would wait for one
-another before each order.
+page. For an FP8 cache the producer is four warps. They copy a tile of keys and a tile of values into a separate buffer
+and widen both into the ring. The copy engine is not used, because all four warps would wait for one another before each
+order.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _store_state(
 def _begin_sequence(
     tensors, chunks, sequences, i_prefill, num_seqs, channels, mask, stride_x, FIXED: tl.constexpr
 ):  # fmt: skip
-    """Compute the tokens of one sequence that depend on its old state, and store its final state."""
+    """Compute the first tokens of one sequence, which depend on the old state, and store the final state."""
     x, weight, bias, out, conv_state = tensors
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk = chunks
     cu_seqlens_q, seq_lens, state_slots = sequences

@@ -5,7 +5,7 @@ that is faster (``launch_of_states`` in ``verify.py``). That is so with few rows
 programs fill the device just once (9 to 16 rows of 32 heads). ``gdn_decode`` is then a verification of one token. Owns:
 who reads and writes which convolution channels. Does not know: layers.
 
-A program serves one row and one *key* head with all value heads of its group (one value head in Kimi Delta Attention).
+A program serves one row and one *key* head, with the group's value heads (a single one in Kimi Delta Attention).
 No other program reads or shifts the convolution states of these heads, so the shift in place is safe. The program holds
 whole value heads, so the output norm needs no second launch. The recurrent state is read once and written once: its
 tiles, ``[K, BLOCK_V]``, pass through float32 registers with V along the lanes.

@@ -15,10 +15,10 @@ class PreparedChunks(NamedTuple):
 
     Attributes:
         solve, attention: ``[chunks, HV, 64, 64]`` in q's dtype: ``(I + A)^-1 - I``, and P below its diagonal.
-        vectors: float32. Without ``keys`` ``[chunks, HV, 8, 64]``: scale of keys and of queries with the decay from the
-            chunk's start, keys with the decay to its end, decay of the whole chunk (from its first token), write
-            strength, effect of a token on itself, two of no meaning. Else ``[chunks, HV, 64 + 64 + K]``: write
-            strength, effect of a token on itself, and the decay of the whole chunk for each channel.
+        vectors: float32. Without ``keys`` ``[chunks, HV, 8, 64]``: scales of keys and of queries with the decay from
+            the chunk's start, and of keys with the decay to the chunk's end. Then decay of the whole chunk (from its
+            first token), write strength, effect of a token on itself, two unused. With ``keys`` ``[chunks, HV, 64 + 64
+            + K]``: write strength, effect of a token on itself, and the decay of the whole chunk for each channel.
         keys: with decays per channel, ``[chunks, HV, 3, 64, K]``: keys with their decays from the chunk's start,
             queries with the same, keys with the decay to the chunk's end. The state pass then reads no q and k.
     """

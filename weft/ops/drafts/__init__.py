@@ -1,7 +1,7 @@
 """Operations before and after the forward pass of a step that verifies drafts, one launch each, and n-gram drafts.
 
-Job: move a step back by the drafts that the previous step rejected (``follow_step``), accept the drafts that the model
-sampled (``accept_drafts``), and lay out the passes in which the draft head drafts further tokens (``places_ahead``).
+Job: ``follow_step`` moves a step back by the drafts that the previous step rejected. ``accept_drafts`` accepts the
+drafts that the model sampled. ``places_ahead`` lays out the passes in which the draft head drafts further tokens.
 ``ngram_drafts`` keeps the tokens of every row on the device, finds the latest earlier occurrence of the longest suffix
 of a row, and drafts the tokens after it (prompt lookup; A. Saxena, "Prompt Lookup Decoding"). Owns: the arithmetic.
 Does not know: batches, requests, models.

@@ -1,6 +1,6 @@
 """The kernels of ``weft/ops/drafts``: one program per sequence, a few integers each.
 
-They are launched as ordinary kernels, because they write metadata that later kernels read before they wait
+All launches are ordinary, since the kernels write metadata that later kernels read before waiting
 (``early_launch.py``).
 """
 

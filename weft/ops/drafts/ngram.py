@@ -24,7 +24,7 @@ def _ngram_kernel(
     WIDTH: tl.constexpr, HELD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ALL_COUNT: tl.constexpr,
     ALWAYS: tl.constexpr, BLOCK: tl.constexpr, DRAFT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one sequence. WIDTH: of the history; HELD: drafts that a row holds."""
+    """Compute one sequence. ``WIDTH`` is the width of the history, ``HELD`` the number of drafts that a row holds."""
     seq = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + seq)
     tokens = history + row * WIDTH

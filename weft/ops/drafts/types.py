@@ -63,9 +63,14 @@ class AcceptanceRule(NamedTuple):
 
 
 class AcceptedDrafts(NamedTuple):
-    """``token_ids [T]`` int64 and ``counted [T]`` bool: the tokens after every position, and whether they are the
-    sequence's; ``num_accepted``, ``last``: ``[S]`` int64, drafts that were accepted, and index of the last token that
-    counts."""
+    """The result of ``accept_drafts``.
+
+    Attributes:
+        token_ids: ``[T]`` int64, the token sampled at every position.
+        counted: ``[T]`` bool, whether the token is part of the sequence.
+        num_accepted: ``[S]`` int64, number of accepted drafts.
+        last: ``[S]`` int64, index of the sequence's last counted token.
+    """
 
     token_ids: Tensor
     counted: Tensor
@@ -74,7 +79,12 @@ class AcceptedDrafts(NamedTuple):
 
 
 class PlacesAhead(NamedTuple):
-    """``positions``, ``slot_mapping``: ``[A, N]`` int64; ``seq_lens``: ``[A, N]`` int32."""
+    """The result of ``places_ahead``.
+
+    Attributes:
+        positions, slot_mapping: ``[A, N]`` int64.
+        seq_lens: ``[A, N]`` int32.
+    """
 
     positions: Tensor
     slot_mapping: Tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-10
-"""Magnitudes below count as this, so that zeros have a scale."""
+"""Lower bound on the largest magnitude from which a scale is computed, so that zeros have a scale."""
 
 
 class Fp8Matrix(NamedTuple):
@@ -24,7 +24,7 @@ class Fp8Matrix(NamedTuple):
 
     Attributes:
         scale: float32, ``[N / block, K / block]`` (rounded up), or ``[N, 1]`` if ``block`` is 0.
-        input_scale: ``[1]`` float32: the scale of all inputs; None: found for each token (and group).
+        input_scale: ``[1]`` float32, the scale of all inputs. Computed for each token (and group) if None.
         block: rows and columns that share a scale, and inputs of a token; 0: a scale for each row and token.
     """
 

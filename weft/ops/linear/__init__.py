@@ -112,7 +112,7 @@ def fp8_linear(
         weight: ``[M, K]`` e4m3; no kernel of the step may write it (it is read early on the GPU).
         weight_scale: float32, ``[M / block, K / block]`` (rounded up), or ``[M, 1]`` if ``block`` is 0.
         bias: ``[N]`` or None.
-        input_scale: ``[1]`` float32: the scale of all inputs; None: found for each token (and group).
+        input_scale: ``[1]`` float32, the scale of all inputs. Computed for each token (and group) if None.
         plain_weight: ``[N - M, K]`` in x's dtype: further rows, which are multiplied with x as it is.
         block: 128, or 0 for scales by row and token.
 

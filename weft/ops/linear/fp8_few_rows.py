@@ -3,9 +3,9 @@
 Job: the products of ``fp8.py`` for up to 64 rows, one launch. Owns: the kernel, and what it does by rule where
 nothing was measured. Does not know: layers, tables.
 
-A program quantises the inputs that it multiplies. All programs of a launch do the same work on the same few rows, while
-they wait for their weights; a pass of its own would be one more kernel in the chain of a decode step. That pass runs
-only where a scale is over a whole row and there are more rows than a program can look through meanwhile.
+A program quantises the inputs that it multiplies while it waits for weights. All programs of a launch repeat this work
+on the same few rows. A separate pass would be another kernel in the chain of a decode step. The separate pass runs only
+where a scale covers a whole row and there are more rows than a program can read in that time.
 
 Tensor cores on Hopper add e4m3 products up with fewer bits than float32 has. So 128 inputs are multiplied at a time,
 and these sums are added up in float32, where scales by block have their place anyway.

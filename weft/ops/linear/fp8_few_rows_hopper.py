@@ -103,7 +103,7 @@ def _sums_layout(warps):
 
 @gluon.jit
 def _in_order(tile, WIDE: gl.constexpr):
-    """Permute the inner dimension so that each thread holds the elements that the tensor core takes from it."""
+    """Permute the inner dimension, so that each thread holds its operands of the tensor core."""
     WARPS: gl.constexpr = tile.shape[0]
     ROWS: gl.constexpr = tile.shape[1]
     if WIDE:

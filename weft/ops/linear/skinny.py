@@ -51,8 +51,8 @@ MAX_TOKENS = 256
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
 MAX_SENT_SPLITS = 8
-"""Most tokens for which a product that sends to other ranks adds the sums of its splits. With more tokens the receiver
-adds them."""
+"""Upper bound on tokens for which the sender adds the sums of the splits before it sends to other ranks. With more
+tokens the receiver adds the sums."""
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
 TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")

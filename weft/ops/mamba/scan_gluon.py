@@ -3,9 +3,10 @@
 Job: what the prefill kernel of ``scan.py`` does, on Hopper, for states of 16. Owns: who computes what.
 
 The scan is bound by one exponential per token, channel and state. A channel's 16 states lie in 2 or 4 neighbouring
-threads, so one sequence fills the device, and a token's output is a sum over those alone. All other values are computed
-once per token and channel, for a group of tokens at a time, and go through shared memory: time steps before the walk
-through the group, skip and gate after the walk. The next group's inputs are on their way to registers meanwhile.
+threads, so one sequence fills the device, and a token's output is a sum over these threads alone. All other values are
+computed once per token and channel, for a group of tokens at a time, and go through shared memory. Time steps are
+computed before the walk through the group, skip and gate after the walk. The next group's inputs are on their way to
+registers meanwhile.
 
 A token of no chunk has the time step 0, which leaves the state as it is.
 

@@ -20,8 +20,9 @@ _PAIRS = 256
 """Pairs per program of the grouping kernels."""
 
 FEW_PAIRS = 256
-"""Most pairs that are grouped in one launch, in which every program reads all pairs. With 512 experts and 10 per token
-on an H200, router and products took 3 us less at 4 and 8 tokens, 2 less at 16, the same at 32, 3 more at 64."""
+"""Upper bound on pairs that are grouped in one launch, in which every program reads all pairs. On an H200 with 512
+experts and 10 per token, one launch gained 3 us at 4 and 8 tokens and 2 us at 16. It gained nothing at 32 tokens and
+lost 3 us at 64."""
 
 MANY_PAIRS = 16384
 """With more pairs every expert's counter has a cache line of its own. Shared lines then cost more than to read a line

@@ -1,8 +1,8 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864), alone and with all else before attention.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), alone and fused with the other operations before attention.
 
-Job: frequencies with the length scalings that the supported models use, the cos/sin table, and the rotation of queries
-and keys ("rotate half" pairing: dimension i turns with dimension i + rotary_dim / 2). ``qk_norm_rope`` is one operation
-for head norms, rotation and the write to the KV cache, so that the GPU does them in one launch. Owns: the formulas, and
+Job: frequencies with the length scalings of the supported models, the cos/sin table, and the rotation of queries and
+keys. Pairing is "rotate half": dimension i turns with dimension ``i + rotary_dim / 2``. ``qk_norm_rope`` fuses head
+norms, rotation and the write to the KV cache into one launch. Owns: the formulas, and
 the layout of the merged projection's output (queries, gate, keys, values). Does not know: which layers are rotated, the
 projection, or attention.
 """
@@ -164,8 +164,8 @@ class CacheSlots(NamedTuple):
     Attributes:
         k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in the inputs' dtype or e4m3, written in place.
         slot_mapping: ``[T]`` int64; padding tokens name a slot of page 0.
-        k_scale, v_scale: ``[1]`` float32, or both None: the caches get keys and values divided by these, and queries
-            are multiplied by ``k_scale``, so that scores are what they were; ``paged_attention`` takes ``v_scale``.
+        k_scale, v_scale: ``[1]`` float32, or both None. Keys and values are divided by their scale when stored. Queries
+            are multiplied by ``k_scale``, so that scores do not change; ``paged_attention`` multiplies by ``v_scale``.
     """
 
     k_cache: Tensor

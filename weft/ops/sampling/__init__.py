@@ -16,8 +16,8 @@ and all arithmetic modulo 2**32::
     E     = -log1p(-u)                                                      exponential with mean 1
 
 For one key, ``token -> h`` is a bijection, so no two tokens of a row share a number. The sample is the token with the
-smallest ``E / p``: the minimum of exponentials with rates p falls on token i with probability ``p_i / sum(p)`` (the
-Gumbel-max trick in exponential form), and p need not be normalised.
+smallest ``E / p``. The minimum of exponentials with rates p falls on token i with probability ``p_i / sum(p)``, so p
+need not be normalised (the Gumbel-max trick in exponential form).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def apply_penalties_(
         repetition: ``[N]``, over prompt and generated tokens: positive logits are divided by it, negative ones
             multiplied; 1 is off.
         output_counts: ``[N, V]`` integers: how often each token was generated.
-        prompt_mask: ``[N, V]`` bool: whether it stands in the prompt.
+        prompt_mask: ``[N, V]`` bool: whether the token occurs in the prompt.
     """
     generated = output_counts > 0
     factor = torch.where(generated | prompt_mask, repetition[:, None], 1.0)
@@ -111,7 +111,7 @@ def apply_penalties_(
 
 
 def filter_candidates(top_k: Sequence[int], top_p: Sequence[float], vocab_size: int) -> int:
-    """How many of the likeliest tokens the filters of a batch have to look at (host side).
+    """Return how many of the likeliest tokens the filters of a batch have to read (host side).
 
     Returns:
         0 if no row has a top-k or top-p; ``vocab_size`` if a row has a top-p without a top-k (everything must be
@@ -136,8 +136,8 @@ def apply_top_k_top_p_min_p_(
 ) -> Tensor:
     """Set the logits of filtered tokens to -inf, in place.
 
-    All three filters keep the tokens above some value, so each row has one threshold, and tokens equal to it stay: a
-    row's result does not depend on the order in which equal logits are sorted, nor on the other rows.
+    Every filter keeps the tokens above some value, so each row has one threshold. Tokens equal to the threshold stay. A
+    row's result therefore depends on no other row, nor on the order in which equal logits are sorted.
 
     Args:
         logits: ``[N, V]`` float32, already divided by the temperature.

@@ -127,7 +127,7 @@ def _filters(
             count, total, _smallest, _below = _probe_held(values, masses, threshold)
         else:
             count, total, _smallest, _below = _probe(row, inverse, largest, threshold, VOCAB, BLOCK)
-        # Of tokens equal to the k-th only as many count as fit in k.
+        # Several tokens may equal the k-th. Subtract the probability of those beyond k.
         total -= (count - top_k).to(tl.float32) * tl.exp(threshold - largest)
     if top_p < 1.0:
         enough = top_p * total

@@ -31,8 +31,8 @@ def load_step_inputs(
     """Fill ``block``, and then write ``num_updates`` entries of the page table. The host does not wait.
 
     Args:
-        host: ``[B + U]`` int64, on a GPU pinned memory, not to be changed before the device has done this: what belongs
-            into ``block``, and after it pairs of an index in the flat page table and a page.
+        host: ``[B + U]`` int64: the content of ``block``, then pairs of an index in the flat page table and a page. On
+            a GPU it is pinned memory, and must not change before the device has read it.
         block: ``[B]`` int64 on the device; it may be the same memory as ``host[:B]``.
         page_table: int32 on the device, contiguous.
         num_arrays, stride: ``block`` begins with ``num_arrays`` arrays of ``stride`` numbers, of which only the first

@@ -1,6 +1,6 @@
 """The kernel of ``weft/ops/steps``, which reads the host's pinned memory.
 
-It is launched as an ordinary kernel, because it writes metadata that kernels read before they wait
+The launch is an ordinary one, since the kernel writes metadata that later kernels read before waiting
 (``early_launch.py``).
 """
 
