@@ -165,7 +165,7 @@ class CompileProcesses:
         return self._loaded(compile_function())
 
     def _wait(self, compiled: Future[bool]) -> bool:
-        """Wait for a child's result. If no child answers for too long, kill all; ``BrokenProcessPool`` is raised then."""
+        """Wait for a child's result. If no child answers for too long, kill all; their results then fail."""
         while True:
             try:
                 is_compiled = compiled.result(STUCK_S)
