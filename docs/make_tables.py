@@ -58,6 +58,12 @@ def first_token(name: str) -> dict[int, dict[str, Any]]:
     return {row["prompt_len"]: row for row in read(name).get("prefill", [])}
 
 
+def step(row: dict[str, Any]) -> str:
+    """Milliseconds of a decode step; in square brackets the interval between steps, where it differs by over 1%."""
+    ms, interval = row["step_ms"], row["interval_ms"]
+    return shown(ms) + (f" [{shown(interval)}]" if abs(interval / ms - 1) > 0.01 else "")
+
+
 def goal(value: float, target: float, *, least: bool = False) -> str:
     reached = value >= target if least else value <= target
     return given(target) + ("" if reached else MISSED)
@@ -74,9 +80,9 @@ def decode_table() -> Table:
     for model, name in ENGINES.items():
         peers = read(PEERS)["decode_ms"][model]
         for batch, row in decode(name).items():
-            ms, at = row["interval_ms"], str(batch)
+            ms, at = row["step_ms"], str(batch)
             others = [given(peers[who].get(at)) for who in ("vllm", "sglang")]
-            rows.append([model, at, shown(ms), *others, shown(row["floor_ms"]), goal(ms, peers["goal"][at])])
+            rows.append([model, at, step(row), *others, shown(row["floor_ms"]), goal(ms, peers["goal"][at])])
     return [*ENGINES.values(), PEERS], ("", "batch", "Weft", "vLLM", "SGLang", "floor", "goal"), rows
 
 
@@ -88,10 +94,10 @@ def gains_table() -> Table:
         for what, name in variants.items():
             if figures := decode(name):
                 files.append(name)
-                row = [shown(figures[b]["interval_ms"]) if b in figures else "" for b in BATCHES]
+                row = [step(figures[b]) if b in figures else "" for b in BATCHES]
                 rows.append([f"{model}, {what}", *row])
         slow, fast = decode(eager), decode(graphs)
-        times = [f"{slow[b]['interval_ms'] / fast[b]['interval_ms']:.1f}x" if b in slow else "" for b in BATCHES]
+        times = [f"{slow[b]['step_ms'] / fast[b]['step_ms']:.1f}x" if b in slow else "" for b in BATCHES]
         rows.append([f"{model}, graphs over eager", *times])
     return files, ("batch", *map(str, BATCHES)), rows
 
@@ -275,31 +281,32 @@ RANKS = {
 
 
 def _of_ranks(
-    what: str, figures: str, sizes: Sequence[int], mine: Callable[[dict[str, Any]], dict[int, float]]
+    what: str, figures: str, sizes: Sequence[int], mine: Callable[[dict[str, Any]], dict[int, tuple[float, str]]]
 ) -> Table:
-    """One row for each run, the peer and the goal: ``figures`` of the peers' file, ``mine`` of ours, by size."""
+    """One row for each run, the peer and the goal: ``figures`` of the peers' file, ``mine`` and cells, by size."""
     files, rows = [], []
     for ranks, (model, runs) in RANKS.items():
         names = {who: f"tensor-parallel-qwen3-next-48l-{run}" for who, run in runs.items()}
         ours = {who: mine(read(name)) for who, name in names.items()}
         peers, best = read(PEERS)[figures][model], ours["Weft"]
-        rows += [[str(ranks), who, *(shown(found.get(size)) for size in sizes)] for who, found in ours.items()]
+        cells = {who: [found[size][1] if size in found else "" for size in sizes] for who, found in ours.items()}
+        rows += [[str(ranks), who, *row] for who, row in cells.items()]
         rows.append([str(ranks), "vLLM", *(given(peers["vllm"].get(str(size))) for size in sizes)])
-        rows.append([str(ranks), "goal", *(goal(best[size], peers["goal"][str(size)]) for size in sizes)])
+        rows.append([str(ranks), "goal", *(goal(best[size][0], peers["goal"][str(size)]) for size in sizes)])
         files += names.values()
     return [*files, PEERS], ("GPUs", what, *(f"{size:,}" for size in sizes)), rows
 
 
 def ranks_decode_table() -> Table:
     return _of_ranks("decode, ms by batch", "decode_ms", BATCHES, lambda found: {
-        row["batch_size"]: row["interval_ms"] for row in found["decode"]
+        row["batch_size"]: (row["step_ms"], step(row)) for row in found["decode"]
     })  # fmt: skip
 
 
 def ranks_first_token_table() -> Table:
     lengths = [length for length in LENGTHS if length not in (64, 256)]
     return _of_ranks("first token, ms by prompt", "first_token_ms", lengths, lambda found: {
-        row["prompt_len"]: row["first_token_ms"] for row in found["first_token"]
+        row["prompt_len"]: (row["first_token_ms"], shown(row["first_token_ms"])) for row in found["first_token"]
     })  # fmt: skip
 
 
@@ -344,9 +351,10 @@ def hybrids_table() -> Table:
     names, rows = [f"engine-{model}-h200" for model in HYBRIDS.values()], []
     for who, name in zip(HYBRIDS, names, strict=True):
         steps, prompts = decode(name), first_token(name)
-        found = [(steps[n]["interval_ms"], steps[n]["floor_ms"]) for n in (1, 32, 128)]
-        found += [(prompts[n]["first_token_ms"], prompts[n]["floor_ms"]) for n in (512, 4096)]
-        rows.append([who, *(shown(ms) + (f" ({floor / ms:.0%})" if floor < ms else "") for ms, floor in found)])
+        found = [(step(steps[n]), steps[n]["step_ms"], steps[n]["floor_ms"]) for n in (1, 32, 128)]
+        times = [(prompts[n]["first_token_ms"], prompts[n]["floor_ms"]) for n in (512, 4096)]
+        found += [(shown(ms), ms, floor) for ms, floor in times]
+        rows.append([who, *(cell + (f" ({floor / ms:.0%})" if floor < ms else "") for cell, ms, floor in found)])
     return names, ("ms", "decode, 1", "32", "128", "first token of 512", "of 4,096"), rows
 
 
@@ -357,7 +365,7 @@ def _of_e(what: str, key: str, figures: dict[int, dict[str, Any]], field: str) -
     """One row for Weft, vLLM, the goal and the floor each, of the figures of E by size."""
     peers = read(PEERS)[key]["E"]
     rows = [
-        ["Weft", *(shown(row[field]) for row in figures.values())],
+        ["Weft", *(step(row) if field == "step_ms" else shown(row[field]) for row in figures.values())],
         ["vLLM", *(given(peers["vllm"][str(size)]) for size in figures)],
         ["goal", *(goal(row[field], peers["goal"][str(size)]) for size, row in figures.items())],
         ["floor", *(shown(row["floor_ms"]) for row in figures.values())],
@@ -366,7 +374,7 @@ def _of_e(what: str, key: str, figures: dict[int, dict[str, Any]], field: str) -
 
 
 def e_decode_table() -> Table:
-    return _of_e("decode, ms per step", "decode_ms", decode(E), "interval_ms")
+    return _of_e("decode, ms per step", "decode_ms", decode(E), "step_ms")
 
 
 def e_first_token_table() -> Table:
@@ -400,9 +408,9 @@ def beside_fp8_table() -> Table:
     names = {"bf16": "engine-qwen3-0.6b-bf16-beside-fp8-h200", "FP8": "engine-qwen3-0.6b-fp8-h200"}
     rows = []
     for who, name in names.items():
-        figures = [row["interval_ms"] for row in decode(name).values()]
-        figures += [row["first_token_ms"] for row in first_token(name).values()]
-        rows.append([who, *map(shown, figures), shown(read(name)["throughput"]["output_tokens_per_s"])])
+        figures = [*map(step, decode(name).values())]
+        figures += [shown(row["first_token_ms"]) for row in first_token(name).values()]
+        rows.append([who, *figures, shown(read(name)["throughput"]["output_tokens_per_s"])])
     columns = ("", "decode, ms, 1", "8", "32", "128", "first token, ms, 512", "8,192", "mixed requests, tokens/s")
     return [*names.values()], columns, rows
 
@@ -443,7 +451,7 @@ def _beside_vllm(models: dict[str, str], lengths: Sequence[int], starts: Sequenc
     peers, steps, prompts, rates = read(PEERS), {}, {}, {}
     for model, name in models.items():
         found = read(name)
-        steps[model] = {row["batch_size"]: row["interval_ms"] for row in found["decode"]}
+        steps[model] = {row["batch_size"]: row["step_ms"] for row in found["decode"]}
         tokens = found.get("prefill") or found["first_token"]
         prompts[model] = {row["prompt_len"]: row["first_token_ms"] for row in tokens}
         rates[model] = found["throughput"]["output_tokens_per_s"]
@@ -510,7 +518,7 @@ def compared() -> list[tuple[str, str, float, list[float], float]]:
     peers, rows = read(PEERS), []
     for model, name in ENGINES.items():
         for what, key, figures, field in (
-            ("decode", "decode_ms", decode(name), "interval_ms"),
+            ("decode", "decode_ms", decode(name), "step_ms"),
             ("first tokens", "first_token_ms", first_token(name), "first_token_ms"),
         ):
             theirs = peers[key][model]
