@@ -13,6 +13,7 @@ from weft.cli.flags import _SAMPLING_FLAGS, SAMPLING_NAMES, engine_settings, sam
 from weft.config import resolve
 from weft.config.aliases import ALIASES
 from weft.config.fields import OPTIONS
+from weft.config.flag_names import with_flags
 from weft.errors import RequestError
 
 FLAGS = [
@@ -105,7 +106,8 @@ def test_flags_of_the_server_are_refused_by_name(flag: str, capsys: pytest.Captu
         (["doctor", "stray"], "unexpected argument 'stray'; weft doctor takes flags only\n"),
         (["serve", "one", "--port", "1", "two"], "'two'; give one MODEL, before or after the flags"),
         (["generate", "one", "--quiet", "two"], "'two'; give every PROMPT in one place, before or after the flags"),
-        (["frobnicate"], "frobnicate"),
+        (["sevre"], "unknown verb 'sevre'; did you mean serve?"),
+        (["frobnicate"], "unknown verb 'frobnicate'; verbs: generate, chat, serve,"),
         ([], "VERB"),
     ],
 )
@@ -119,8 +121,33 @@ def test_bad_command_lines(argv: list[str], message: str, capsys: pytest.Capture
 def test_a_refused_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--tp", "7"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("weft: error: num_attention_heads=") and "tensor_parallel_size=7" in err
+    assert err.startswith("weft: error: num_attention_heads=") and "--tensor-parallel-size 7" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--max-model-len 5000", "--max-model-len 5000: the checkpoint's positions end at"),
+        ("--page-size 0", "--page-size 0 is out of range"),
+        ("--dtype int", "--dtype int is not known"),
+        ("--no-enable-prefix-caching --eviction-policy lru", "--eviction-policy lru has no effect with --no-enable-pr"),
+        ("--torch-compile-max-bs 4", "--torch-compile-max-bs 4 has no effect without --enable-torch-compile;"),
+        ("--temperature -1", "sampling parameters: --temperature -1.0 is outside the allowed range"),
+        ("--min-tokens 9 --max-tokens 3", "--min-tokens 9 is greater than --max-tokens 3; lower one"),
+    ],
+)
+def test_a_refusal_names_flags_before_weights_are_read(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.runner.model_runner.load_weights", lambda *_: pytest.fail("the weights are read"))
+    assert main(["generate", "hello", "--device", "cpu", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_only_settings_become_flags() -> None:
+    message = "max_tokens=3 of config.json: dtype 'int8', model.norm, /data/page_size; num_kv_pages is too low"
+    assert with_flags(message) == message.replace("num_kv_pages", "--num-kv-pages")
 
 
 def test_trust_remote_code_is_taken_with_a_word(

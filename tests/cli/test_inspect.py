@@ -60,7 +60,7 @@ def test_lines_have_parameters_of_their_own(run_weft: RunWeft, monkeypatch: pyte
 
 def test_bad_input_is_named(run_weft: RunWeft, tmp_path: Path) -> None:
     result = run_weft("inspect", "--no-enable-prefix-caching")
-    assert result.status == 2 and "nothing to inspect with enable_prefix_caching=False" in result.err
+    assert result.status == 2 and "nothing to inspect with --no-enable-prefix-caching" in result.err
     file = tmp_path / "jobs.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompts": "b"}\n')
     result = run_weft("inspect", "--input", file)

@@ -55,13 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except WeftError as error:
-        print(f"weft: error: {error}", file=sys.stderr)
+        print(f"weft: error: {_with_flags(error)}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, RequestError)) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # nobody reads the output any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _with_flags(error: WeftError) -> str:
+    """Name the flags that the user gave. A line of ``--input`` has keys instead."""
+    from weft.cli.flags import SAMPLING_ERROR, SAMPLING_NAMES  # a verb has imported the module before it failed
+    from weft.config.flag_names import with_flags
+
+    if isinstance(error, ConfigError):
+        return with_flags(str(error))
+    return with_flags(str(error), SAMPLING_NAMES) if str(error).startswith(SAMPLING_ERROR) else str(error)
 
 
 def build_parser(only: str | None = None) -> Parser:

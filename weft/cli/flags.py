@@ -14,6 +14,7 @@ import msgspec
 
 from weft.config.aliases import ALIASES, SERVER_FLAGS
 from weft.config.fields import OPTIONS, Option
+from weft.config.flag_names import flag_name
 from weft.config.vllm_settings import VLLM_SETTINGS
 from weft.errors import RequestError
 from weft.sampling_params import SamplingParams
@@ -26,10 +27,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -
     unless ``server``: that parser has them itself."""
     group = parser.add_argument_group("engine settings")
     for name, option in OPTIONS.items():
-        group.add_argument(_flag(name), **_arguments(name, option))
+        group.add_argument(flag_name(name), **_arguments(name, option))
     for flag, alias in ALIASES.items():
         dest = _ENGINE + alias.field
-        help = f"same as {_flag(alias.field)}"
+        help = f"same as {flag_name(alias.field)}"
         if alias.key is not None:
             help = f"{help} with the key {alias.key}"
             group.add_argument(
@@ -38,13 +39,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -
         elif alias.value is None:
             group.add_argument(flag, **(_arguments(alias.field, OPTIONS[alias.field]) | {"help": help}))
         else:
-            help = f"same as --{'' if alias.value else 'no-'}{_flag(alias.field)[2:]}"
+            help = f"same as --{'' if alias.value else 'no-'}{flag_name(alias.field)[2:]}"
             group.add_argument(
                 flag, dest=dest, action="store_const", const=alias.value, default=argparse.SUPPRESS, help=help
             )
     name = "trust_remote_code"
     help = f"no effect: {VLLM_SETTINGS[name].why}"
-    group.add_argument(_flag(name), dest=_ENGINE + name, action="store_true", default=argparse.SUPPRESS, help=help)
+    group.add_argument(flag_name(name), dest=_ENGINE + name, action="store_true", default=argparse.SUPPRESS, help=help)
     for flag in () if server else SERVER_FLAGS:
         group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
 
@@ -78,10 +79,6 @@ def _arguments(name: str, option: Option) -> dict[str, Any]:
 def _help(option: Option) -> str:
     default = "" if option.default is None else f" (default: {option.default})"
     return (option.help + default).replace("%", "%%")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _ints(word: str) -> list[int]:
@@ -167,7 +164,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     own."""
     group = parser.add_argument_group("sampling")
     for name, arguments in _SAMPLING_FLAGS.items():
-        group.add_argument(_flag(name), dest=_SAMPLING + name, default=argparse.SUPPRESS, **arguments)
+        group.add_argument(flag_name(name), dest=_SAMPLING + name, default=argparse.SUPPRESS, **arguments)
 
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -179,6 +176,10 @@ SAMPLING_NAMES = tuple(f.name for f in msgspec.structs.fields(SamplingParams) if
 """Sampling parameters with values that can be written in text, which excludes functions."""
 
 
+SAMPLING_ERROR = "sampling parameters"
+"""First words of an error in sampling parameters."""
+
+
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:
     """Validated sampling parameters from plain values, as they come from flags or JSON.
 
@@ -188,4 +189,4 @@ def sampling_params(settings: dict[str, Any]) -> SamplingParams:
     try:
         return msgspec.convert(settings, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        raise RequestError(f"sampling parameters: {error}") from error
+        raise RequestError(f"{SAMPLING_ERROR}: {error}") from error

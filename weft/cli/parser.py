@@ -43,6 +43,14 @@ class Parser(argparse.ArgumentParser):
         has_model = "--model" in self._option_string_actions
         return f"{self.prog} takes flags only" + ("; a model is given by --model" if has_model else "")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a word that is no verb, with similar verbs."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            close = difflib.get_close_matches(value, action.choices, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"verbs: {', '.join(action.choices)}"
+            self.error(f"unknown verb {value!r}; {hint}")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message}\n(`{self.prog} --help` lists the flags)", file=sys.stderr)
         sys.exit(2)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from weft import __version__
+from weft.config.flag_names import with_flags
 from weft.engine import wire
 from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.supervisor import EngineSupervisor
@@ -91,7 +92,7 @@ class Report:
         """The exit status; says why if it is not 0."""
         if failure is None:
             return 0
-        self._write(f"weft: error: {failure.message}", "error")
+        self._write(f"weft: error: {with_flags(failure.message)}", "error")
         return 2 if failure.user_error else 1
 
     def _write(self, text: str, level: str = "info", **fields: Any) -> None:
