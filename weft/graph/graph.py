@@ -43,7 +43,7 @@ class Recording(Protocol):
 
 
 class GraphPool(Protocol):
-    """Where graphs come from; graphs of one pool share memory and must not run at the same time."""
+    """Records graphs. The graphs of a pool share memory and must not run at the same time."""
 
     def recording(self) -> AbstractContextManager[Recording]:
         """A scope in which graphs are recorded one after the other. Tensors that outlive a graph keep their memory."""
@@ -128,7 +128,7 @@ class EmulatedGraphPool:
 
 
 class EmulatedRecording:
-    """One tape after the other."""
+    """Records one tape after the other."""
 
     def __init__(self) -> None:
         self._tape: Tape | None = None

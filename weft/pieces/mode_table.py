@@ -46,7 +46,7 @@ class ModeTable:
 
     @staticmethod
     def always(mode: GraphMode, num_tokens: int) -> ModeTable:
-        """One mode for every batch of at most ``num_tokens`` tokens."""
+        """Make a table with one mode for every batch of at most ``num_tokens`` tokens."""
         limits = ((num_tokens, mode),)
         return ModeTable(limits, limits, limits)
 
@@ -57,11 +57,11 @@ class ModeTable:
         return _find(self.mixed if batch.num_decodes else self.prefill, batch.num_tokens)
 
     def decode_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Which of the ascending ``sizes`` of full decode graphs any batch will run in."""
+        """Select the sizes of full decode graphs that some batch will use. ``sizes`` ascend."""
         return _used([self.decode], GraphMode.FULL, sizes)
 
     def token_sizes(self, mode: GraphMode, sizes: Sequence[int]) -> list[int]:
-        """Which of the ascending token counts captured for ``mode`` any batch will run in."""
+        """Select the token counts captured for ``mode`` that some batch will use. ``sizes`` ascend."""
         tables = [self.prefill, self.mixed]
         if mode is GraphMode.PIECEWISE:  # also decodes may run in pieces
             tables.append(self.decode)

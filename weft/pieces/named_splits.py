@@ -251,7 +251,7 @@ def _is_same(new: Any, old: Any) -> bool:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What may hold tensors, by place, key or name; None: the value has no parts."""
+    """Return the parts of a value that may hold tensors, by index, key or name. None if the value has no parts."""
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
     if isinstance(value, dict):

@@ -197,7 +197,7 @@ def forced(mode: GraphMode, num_tokens: int) -> Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure: rounds per batch, and seconds that they may take; tokens of context of a decode."""
+    """The effort of a measurement: rounds per batch, their limit in seconds, and tokens of context of a decode."""
 
     repeats: int = 15
     max_s: float = 0.5

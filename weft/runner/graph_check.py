@@ -93,7 +93,7 @@ def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
 
 
 class _Checks:
-    """One batch both ways, for each kind of graph."""
+    """Runs a batch eagerly and by replay, for each kind of graph."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self._steps = runner, runner.steps
@@ -194,8 +194,10 @@ class _Checks:
     def _both(
         self, step: SchedulerOutput, eager: Callable[[], Outcome], replay: Callable[[], Outcome], results: Tensor
     ) -> tuple[Outcome, Outcome]:
-        """What both give, as copies, from the same states and last tokens; ``results``, the replay's, are NaN before
-        it."""
+        """Run both from the same states and last tokens, and return copies of the outcomes.
+
+        ``results``, which holds the replay's results, is filled with NaN before the replay.
+        """
         runner, rows = self._runner, self._steps.rows
         used = [slot for r in step.requests for slot in (r.state_slot, *(slot for _, slot in r.checkpoints))]
         slots = to_device(torch.tensor(used, dtype=torch.int64), runner.device)

@@ -105,7 +105,7 @@ _PART = 1024
 
 
 class EncoderTime:
-    """How long one run of the tower takes: on a GPU known once it is done."""
+    """The time of one run of the tower, which is known on a GPU once the run is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
@@ -114,14 +114,14 @@ class EncoderTime:
             self._events[0].record()
 
     def end(self) -> EncoderTime:
-        """All of the run is queued."""
+        """Note that the run is queued completely."""
         self._seconds = time.perf_counter() - self._started
         if self._events:
             self._events[1].record()
         return self
 
     def seconds(self) -> float:
-        """Waits for the run."""
+        """Wait for the run, and return its seconds."""
         if not self._events:
             return self._seconds
         start, end = self._events

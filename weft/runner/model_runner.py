@@ -218,7 +218,7 @@ class ModelRunner:
 
     @property
     def graphs(self) -> StepGraphs:
-        """What was captured."""
+        """The captured graphs."""
         return self.steps.graphs
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:

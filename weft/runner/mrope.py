@@ -44,8 +44,11 @@ def mrope_positions(
 
 
 def frequency_axes(rotary_dim: int, sections: tuple[int, int, int]) -> Tensor:
-    """By which axis each column of the rotary table turns, ``[rotary_dim]`` int64: every third frequency is vertical
-    and the next one horizontal, as far as their sections go; the others are temporal."""
+    """Return the axis of each column of the rotary table, ``[rotary_dim]`` int64.
+
+    Every third frequency is vertical and the next horizontal, up to the size of their sections. The others are
+    temporal.
+    """
     half = torch.zeros(rotary_dim // 2, dtype=torch.int64)
     for axis in (1, 2):
         half[axis : 3 * sections[axis] : 3] = axis

@@ -185,7 +185,7 @@ class PendingStep:
         )
 
     def _drafts(self, drafts: np.ndarray) -> dict[int, list[int]]:
-        """By row; nothing for a row for which none was found."""
+        """The drafts by row, without rows that have none."""
         by_row = zip(self.draft_rows, drafts.tolist(), strict=True)
         return {row: ids for row, ids in by_row if ids and ids[0] != NO_DRAFT}
 

@@ -286,7 +286,7 @@ class SamplingState:
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Where both masks allow; None allows everything."""
+    """Combine two masks: a token is allowed if both allow it. None allows everything."""
     if a is None or b is None:
         return b if a is None else a
     return a & b

@@ -192,7 +192,7 @@ def compiled_meanwhile(walk: Callable[[], None], device: torch.device) -> Iterat
 
 @contextmanager
 def _compilers(count: int, load: Callable[[Any], None]) -> Iterator[Any]:
-    """What ``triton.AsyncCompileMode`` submits to: processes, or threads under a Triton that is not known.
+    """The executor of ``triton.AsyncCompileMode``: processes, or threads under an unknown Triton.
 
     Args:
         load: puts a kernel on the device.

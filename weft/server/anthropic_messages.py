@@ -128,7 +128,7 @@ def _is_prefill(last: list[dict[str, Any]]) -> bool:
 
 
 def _messages_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message may hold tool results beside text: each becomes a message of its own, in order."""
+    """Split a message into messages of one kind, in order, since tool results and text may be in the same message."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role={role!r} is not allowed; give user, assistant or system", "messages")

@@ -78,7 +78,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """What the API processes have reported, to the one that asked with a ``Gather`` of this number."""
+    """The reports of the API processes, for the process that sent the ``Gather`` of this number."""
 
     number: int
     reports: list[bytes]

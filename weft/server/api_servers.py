@@ -111,7 +111,7 @@ class ApiServers:
         return self._counts.total
 
     async def run(self) -> None:
-        """Until it is over."""
+        """Run the API processes until they are stopped."""
         self._supervisor.listen(self._handle, self._lost)
         self._supervisor.start()
         for member in self._members:
@@ -124,7 +124,7 @@ class ApiServers:
         await self._supervisor.stop(GRACE_S if self.failure is None else 0.0)
 
     async def drain(self) -> None:
-        """Have them take nothing new and leave when all is done."""
+        """Let the processes finish their open calls, accept no new calls, and exit."""
         self._is_leaving = True
         self._supervisor.no_restart()
         self._broadcast(link.Drain())
@@ -132,7 +132,7 @@ class ApiServers:
         self.ended.set()
 
     async def _wait_for_all(self, limit_s: float) -> None:
-        """Until every process has left; those that have not in time are killed."""
+        """Wait until every process has exited, and kill those that run after ``limit_s``."""
         deadline = time.monotonic() + limit_s
         while any(member.process is not None for member in self._members) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

@@ -140,7 +140,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
 
 
 class DirectRoutes:
-    """What is called the most is found without a router, by method and path, and anything else by ``app``."""
+    """Dispatches the most frequent calls by method and path, without a router, and all others to ``app``."""
 
     def __init__(self, endpoints: Mapping[tuple[str, str], DirectEndpoint], app: Starlette) -> None:
         self._endpoints = endpoints

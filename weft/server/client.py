@@ -39,7 +39,7 @@ class Client:
 
     @property
     def queue(self) -> str:
-        """Whose turn it is when calls have to wait: the key's, or without keys the connection's."""
+        """The queue of the client's calls when calls have to wait: one per key, or without keys one per connection."""
         return self.identity or self.connection
 
     @property

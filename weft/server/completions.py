@@ -146,7 +146,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         return choice
 
     def _end(self, completion: CompletionOutput | CompletionDelta) -> dict[str, Any]:
-        """Where no new token was asked for, the one that was needed all the same ends nothing."""
+        """The reason of the end: with ``max_tokens=0`` always the length, since the one computed token is hidden."""
         if self._hides_output:
             return {"finish_reason": "length", "stop_reason": None}
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}

@@ -97,7 +97,7 @@ class _HttpServer(uvicorn.Server):
 
 
 async def _freeze(service: Service) -> None:
-    """What is loaded by then stays: no collection need look at it, which takes 20 ms."""
+    """Exclude all objects from garbage collection once the engine is ready, which saves 20 ms per collection."""
     await service.became_ready.wait()
     gc.freeze()
 

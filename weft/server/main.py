@@ -75,7 +75,7 @@ class Report:
         self._put, self._formatter = put, LogFormatter(as_json)
 
     def head(self, settings: ServerSettings, listener: socket.socket) -> None:
-        """Where the server listens."""
+        """Write the version and the URL of the server."""
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         url = f"http://{host}:{listener.getsockname()[1]}"
         self._write(f"weft {__version__}: {url}", version=__version__, url=url)

@@ -54,7 +54,7 @@ Answer = Callable[[int, link.Gathered], None]
 
 @dataclass(slots=True)
 class _Asked:
-    """One gathering: who asked, under which number, for what, and who has not reported."""
+    """A request for reports: the process that asked, its number and subject, and the processes still missing."""
 
     index: int
     number: int

@@ -29,7 +29,7 @@ class TextOptions(msgspec.Struct):
 
 
 class ReasoningOptions(msgspec.Struct):
-    """How much to reason. Reasoning is returned as it is, whatever ``summary`` says."""
+    """The effort of reasoning. The reasoning itself is returned, whatever ``summary`` says."""
 
     effort: str | None = None
     summary: str | None = None
@@ -317,7 +317,7 @@ def _name(block: Block, what: str) -> str:
 
 
 def _place(block: Block, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where in its item a delta belongs."""
+    """Fields that say where in its item a delta belongs."""
     if block.kind == "call":
         return {}
     return {"content_index": 0, "logprobs": logprobs} if block.kind == "text" else {"content_index": 0}

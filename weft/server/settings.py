@@ -18,7 +18,7 @@ def _option(default: Any, help: str, flag: str | None = None, **arguments: Any) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the server listens, whom it lets in, and how much it takes. The help texts are those of ``weft serve``."""
+    """Settings of address, authentication and limits. The help texts are those of ``weft serve``."""
 
     host: str = _option("127.0.0.1", "where to listen (default: 127.0.0.1, this machine only)", metavar="NAME")
     port: int = _option(8000, "default: 8000; 0: any free one, which is logged at the start")

@@ -46,12 +46,12 @@ _HEADERS = [
 
 
 def data_event(value: Any) -> bytes:
-    """One event without a name."""
+    """Encode an event without a name."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """One event with a name."""
+    """Encode an event with a name."""
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
@@ -62,17 +62,17 @@ class ChunkEvents:
         self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
 
     def event(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-        """``more``: what stands beside the choice."""
+        """Encode the event of a choice. ``more``: further fields of the chunk."""
         rest = b"]}\n\n" if not more else b"]," + msgspec.json.encode(more)[1:] + b"\n\n"
         return self._head + msgspec.json.encode(choice) + rest
 
     def text_event(self, before: bytes, text: str, after: bytes) -> bytes:
-        """The same where a text is all that changes in a choice; ``before`` and ``after`` are the rest of its JSON."""
+        """Encode the event of a choice in which only a text changes. ``before``, ``after``: the rest of the choice."""
         return b"".join((self._head, before, msgspec.json.encode(text), after, b"}]}\n\n"))
 
 
 def openai_error_events(error: ApiError) -> bytes:
-    """How a stream of the OpenAI API ends when it cannot go on."""
+    """The events that end a failed stream of the OpenAI API."""
     return data_event(error_body(error)) + DONE
 
 

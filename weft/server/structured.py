@@ -96,7 +96,7 @@ def _guided(request: SamplingFields) -> list[Constraint | WholeGrammar]:
 
 
 def forced_calls(schemas: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool, max_bytes: int) -> Constraint:
-    """One tool call of these functions, or, with ``several``, one or more. Raises RequestError if too large."""
+    """Constrain the text to one tool call, or with ``several`` to one or more. Raises RequestError if too large."""
     rules = ['answer: call ("\\n" call)*' if several else "answer: call"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(schemas))))
     begin, end = symbol(tokenizer, CALL), symbol(tokenizer, END_CALL)

@@ -197,8 +197,11 @@ def quantized_product(
 
 
 def _library_product(values: Tensor, scales: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor) -> None:
-    """By blocks, it takes a multiple of four rows: those beyond are computed from whatever is there, and left alone. It
-    adds no bias to float32."""
+    """Compute a product with the matrix library.
+
+    With scales by block the library needs a multiple of four rows. It reads and writes arbitrary memory in the rows
+    beyond, which nobody uses. The library adds no bias to float32.
+    """
     if matrix.block:
         height = padded_rows(values.shape[0])
         values, scales, out = (t.as_strided((height, t.shape[1]), t.stride()) for t in (values, scales, out))

@@ -292,8 +292,9 @@ def _fp8_few_rows_hopper_kernel(
 
 
 def hopper_config(rows: int, inner: int, tokens: int) -> HopperRows | None:
-    """How a product of a few rows is computed, by rule; None: the kernel does not exist for it, or does not pay because
-    too many programs would quantise too many inputs.
+    """Choose the configuration of a product of a few rows, by rule.
+
+    Returns None if the kernel does not support the product, or is slower because too many programs quantise inputs.
 
     Args:
         rows, inner: of the weight.
