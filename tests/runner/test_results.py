@@ -15,7 +15,7 @@ from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenL
 from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.model_runner import ModelRunner
-from weft.runner.results import ResultBlock, ResultMemory, pending_step
+from weft.runner.results import ResultBlock, ResultMemory, failed_prefills, pending_step
 from weft.runner.sampling import StepTokens
 from weft.runner.warmup import step
 
@@ -123,3 +123,17 @@ def test_all_rows_may_verify_all_drafts() -> None:
     slot = int(runner.spec.has_states)
     output = runner.run(step([(4, 1)] * 3, slot, num_drafts=3))
     assert set(output.rows) == {0, 1, 2} and len(output.token_ids) == len(output.rows) >= 3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_chunk_whose_last_token_is_not_finite_has_failed(bad: float) -> None:
+    """Rows that sample are judged by their logits; other tokens of a chunk are not looked at."""
+    chunk = ScheduledRequest(0, 0, 3, [1], 0, False)
+    samples = ScheduledRequest(1, 0, 2, [2], 0, True)
+    other = ScheduledRequest(2, 0, 1, [3], 0, False)
+    hidden = torch.zeros(6, 4)
+    hidden[0, 1] = hidden[4, 2] = bad
+    assert failed_prefills(SchedulerOutput(0, [chunk, samples, other]), hidden).tolist() == [False, False]
+    hidden[2, 3] = bad
+    assert failed_prefills(SchedulerOutput(0, [chunk, samples, other]), hidden).tolist() == [True, False]
+    assert failed_prefills(SchedulerOutput(0, [samples]), hidden) is None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT, RowState
 from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
 from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
-from weft.speculation.planner import LOG_EVERY, AcceptanceLog
+from weft.speculation.planner import LOG_EVERY, AcceptanceLog, DraftPlanner
 
 DRAWS = 100_000
 CHI_SQUARE = {3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
@@ -86,6 +89,18 @@ def test_the_log_explains_a_low_rate(monkeypatch: pytest.MonkeyPatch, caplog: py
     low, high = caplog.messages
     assert low.startswith("drafts: 0% accepted, 1.00 tokens") and "few: outputs repeat little" in low
     assert high == "drafts: 75% accepted, 4.00 tokens per request and step"
+
+
+def test_accepted_drafts_are_counted_by_position() -> None:
+    planner: Any = SimpleNamespace(
+        num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0, accepted_per_position=[0, 0, 0], _log=Mock()
+    )
+    request: Any = SimpleNamespace(num_draft_tokens=0, num_accepted_tokens=0)
+    for accepted in (2, 1, 0):
+        DraftPlanner.verified(planner, request, 3, accepted)
+    assert planner.accepted_per_position == [2, 1, 0]
+    assert (planner.num_drafts, planner.num_draft_tokens, planner.num_accepted_tokens) == (3, 9, 3)
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (9, 3)
 
 
 def test_a_position_sees_only_the_drafts_before_it() -> None:
