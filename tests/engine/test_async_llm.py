@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import GUARD_S
 from weft import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.text.tokenizer import Tokenizer
@@ -215,7 +216,7 @@ def test_a_start_in_another_thread_is_refused_every_time() -> None:
         llm = AsyncLLM(**SETTINGS)
         for _ in range(2):
             with pytest.raises(ConfigError, match="must be started in the main thread"):
-                await asyncio.wait_for(llm.start(), 10)
+                await asyncio.wait_for(llm.start(), GUARD_S)
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(asyncio.run, main()).result()

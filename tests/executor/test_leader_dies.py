@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.patience import GUARD_S
 from tests.tiny import make_checkpoint
 
 SCRIPT = """
@@ -34,7 +35,7 @@ def test_ranks_end_with_their_leader(tmp_path: Path) -> None:
     assert Path(f"/proc/{pid}").exists() and Path(store).exists()
     leader.kill()
     leader.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + GUARD_S
     while is_alive(pid):
         assert time.monotonic() < deadline, "the rank lives on"
         time.sleep(0.05)

@@ -92,7 +92,7 @@ def test_what_is_half_written_is_not_read() -> None:
     time.sleep(0.2)
     assert not received
     slot[18:19] = b"l"
-    thread.join(2)
+    thread.join(GUARD_S)
     assert received == [b"hello"]
     writer.close()
 

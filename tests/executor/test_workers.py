@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.patience import GUARD_S
 from weft.errors import ConfigError, EngineDeadError, WeftError
 from weft.executor import rank_process, workers
 from weft.executor.rank_process import RankProcess, SiblingRank, StartedRank, begin_start
@@ -121,7 +122,7 @@ def test_the_end_of_one_is_the_end_of_all(
     assert type(error) is kind and str(error) == words
     with pytest.raises(kind, match="rank 2"):
         each.wait_until_ready()
-    assert aborted.wait(10) and all(rank.kills for rank in ranks)
+    assert aborted.wait(GUARD_S) and all(rank.kills for rank in ranks)
     each.fail("a step broke on rank 0", wait_s=0.0)
     assert each.failure() is error, "the cause, and not what came of it"
 
@@ -168,7 +169,7 @@ def test_how_a_started_rank_ends(script: str, ending: str, words: str, monkeypat
 
     monkeypatch.setattr(child, "Popen", shell)
     rank = StartedRank(1)
-    rank.wait(30)
+    rank.wait(GUARD_S)
     assert rank.ending() == ending and rank.last_words() == words
     assert not any(thread.is_alive() for thread in rank._child._readers), "this process holds no end of theirs"
     rank.kill()
@@ -187,7 +188,7 @@ def test_what_a_rank_prints_is_read_also_where_nobody_reads_it_here(
     monkeypatch.setattr(child, "Popen", lambda _, **named: subprocess.Popen(["sh", "-c", script], **named))
     monkeypatch.setattr(child, "sys", SimpleNamespace(stderr=SimpleNamespace(write=write), executable=""))
     rank = StartedRank(1)
-    rank.wait(10)
+    rank.wait(GUARD_S)
     assert rank.ending() == "failed" and rank.last_words().endswith("| last")
     rank.kill()
 
@@ -235,5 +236,5 @@ def test_a_sibling_is_who_its_heartbeat_says() -> None:
     reader._memory.set_number(1, 3, process.pid)
     assert (rank.pid, rank.is_loaded, rank.ending()) == (process.pid, True, None)
     rank.kill()
-    assert rank.ending() == "has ended" and process.wait(10) == -9
+    assert rank.ending() == "has ended" and process.wait(GUARD_S) == -9
     ring.close()

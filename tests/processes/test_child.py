@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.patience import GUARD_S
 from weft.processes import child
 from weft.processes.child import Child, Restarts, describe_exit
 
-LIMIT_S = 30
+LIMIT_S = GUARD_S
 MADE: list[Child] = []
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.patience import stretched
+from tests.patience import GUARD_S, stretched
 from tests.server.running import ROOT, RunningServer, chat_body, wait_until
 from weft.processes.log_writer import LogWriter
 
@@ -102,7 +102,7 @@ def test_serving_goes_on_without_a_log(served: tuple[str, subprocess.Popen[bytes
             assert client.post("/v1/chat/completions", json=chat_body("x", max_tokens=1)).status_code == 200
         assert client.get("/health").status_code == 200
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(GUARD_S) == 0
 
 
 def _is_ready(client: httpx.Client) -> bool:

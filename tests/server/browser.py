@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.patience import GUARD_S
 from tests.server.running import wait_until
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (pip install 'weft[test]')")
@@ -29,7 +30,7 @@ FLAGS = (
 ).split()
 
 ADMIN, KEY = "the-admin-key", "a-key"
-LIMIT_S = 30.0
+LIMIT_S = GUARD_S
 
 
 class Browser:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from tests.patience import stretched
+from tests.patience import GUARD_S, stretched
 from tests.server.fault_callers import (
     Figures,
     Reply,
@@ -108,5 +108,5 @@ def terminated(count: int) -> Figures:
         replies, refused = asyncio.run(main())
         assert all(r.status == 200 and r.finish_reasons == ["length"] and "[DONE]" in r.text for r in replies)
         assert refused.status == 503 and '"draining"' in refused.text
-        assert server.process.wait(10) == 0
+        assert server.process.wait(GUARD_S) == 0
     return {"open_streams": count, "ended_well": len(replies)}

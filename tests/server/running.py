@@ -81,7 +81,7 @@ class RunningServer:
             if self.process.poll() is None:
                 end()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(3)
+                self.process.wait(stretched(3))
 
 
 def chat_body(text: str, **fields: Any) -> dict[str, Any]:

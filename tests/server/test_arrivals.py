@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import GUARD_S
 from tests.server.test_fields import FakeService, Silent
 from weft.config import EngineConfig, resolve
 from weft.engine.chat_prompts import ChatPrompts
@@ -62,7 +63,7 @@ def sent(path: str, body: dict[str, Any], parts: Any, **settings: Any) -> list[R
         assert service.admission.num_open == len(service.link.inbox), "completions are counted as they are admitted"
         return list(service.link.inbox)
 
-    return asyncio.run(asyncio.wait_for(main(), 20))
+    return asyncio.run(asyncio.wait_for(main(), GUARD_S))
 
 
 CHAT = {"messages": [{"role": "user", "content": "one two"}], "logprobs": True, "top_logprobs": 2}

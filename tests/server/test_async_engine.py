@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.patience import GUARD_S
 from tests.server.fake_engine import BREAK, CUT, FakeCore
 from tests.tiny_tokenizer import save_sentencepiece_tokenizer
 from weft.config import resolve
@@ -70,7 +71,7 @@ def run(inputs: InputProcessor, body: Body) -> None:
     async def main() -> None:
         link = Link()
         link.engine = AsyncEngine(link, inputs, inputs._tokenizer)
-        await asyncio.wait_for(body(link.engine, link), 10)
+        await asyncio.wait_for(body(link.engine, link), GUARD_S)
 
     asyncio.run(main())
 

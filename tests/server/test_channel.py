@@ -11,14 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from tests.media import Prompt
+from tests.patience import GUARD_S
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, ServerChannel
 from weft.engine.ray_engine import ClockOffset
 from weft.errors import EngineDeadError
 from weft.messages import RowSampling
 from weft.request import RequestSpec
-
-GUARD_S = 30.0
 
 
 def test_only_who_has_the_key_is_heard() -> None:
@@ -71,7 +70,7 @@ def test_all_that_was_sent_arrives_also_from_an_engine_that_ends(tmp_path: Path)
             engine.send(stage)
         await asyncio.to_thread(engine.close)
         server.receive(heard.append)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + GUARD_S
         while len(heard) < len(stages) and time.monotonic() < deadline:
             await asyncio.sleep(0.001)
         server.close()

@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 from starlette.responses import PlainTextResponse
 
+from tests.patience import GUARD_S, stretched
 from weft.server import connections, sse
 from weft.server.connections import KEPT, MAX_HEAD_BYTES, ChunkWriter, HeadWithBody, protocol_class
 from weft.server.sse import PING, StreamResponse, Watch
@@ -48,7 +49,7 @@ def serve(
         while not server.started:
             await asyncio.sleep(0.01)
         try:
-            await asyncio.wait_for(body(server.servers[0].sockets[0].getsockname()[1]), 30)
+            await asyncio.wait_for(body(server.servers[0].sockets[0].getsockname()[1]), GUARD_S)
         finally:
             server.should_exit = server.force_exit = True
             await serving
@@ -134,7 +135,7 @@ def test_a_connection_is_kept_alive_behind_a_dropped_body(behind: bytes, monkeyp
     head = b"POST" + HEAD[3:] + b"Content-Length: 4\r\n\r\n"
 
     async def body(port: int) -> None:
-        answer = await asyncio.wait_for(talk(port, head, b"body" + behind, pause_s=0.1), 5)
+        answer = await asyncio.wait_for(talk(port, head, b"body" + behind, pause_s=0.1), stretched(5))
         assert answer.count(b"ok") == 1
         assert (b"HTTP/1.1 408 " in answer) == bool(behind)
 
@@ -214,7 +215,7 @@ def test_heads_that_do_not_come_are_not_waited_for(start: bytes, monkeypatch: py
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.3)
 
     async def body(port: int) -> None:
-        answer = await asyncio.wait_for(talk(port, start), 5)
+        answer = await asyncio.wait_for(talk(port, start), stretched(5))
         assert b"HTTP/1.1 408 " in answer or b"HTTP/1.1 200 " in answer
 
     serve(1000, body)
@@ -418,7 +419,7 @@ def test_a_caller_that_does_not_read_is_not_waited_for(
     async def main() -> None:
         reader = Reader(count)
         call = reader.stream(*parts, timeout_s=100.0 if is_end else 0.2)
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, stretched(5))
         assert reader.num_sent <= count + 2, "what it does not read, and what ends it"
         del call
         await asyncio.sleep(0.01)
@@ -436,7 +437,7 @@ def test_a_comment_that_is_not_read_ends_with_its_caller(monkeypatch: pytest.Mon
         while reader.num_sent < 3:
             await asyncio.sleep(0.005)
         reader.gone[0]()
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, stretched(5))
         del call
         await asyncio.sleep(0.01)
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.patience import GUARD_S
 from tests.server.fake_engine import CUT
 from tests.server.running import ROOT, RunningServer, wait_until
 from weft.cli import build_parser
@@ -98,7 +99,7 @@ def test_the_unit_starts_the_server() -> None:
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "weft.service"
     unit.write_text(unit_text().replace("/opt/weft/bin/weft", "/bin/true"))
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=GUARD_S)
     assert "weft.service" not in done.stderr, done.stderr
 
 
@@ -138,6 +139,6 @@ def test_the_container_serves_as_somebody_else_than_root_and_tells_its_health(se
     probe = json.loads(last["HEALTHCHECK"].partition("CMD")[2])
     code = probe[2].replace(f"http://127.0.0.1:{settings.port}", server.url)
     assert probe[:2] == ["python", "-c"] and server.url in code
-    assert subprocess.run([shutil.which("python3") or "python", "-c", code], timeout=20).returncode == 0
+    assert subprocess.run([shutil.which("python3") or "python", "-c", code], timeout=GUARD_S).returncode == 0
     broken = code.replace("/health", "/nowhere")
     assert subprocess.run([shutil.which("python3") or "python", "-c", broken], capture_output=True).returncode == 1

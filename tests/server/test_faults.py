@@ -166,7 +166,7 @@ def test_a_second_sigterm_does_not_wait(start: Start) -> None:
     wait_until(lambda: server.client.get("/ready").status_code == 503, 5)
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(GUARD_S)
-    reader.join(5)
+    reader.join(GUARD_S)
     assert not reader.is_alive()
 
 

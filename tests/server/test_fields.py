@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
+from tests.patience import GUARD_S
 from tests.server.fake_engine import CAPACITY
 from tests.server.test_async_engine import Link
 from weft.config import EngineConfig, resolve
@@ -186,7 +187,7 @@ def fields_read(path: str, kind: type[msgspec.Struct], body: dict[str, Any], par
         service.render.close()
         return recorded.read
 
-    return asyncio.run(asyncio.wait_for(main(), 20))
+    return asyncio.run(asyncio.wait_for(main(), GUARD_S))
 
 
 async def _answer(response: Any, sent: list[Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import GUARD_S
 from weft.cli import main
 from weft.cli.serve import add_parser, serve_engine_settings, server_settings
 from weft.config.aliases import SERVER_FLAGS
@@ -62,7 +63,7 @@ def test_work_that_does_not_end_is_ended() -> None:
 @pytest.mark.parametrize("size", [0, SMALL])
 def test_work_that_drops_an_interruption_is_interrupted_again(size: int) -> None:
     """As callbacks of the interpreter do; once in the event loop, once in the thread."""
-    given_up = time.monotonic() + 20
+    given_up = time.monotonic() + GUARD_S
 
     def stubborn() -> str:
         num_dropped = 0

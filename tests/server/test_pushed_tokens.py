@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.token_cost import Client
+from tests.patience import stretched
 from tests.server.fake_engine import CAPACITY
 from weft.assets import MODEL_DIR
 from weft.config import resolve
@@ -68,7 +69,7 @@ async def stream_of(path: str, texts: list[bytes]) -> list[int]:
         await asyncio.sleep(0)  # a reader that is woken now runs in the next turn
         counts.append(len(texts))
         await turns()
-    await asyncio.wait_for(call, 10)
+    await asyncio.wait_for(call, stretched(10))
     return counts
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import GUARD_S
 from tests.server.fake_engine import CAPACITY, SLOW
 from tests.server.running import RunningServer, is_alive, wait_until
 from tests.server.test_replicas import Server, serve
@@ -24,7 +25,7 @@ if find_spec("ray") is None:
 WHOLE_NODE = {"data_parallel_backend": "ray", "tensor_parallel_size": 2}
 """Two processors for two ranks: all that a node has."""
 
-LIMIT_S = 30.0
+LIMIT_S = GUARD_S
 
 
 @pytest.fixture(scope="module")

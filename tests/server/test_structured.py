@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from tests.patience import GUARD_S
 from tests.server.running import is_alive
 from weft.config import resolve
 from weft.engine.grammars import GrammarCompiler
@@ -213,7 +214,7 @@ def test_a_worker_that_does_not_answer_is_not_waited_for(
 
     async def main() -> None:
         with pytest.raises(ApiError, match="does not answer"):
-            await asyncio.wait_for(checker.check("late", "p"), 10)
+            await asyncio.wait_for(checker.check("late", "p"), GUARD_S)
         assert checker._worker is None and "late" not in checker._answers
         monkeypatch.setattr(grammar_check, "_PATIENCE_S", 30.0)
         await checker.check("fine", "p")
