@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from tests.patience import GUARD_S
 from weft.engine import replicas
 from weft.engine.ray_cluster import bundle_of
 from weft.engine.replicas import ReplicaSet
@@ -26,7 +27,7 @@ def end_when_idle(open_requests: dict[str, Any], index: int, process: Any) -> An
 def test_requests_of_others_do_not_keep_it() -> None:
     process = AsyncMock()
     others = {"a": SimpleNamespace(index=0), "b": SimpleNamespace(index=2)}
-    asyncio.run(asyncio.wait_for(end_when_idle(others, 1, process), 10))
+    asyncio.run(asyncio.wait_for(end_when_idle(others, 1, process), GUARD_S))
     process.stop.assert_awaited_once()
 
 
@@ -37,7 +38,7 @@ def test_its_own_requests_end_first() -> None:
         await asyncio.sleep(0.05)
         process.stop.assert_not_awaited()
         entries.clear()
-        await asyncio.wait_for(ending, 10)
+        await asyncio.wait_for(ending, GUARD_S)
         process.stop.assert_awaited_once()
 
     asyncio.run(drain())
