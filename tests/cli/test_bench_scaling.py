@@ -37,7 +37,7 @@ def test_scaling(run_weft: RunWeft, tmp_path: Path) -> None:
         (["--queue-len", 5, 2], "--queue-len 5 2: give MIN and MAX"),
         (["--sizes", "2"], "--sizes 2: give GPUs of a replica x replicas, like 2x1"),
         (["--batch-sizes", 0], "--batch-sizes 0: give 1 or more"),
-        (["--batch-sizes", 1, 9, "--max-num-seqs", 8], "--batch-sizes 9: max_num_seqs=8 run at a time in a replica"),
+        (["--batch-sizes", 1, 9, "--max-num-seqs", 8], "--batch-sizes 9: --max-num-seqs 8 run at a time in a replica"),
         (["--sizes", "1x2", "--batch-sizes", 9, "--max-num-seqs", 4], "in a replica, and one of --sizes has 2; give"),
     ],
 )

@@ -138,7 +138,7 @@ def test_bad_lines_fail_alone(run_weft: RunWeft, engine: LLM) -> None:
         (["generate", "a", "--input", "file"], "not both"),
         (["generate", "--input", "/nowhere/in.jsonl"], "--input /nowhere/in.jsonl: cannot be read"),
         (["generate", "a", "--output", "/nowhere/out.jsonl"], "--output /nowhere/out.jsonl: cannot be written"),
-        (["generate", "a", "--top-p", "2"], "top_p"),
+        (["generate", "a", "--top-p", "2"], "--top-p 2.0"),
     ],
 )
 def test_bad_input_is_told_before_the_engine_starts(run_weft: RunWeft, argv: list[str], message: str) -> None:

@@ -160,7 +160,7 @@ def test_a_capture_that_fails_leaves_nothing_on() -> None:
     ("flags", "message"),
     [
         (["--tokens", "0"], "give 1 or more"),
-        (["--tokens", "66"], "max_num_batched_tokens=65"),
+        (["--tokens", "66"], "--max-num-batched-tokens 65"),
         (["--cuda-graph-mode", "FULL"], "does not concern pieces"),
         (["--enforce-eager"], "does not concern pieces"),
     ],

@@ -162,7 +162,7 @@ _KEY = ("device", "model", "settings", "versions")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--cuda-graph-mode", "FULL"], "cuda_graph_mode='FULL' says how batches run"),
+        (["--cuda-graph-mode", "FULL"], "--cuda-graph-mode FULL says how batches run"),
         (["--enforce-eager"], "leave it out"),
         (["--repeats", "0"], "give 1 or more"),
         (["--context", "0"], "give 1 or more"),
