@@ -368,7 +368,7 @@ class Scheduler:
                 self.manager.confirm(running.lease, launched.num_tokens)
             if self.drafts is not None and launched.num_drafts:
                 apply_acceptance(self.drafts, self.manager, launched, len(runs.get(running.row, ())))
-            if failed and exclusion is None and launched.num_drafts and not running.retries:
+            if failed and exclusion is None and launched.num_drafts and not request.no_drafts_because:
                 self._retry_without_drafts(running)
             if request.finish_reason is not None or running.retries:
                 self._give_back_if_idle(running)

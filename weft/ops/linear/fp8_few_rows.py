@@ -217,8 +217,8 @@ def _fp8_few_rows_kernel(
 def few_rows_config(rows: int, inner: int, tokens: int, block: int) -> FewRows:
     """Configuration of a product of up to 64 rows that no table has.
 
-    Weights stream through a pipeline. Only small weights are held in registers: beyond 2 MB that takes 2 to 7 times as
-    long. Measured on an H200 for 13 weights of 4 to 470 MB (``fp8-rules-h200.json``).
+    Weights stream through a pipeline. Only small weights are held in registers. At 4 MB that makes no difference. From
+    10 MB on it takes 2 to 7 times as long, measured on an H200 for 13 weights (``fp8-rules-h200.json``).
 
     Args:
         rows, inner: of the weight.
