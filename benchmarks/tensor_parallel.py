@@ -41,7 +41,7 @@ ENGINES = ("engine_cold", "engine_warm", "engine_warm_nccl", "engine_warm_expert
 STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm", "engine_warm_nccl", "scaling", "engine_warm_experts")
 FIGURES = ("decode", "first_token", "throughput")
 SIZES = "1x1 2x1 1x2"
-SCALED = {2: {"qwen3-0.6b": SIZES, "qwen3-next-12l": SIZES}, 4: {"qwen3-next-48l": "2x2"}}
+SCALED = {2: {"qwen3-next-12l": SIZES, "qwen3-0.6b": SIZES}, 4: {"qwen3-next-48l": "2x2"}}
 """By ranks: models, and GPUs of a replica x replicas."""
 SCALING = "--warmups 0 --repeats 1 --batch-sizes 1 32 128 --prompt-len 256"
 if not ON_GPU:
@@ -59,7 +59,7 @@ PEERS: dict[int, dict[str, Any]] = {
         "tokens_per_s": None,
     },
 }
-"""vLLM 0.26 on as many H200, see docs/performance.md."""
+"""vLLM 0.26 on as many H200 with Qwen3-Next of 48 layers, see docs/performance.md."""
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -182,7 +182,8 @@ class Run:
             rows += found.get("results", [])
 
     def table(self) -> None:
-        peers = PEERS.get(self.ranks, {"decode_ms": {}, "first_token_ms": {}, "tokens_per_s": None})
+        measured = PEERS if Path(self.config).name == "qwen3-next-48l" else {}
+        peers = measured.get(self.ranks, {"decode_ms": {}, "first_token_ms": {}, "tokens_per_s": None})
         print("\nall-reduce + norm, us      fused      NCCL + norm")
         for row in self.results.get("all_reduce", {}).get("rows", ()):
             print(f"{row['rows']:6} rows {row['kib']:9.0f} KiB {row.get('fused_us', '-'):>9} {row.get('plain_us'):>9}")
