@@ -273,27 +273,21 @@ def large_bodies_table() -> Table:
     return list(names), ("ms", "longest pause, before", "now", "p99 of `/health`, before", "now"), rows
 
 
-RANKS = {
-    2: ("C2", {"Weft": "2xh200", "Weft, NCCL": "2xh200-nccl", "Weft, whole experts": "2xh200-experts"}),
-    4: ("C", {"Weft": "4xh200"}),
-}
-"""By ranks: the model in the peers' file, and our runs; the first one is held against the goal."""
+RANKS = {2: ("C2", "2xh200"), 4: ("C", "4xh200")}
+"""By ranks: the model in the peers' file, and our run."""
 
 
 def _of_ranks(
     what: str, figures: str, sizes: Sequence[int], mine: Callable[[dict[str, Any]], dict[int, tuple[float, str]]]
 ) -> Table:
-    """One row for each run, the peer and the goal: ``figures`` of the peers' file, ``mine`` and cells, by size."""
+    """Rows of Weft, the peer and the goal: ``figures`` of the peers' file, ``mine`` and cells, by size."""
     files, rows = [], []
-    for ranks, (model, runs) in RANKS.items():
-        names = {who: f"tensor-parallel-qwen3-next-48l-{run}" for who, run in runs.items()}
-        ours = {who: mine(read(name)) for who, name in names.items()}
-        peers, best = read(PEERS)[figures][model], ours["Weft"]
-        cells = {who: [found[size][1] if size in found else "" for size in sizes] for who, found in ours.items()}
-        rows += [[str(ranks), who, *row] for who, row in cells.items()]
+    for ranks, (model, run) in RANKS.items():
+        files.append(name := f"tensor-parallel-qwen3-next-48l-{run}")
+        found, peers = mine(read(name)), read(PEERS)[figures][model]
+        rows.append([str(ranks), "Weft", *(found[size][1] for size in sizes)])
         rows.append([str(ranks), "vLLM", *(given(peers["vllm"].get(str(size))) for size in sizes)])
-        rows.append([str(ranks), "goal", *(goal(best[size][0], peers["goal"][str(size)]) for size in sizes)])
-        files += names.values()
+        rows.append([str(ranks), "goal", *(goal(found[size][0], peers["goal"][str(size)]) for size in sizes)])
     return [*files, PEERS], ("GPUs", what, *(f"{size:,}" for size in sizes)), rows
 
 
@@ -313,15 +307,15 @@ def ranks_first_token_table() -> Table:
 def ranks_start_table() -> Table:
     warm = {2: "2xh200-warm", 4: "4xh200-warm"}
     files, rows = [], []
-    for ranks, (model, runs) in RANKS.items():
+    for ranks, (model, cold) in RANKS.items():
         peers, target = read(PEERS)["start_s"][model], read(PEERS)["output_tokens_per_s"].get(model)
-        for kind, run in (("cold", runs["Weft"]), ("warm", warm[ranks])):
+        for kind, run in (("cold", cold), ("warm", warm[ranks])):
             files.append(name := f"tensor-parallel-qwen3-next-48l-{run}")
             start = read(name)["start"]
             parts = [shown(start["stages"][stage]) for stage in ("model", "kernels", "memory", "graphs")]
             told = [_start(peers["vllm"].get(kind)), goal(start["total_s"], peers["goal"][kind])]
             rows.append([str(ranks), f"{kind} start, s", shown(start["total_s"]), *told, *parts])
-        rate = read(f"tensor-parallel-qwen3-next-48l-{runs['Weft']}")["throughput"]["output_tokens_per_s"]
+        rate = read(f"tensor-parallel-qwen3-next-48l-{cold}")["throughput"]["output_tokens_per_s"]
         told = ["", ""] if target is None else [given(target["vllm"][0]), goal(rate, target["goal"], least=True)]
         rows.append([str(ranks), "256 mixed requests, output tokens/s", shown(round(rate)), *told, *[""] * 4])
     columns = ("GPUs", "", "Weft", "vLLM", "goal", "model", "kernels", "memory", "graphs")
