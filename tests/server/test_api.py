@@ -351,6 +351,27 @@ def test_bad_bodies(server: RunningServer, body: bytes) -> None:
     assert response.status_code == 400 and response.json()["error"]["message"]
 
 
+def test_max_tokens_beyond_the_context_is_refused_with_the_numbers(server: RunningServer) -> None:
+    for path, prompt in (("/v1/chat/completions", chat_body("hi")), ("/v1/completions", {"prompt": [5, 6, 7]})):
+        response = server.client.post(path, json=prompt | {"max_tokens": 10**9})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, "max_tokens", "context_length_exceeded")
+        assert "4096" in error["message"] and "1000000000" in error["message"]
+    room = 4096 - 3
+    assert f"ask for {room} or fewer" in error["message"]
+    fitting = {"prompt": [5, 6, 7], "max_tokens": room, "stop_token_ids": list(range(64))}
+    assert server.client.post("/v1/completions", json=fitting | {"max_tokens": room + 1}).status_code == 400
+    assert server.client.post("/v1/completions", json=fitting).status_code == 200
+    unasked = {"prompt": [5] * 4090}  # the default of 16 is lowered
+    assert server.client.post("/v1/completions", json=unasked).status_code == 200
+
+
+def test_agents_may_ask_for_more_tokens_than_the_context_has(server: RunningServer) -> None:
+    message = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 32000}
+    assert server.client.post("/v1/messages", json=message).status_code == 200
+    assert server.client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 32000}).status_code == 200
+
+
 def test_a_prompt_beyond_the_context_is_told_in_openais_words(server: RunningServer) -> None:
     for path, body in (("chat/completions", chat_body("x " * 6000)), ("completions", {"prompt": "x " * 6000})):
         response = server.client.post(f"/v1/{path}", json=body)

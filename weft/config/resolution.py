@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.draft_choice import choose_drafts, choose_speculation
+from weft.config.effects import explain_no_effects
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.generation import read_generation_config
 from weft.config.graph_modes import CudaGraphMode, GraphMode
@@ -85,6 +86,8 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_piece_sizes(values, reasons)
     model = choose_drafts(values, reasons, plain, model)
     _explain_pools(values, reasons)
+    for warning in explain_no_effects(values, reasons, model, given):
+        logger.warning(warning)
     return EngineConfig(
         **values,
         model_path=model_path,

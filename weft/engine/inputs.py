@@ -228,6 +228,18 @@ class InputProcessor:
             "prompt",
         )
 
+    def check_room(self, prompts: Sequence[PreparedPrompt], params: SamplingParams) -> None:
+        """Raise ContextLengthError if a prompt and ``max_tokens`` together are longer than the context. Without this
+        check the context ends the text."""
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        wanted, limit = params.max_tokens or 1, self._max_model_len
+        if longest + wanted > limit:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens. However, max_tokens={wanted} and a prompt of "
+                f"{longest} tokens are {longest + wanted}; ask for {limit - longest} or fewer, or leave max_tokens out",
+                "max_tokens",
+            )
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     def make_requests(

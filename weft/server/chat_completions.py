@@ -130,10 +130,12 @@ async def start_chat(
     read: list[ChatPrompt] | None = None,
     *,
     prefix: str = "chatcmpl",
+    clamps: bool = True,
 ) -> Chat:
     """Check, render and submit a chat. Raises RequestError or ApiError.
 
-    ``read``: its prompt, if it was rendered already.
+    ``read``: its prompt, if it was rendered already. ``clamps``: ``max_tokens`` beyond the context is lowered to the
+    room there is, not refused.
     """
     model = check_model(context, request.model)
     params = chat_params(request, context.settings)
@@ -161,7 +163,10 @@ async def start_chat(
         limit = context.service.capacity.max_model_len if params.truncate_prompt_tokens is None else None
         chat = read[0] if read else await render_chat(context, engine, request, tools, client, limit)
         salt = client.cache_salt(request.cache_salt)
-        return [engine.inputs.encoded_chat(chat, request.checkpoint_positions or (), salt, params)]
+        prompts = [engine.inputs.encoded_chat(chat, request.checkpoint_positions or (), salt, params)]
+        if not clamps:
+            engine.inputs.check_room(prompts, params)
+        return prompts
 
     call = await submit_call(
         context,
@@ -183,7 +188,7 @@ async def start_chat(
 async def chat_completions(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
     request, read = await read_request(context, "/v1/chat/completions", body, ChatCompletionRequest, client)
-    chat = await start_chat(context, request, client, read)
+    chat = await start_chat(context, request, client, read, clamps=False)
     return ChatResponseBuilder(chat, request).response(request.stream)
 
 

@@ -44,6 +44,8 @@ async def completions(context: Context, body: bytes, client: Client) -> JsonResp
         else:
             run, inputs = context.service.render.run, engine.inputs
             prompts = await run(prepare_prompts, inputs, engine.tokenizer, request, params, given, size=len(body))
+        if request.max_tokens:  # the default of 16 is lowered to the room there is
+            engine.inputs.check_room(prompts, params)
         return [replace(prompt, cache_salt=salt) for prompt in prompts]
 
     call = await submit_call(
