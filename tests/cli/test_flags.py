@@ -145,6 +145,23 @@ def test_a_refusal_names_flags_before_weights_are_read(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--port 99999", "weft: error: --port 99999 is out of range"),
+        ("--api-server-count 65", "weft: error: --api-server-count 65 is out of range"),
+        ("--request-timeout 0", "weft: error: --request-timeout 0 is out of range"),
+        ("--max-queue-size 0", "weft: error: --max-queue-size 0 is out of range"),
+        ("--host 0.0.0.0", "weft: error: --host 0.0.0.0 lets other machines in"),
+    ],
+)
+def test_a_refused_setting_of_the_server_is_named_as_its_flag(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags.split()]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
 def test_only_settings_become_flags() -> None:
     message = "max_tokens=3 of config.json: dtype 'int8', model.norm, /data/page_size; num_kv_pages is too low"
     assert with_flags(message) == message.replace("num_kv_pages", "--num-kv-pages")

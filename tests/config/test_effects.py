@@ -68,7 +68,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny checkpoint of each model. All are made here, before ``two_gpus`` pretends to have GPUs."""
     models = (TEXT, IMAGES, ATTENTION, "Mamba2ForCausalLM")
-    return {arch: make_checkpoint(arch, tmp_path_factory.mktemp(arch), with_tokenizer=True) for arch in models}.get
+    folders = {arch: make_checkpoint(arch, tmp_path_factory.mktemp(arch), with_tokenizer=True) for arch in models}
+    return folders.__getitem__
 
 
 @pytest.fixture(autouse=True)

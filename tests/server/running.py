@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import re
@@ -34,8 +35,15 @@ class RunningServer:
         self.log: list[str] = []
         self._urls: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.url = self._urls.get(timeout=START_LIMIT_S)
-        self.client = httpx.Client(base_url=self.url, timeout=GUARD_S)
+
+    @functools.cached_property
+    def url(self) -> str:
+        """The server's address, once it answers."""
+        return self._urls.get(timeout=START_LIMIT_S)
+
+    @functools.cached_property
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=GUARD_S)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -76,7 +84,8 @@ class RunningServer:
         return self.process.wait(GUARD_S)
 
     def close(self) -> None:
-        self.client.close()
+        if "client" in vars(self):
+            self.client.close()
         for end in (self.process.terminate, self.process.terminate, self.process.kill):
             if self.process.poll() is None:
                 end()

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+import uvicorn
 
 from tests.patience import GUARD_S
 from tests.server.fake_engine import CAPACITY, SLOW, FakeCore
@@ -31,7 +32,7 @@ from weft.server.admission import Admission, OpenCounts
 from weft.server.api_servers import _NUMBERS, ApiProcess, ApiServers
 from weft.server.errors import ApiError
 from weft.server.history import History
-from weft.server.http_server import listen
+from weft.server.http_server import _HttpServer, listen
 from weft.server.process_reports import ReportGatherer
 from weft.server.request_metrics import Counts
 from weft.server.settings import ServerSettings
@@ -368,6 +369,31 @@ def test_a_look_into_the_engine_is_shown_to_the_process_that_asked() -> None:
     assert heard == list(zip([1, 0, 2, 2], numbers, strict=True))
 
 
+def test_the_url_is_told_once_all_processes_answer() -> None:
+    """The kernel gives a connection to any of them. One that takes the place of another tells nothing."""
+    servers = object.__new__(ApiServers)  # no processes
+    servers._members = [ApiProcess(index, cast(Any, None)) for index in range(2)]
+    told: list[int] = []
+    servers._on_answering = lambda: told.append(len(heard))
+    heard = []
+    for index in (1, 1, 0, 1, 0):
+        heard.append(index)
+        servers._receive(servers._members[index], link.encode(link.Answering()))
+    assert told == [3]
+
+
+def test_the_url_is_told_after_the_server_began_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    async def startup(self: Any, sockets: Any = None) -> None:
+        done.append("answers")
+
+    monkeypatch.setattr("uvicorn.Server.startup", startup)
+    http = _HttpServer(uvicorn.Config(cast(Any, None)), lambda: done.append("told"))
+    asyncio.run(http.startup())
+    assert done == ["answers", "told"]
+
+
 def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
     """What it had open is aborted, and is nobody's from then on."""
     servers = object.__new__(ApiServers)  # no processes
@@ -446,7 +472,7 @@ def test_an_api_process_that_ends_leaves_no_socket(monkeypatch: pytest.MonkeyPat
 
     async def main() -> None:
         listener = socket.socket()
-        servers = ApiServers(ServerSettings(), cast(Any, None), [listener], lambda *_: None)
+        servers = ApiServers(ServerSettings(), cast(Any, None), [listener], lambda *_: None, lambda: None)
         member = servers._members[0]
 
         def num_sockets() -> int:

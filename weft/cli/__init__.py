@@ -68,9 +68,10 @@ def _with_flags(error: WeftError) -> str:
     """Name the flags that the user gave. A line of ``--input`` has keys instead."""
     from weft.cli.flags import SAMPLING_ERROR, SAMPLING_NAMES  # a verb has imported the module before it failed
     from weft.config.flag_names import with_flags
+    from weft.server.settings import flag_of, server_flags
 
     if isinstance(error, ConfigError):
-        return with_flags(str(error))
+        return with_flags(str(error), (flag_of(field)[2:].replace("-", "_") for field in server_flags()))
     return with_flags(str(error), SAMPLING_NAMES) if str(error).startswith(SAMPLING_ERROR) else str(error)
 
 

@@ -12,7 +12,7 @@ from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.errors import ConfigError
 from weft.executor.external import follow
-from weft.server.settings import ServerSettings
+from weft.server.settings import ServerSettings, flag_of, server_flags
 
 _EPILOG = """\
 examples:
@@ -64,10 +64,8 @@ class _Ignored(argparse.Action):
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each field that has a help text."""
     group = parser.add_argument_group("server")
-    for field in dataclasses.fields(ServerSettings):
-        if field.metadata:
-            flag = field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
-            group.add_argument(flag, dest=_DEST + field.name, default=argparse.SUPPRESS, **_arguments(field))
+    for field in server_flags():
+        group.add_argument(flag_of(field), dest=_DEST + field.name, default=argparse.SUPPRESS, **_arguments(field))
 
 
 def _arguments(field: dataclasses.Field[Any]) -> dict[str, Any]:

@@ -87,6 +87,10 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 ToApi = wire.Configured | wire.Ready | wire.Outputs | wire.Inspected | Lost | Pulse | Open | Drain | Report | Gathered
 
 
+class Answering(msgspec.Struct, frozen=True, tag="answering"):
+    """The sending process answers calls from now on, also if only to tell that the engine is starting."""
+
+
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
     """The sending process can accept calls."""
 
@@ -117,6 +121,7 @@ FromApi = (
     | wire.Inspect
     | wire.DrainReplica
     | wire.StartReplica
+    | Answering
     | Serving
     | Unfit
     | Gather

@@ -170,7 +170,8 @@ async def _run(start: link.ApiStart, tracer: Tracer | None, log: LogWriter) -> i
     engine.lost = lost
     if start.is_another:
         service.history.join()
-    await serve_http(service, socket.socket(fileno=start.listen_fd), tracer, when_ready=start.is_another)
+    listener = socket.socket(fileno=start.listen_fd)
+    await serve_http(service, listener, tracer, lambda: engine.send(link.Answering()), when_ready=start.is_another)
     return 0 if service.failure is None else 1
 
 

@@ -54,6 +54,7 @@ class ApiProcess:
     frames: link.Frames | None = None
     connecting: asyncio.Task[object] | None = None
     open: set[str] = field(default_factory=set)
+    is_answering: bool = False
     is_serving: bool = False
     restarts: Restarts = field(default_factory=Restarts)
 
@@ -74,6 +75,7 @@ class ApiServers:
         supervisor: of the engine.
         listeners: one socket for each.
         report_stage: called with stages of the start.
+        on_answering: called once all of them answer calls.
         verbose: they log what they decide.
 
     Attributes:
@@ -86,11 +88,12 @@ class ApiServers:
         supervisor: EngineSupervisor,
         listeners: list[socket.socket],
         report_stage: Callable[[str, float, str], None],
+        on_answering: Callable[[], None],
         *,
         verbose: bool = False,
     ) -> None:
         self._settings, self._supervisor, self._verbose = settings, supervisor, verbose
-        self._report_stage = report_stage
+        self._report_stage, self._on_answering = report_stage, on_answering
         self._members = [ApiProcess(index, listener) for index, listener in enumerate(listeners)]
         self._owners: dict[str, ApiProcess] = {}
         self._reports = ReportGatherer()
@@ -270,6 +273,8 @@ class ApiServers:
                 self._supervisor.send(message)
             case wire.Inspect() | wire.DrainReplica() | wire.StartReplica():
                 self._supervisor.send(message)
+            case link.Answering():
+                self._answers(member)
             case link.Serving():
                 self._begins(member)
             case link.Unfit():
@@ -283,6 +288,12 @@ class ApiServers:
 
     def _gathered(self, index: int, message: link.Gathered) -> None:
         self._members[index].send(message)
+
+    def _answers(self, member: ApiProcess) -> None:
+        if not member.is_answering:  # not another one, after a death
+            member.is_answering = True
+            if all(m.is_answering for m in self._members):
+                self._on_answering()
 
     def _begins(self, member: ApiProcess) -> None:
         member.is_serving = True

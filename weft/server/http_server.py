@@ -12,7 +12,7 @@ import gc
 import socket
 import sys
 from asyncio import FIRST_COMPLETED
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -89,7 +89,15 @@ def _bound(settings: ServerSettings, port: int, *, is_shared: bool) -> socket.so
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own."""
+    """uvicorn without signal handlers of its own. ``on_answering`` is called once calls are answered."""
+
+    def __init__(self, config: uvicorn.Config, on_answering: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_answering = on_answering
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_answering()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -103,16 +111,23 @@ async def _freeze(service: Service) -> None:
 
 
 async def serve_http(
-    service: Service, listener: socket.socket, tracer: Tracer | None, *, when_ready: bool = False
+    service: Service,
+    listener: socket.socket,
+    tracer: Tracer | None,
+    on_answering: Callable[[], None],
+    *,
+    when_ready: bool = False,
 ) -> None:
     """Start the service, answer calls until it is over, and close it.
 
     Args:
+        on_answering: called once calls are answered, also if only to tell that the engine is starting.
         when_ready: let connections wait until the service is ready, instead of telling that it is starting.
     """
     config = uvicorn.Config(
         build_app(service, tracer),
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -122,7 +137,7 @@ async def serve_http(
         timeout_graceful_shutdown=2,
         backlog=_BACKLOG,
     )
-    http = _HttpServer(config)
+    http = _HttpServer(config, on_answering)
     sys.setswitchinterval(_SWITCH_S)
     service.start()
     ended = asyncio.create_task(service.ended.wait())

@@ -51,8 +51,7 @@ def serve(
     log = configure_log(as_json, verbose)
     command = EngineCommand(engine_settings, engine_module, verbose, as_json)
     supervisor = EngineSupervisor(command, restarts=settings.restart_engine)
-    report = Report(log.put, as_json)
-    report.head(settings, listeners[0])
+    report = Report(log.put, as_json, _url(settings, listeners[0]))
     try:
         if len(listeners) > 1:
             return uvloop.run(_run_many(settings, supervisor, listeners, report, verbose))
@@ -69,16 +68,15 @@ class Report:
     Args:
         put: takes a line.
         as_json: whether lines are JSON objects.
+        url: the address of the server.
     """
 
-    def __init__(self, put: Callable[[str], None], as_json: bool) -> None:
-        self._put, self._formatter = put, LogFormatter(as_json)
+    def __init__(self, put: Callable[[str], None], as_json: bool, url: str) -> None:
+        self._put, self._formatter, self._url = put, LogFormatter(as_json), url
 
-    def head(self, settings: ServerSettings, listener: socket.socket) -> None:
-        """Write the version and the URL of the server."""
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        url = f"http://{host}:{listener.getsockname()[1]}"
-        self._write(f"weft {__version__}: {url}", version=__version__, url=url)
+    def answering(self) -> None:
+        """Write the version and the URL, which is answered from now on."""
+        self._write(f"weft {__version__}: {self._url}", version=__version__, url=self._url)
 
     def stage(self, name: str, seconds: float, note: str) -> None:
         """A stage of the start is done."""
@@ -101,6 +99,11 @@ class Report:
         self._put(text)
 
 
+def _url(settings: ServerSettings, listener: socket.socket) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{listener.getsockname()[1]}"
+
+
 async def _run_one(
     settings: ServerSettings,
     supervisor: EngineSupervisor,
@@ -115,7 +118,7 @@ async def _run_one(
         await service.drain()
 
     _Stop(drain, service.ended.set).install()
-    await serve_http(service, listener, tracer)
+    await serve_http(service, listener, tracer, report.answering)
     return report.status(service.failure)
 
 
@@ -126,7 +129,7 @@ async def _run_many(
     report: Report,
     verbose: bool,
 ) -> int:
-    servers = ApiServers(settings, supervisor, listeners, report.stage, verbose=verbose)
+    servers = ApiServers(settings, supervisor, listeners, report.stage, report.answering, verbose=verbose)
 
     async def drain() -> None:
         report.draining(servers.num_open)

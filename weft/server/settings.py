@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from weft.errors import ConfigError
@@ -14,6 +14,16 @@ MAX_API_SERVERS = 64
 def _option(default: Any, help: str, flag: str | None = None, **arguments: Any) -> Any:
     """Make a field that users set. ``flag`` differs from the field's name; ``arguments`` are argparse's."""
     return field(default=default, metadata={"help": help, "flag": flag, "arguments": arguments})
+
+
+def flag_of(option: Field[Any]) -> str:
+    """Return the flag of a field of ``ServerSettings``."""
+    return option.metadata["flag"] or f"--{option.name.replace('_', '-')}"
+
+
+def server_flags() -> list[Field[Any]]:
+    """Return the fields that have a flag."""
+    return [option for option in fields(ServerSettings) if option.metadata]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
