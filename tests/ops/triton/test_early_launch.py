@@ -257,7 +257,7 @@ BEFORE_THE_WAIT = {
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
 EARLY_LOADS = (
-    "_load_weight", "_load_parts", "_weight_tile", "load_keys_values", "_load_factors", "_scale", "first_pages",
+    "_load_weight", "_load_parts", "load_keys_values", "_load_factors", "_scale", "first_pages",
     "_place", "sequence_of_block", "load_weights", "load_scales", "load_inputs", "areas_of", "packets_at",
 )  # fmt: skip
 """Functions that load for kernels before they wait."""
@@ -293,7 +293,7 @@ def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
     def loaded(node: ast.AST, before: int) -> Iterator[str]:
         for call in ast.walk(node):
             if isinstance(call, ast.Call) and call.lineno < before:
-                if ast.unparse(call.func) in ("tl.load", "gl.load", "_load_tiles"):
+                if ast.unparse(call.func) in ("tl.load", "gl.load", "_load_tiles", "load_inner"):
                     yield next(n.id for n in ast.walk(call.args[0]) if isinstance(n, ast.Name))
                 elif isinstance(call.func, ast.Name) and call.func.id in EARLY_LOADS:
                     yield from loaded(functions[call.func.id], 10**9)

@@ -31,6 +31,16 @@ def rows_of_block(block, width, ROWS: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def load_inner(pointers, inside, EVEN: tl.constexpr):
+    """Load a tile of the inner dimension, with zeros for elements that are not ``inside``. EVEN: all elements are."""
+    if EVEN:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
 def _store_outputs(
     acc, bias, out, block, num_tokens, width, stride_out,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from weft.ops.backend import launches
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.fp8.quantize import padded_rows, quantize_inputs_triton
 from weft.ops.linear import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
+from weft.ops.linear.few_rows import load_inner
 from weft.ops.linear.fp8_few_rows import (
     MAX_HOPPER_TOKENS,
     MAX_TOKENS,
@@ -68,16 +68,6 @@ KINDS: dict[str, type[Config]] = {"few": FewRows, "hopper": HopperRows, "many": 
 """Names of the kinds in the table."""
 
 
-@triton.jit
-def _tile(rows, k, DEPTH: tl.constexpr):
-    """``[rows, 128]``; zeros beyond the end."""
-    if DEPTH % 128 == 0:
-        tile = tl.load(rows + k[None, :])
-    else:
-        tile = tl.load(rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0)
-    return tile
-
-
 @jit(do_not_specialize=["num_tokens", "stride_group"])
 def _many_rows_kernel(
     values, scales, weight, weight_scale, bias, out, num_tokens, width, stride_group, stride_out,
@@ -99,10 +89,13 @@ def _many_rows_kernel(
     value_rows = values + tokens.to(tl.int64)[:, None] * DEPTH
     weight_rows = weight + rows.to(tl.int64)[:, None] * DEPTH
     GROUPS: tl.constexpr = (DEPTH + 128 - 1) // 128
+    EVEN: tl.constexpr = DEPTH % 128 == 0
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in tl.range(0, DEPTH, 128, num_stages=STAGES):
         k = start + inner
-        sums = tl.dot(_tile(value_rows, k, DEPTH), tl.trans(_tile(weight_rows, k, DEPTH)))
+        of_tokens = load_inner(value_rows + k[None, :], (k < DEPTH)[None, :], EVEN)
+        of_outputs = load_inner(weight_rows + k[None, :], (k < DEPTH)[None, :], EVEN)
+        sums = tl.dot(of_tokens, tl.trans(of_outputs))
         if BLOCK:
             of_inputs = tl.load(scales + start // 128 * stride_group + tokens)
             if COLUMNS <= BLOCK:  # one scale for the whole tile

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.fp8.quantize import quantize_inputs_triton, scale_of, to_e4m3
-from weft.ops.linear.few_rows import MAX_BLOCKS, add_splits, rows_of_block, workspace
+from weft.ops.linear.few_rows import MAX_BLOCKS, add_splits, load_inner, rows_of_block, workspace
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -102,26 +102,6 @@ class Fixed(NamedTuple):
 
 
 @triton.jit
-def _weight_tile(weight_rows, k, FIXED: tl.constexpr):
-    """``[rows, 128]``; zeros beyond the end."""
-    if FIXED.even:
-        tile = tl.load(weight_rows + k[None, :])
-    else:
-        tile = tl.load(weight_rows + k[None, :], mask=(k < FIXED.depth)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
-def _inputs_tile(x_rows, k, FIXED: tl.constexpr):
-    """``[128, tokens]``; zeros beyond the end."""
-    if FIXED.even:
-        tile = tl.load(x_rows + k[:, None])
-    else:
-        tile = tl.load(x_rows + k[:, None], mask=(k < FIXED.depth)[:, None], other=0.0)
-    return tile
-
-
-@triton.jit
 def _row_scales(x_rows, scales, tokens, FIXED: tl.constexpr):
     """``[tokens]``: the scales of whole rows. Scales of groups are found with each tile instead."""
     TOKENS: tl.constexpr = FIXED.tokens
@@ -183,7 +163,8 @@ def _fp8_few_rows_kernel(
     tiles = ()
     if FIXED.held:
         for step in tl.static_range(SPAN // 128):
-            tile = _weight_tile(weight_rows, first + step * 128 + inner, FIXED)
+            k = first + step * 128 + inner
+            tile = load_inner(weight_rows + k[None, :], (k < FIXED.depth)[None, :], FIXED.even)
             tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
     wait(EARLY)
     if TOKENS > 32:  # lanes without a token load all of them in turn: one place of the cache would be waited for
@@ -196,7 +177,8 @@ def _fp8_few_rows_kernel(
     if FIXED.held:
         inputs = ()
         for step in tl.static_range(SPAN // 128):  # all of them before the first product
-            tile = _inputs_tile(x_rows, first + step * 128 + inner, FIXED)
+            k = first + step * 128 + inner
+            tile = load_inner(x_rows + k[:, None], (k < FIXED.depth)[:, None], FIXED.even)
             inputs = inputs + (tile,)  # type: ignore[assignment]  # noqa: RUF005
         for step in tl.static_range(SPAN // 128):
             k = first + step * 128
@@ -204,7 +186,9 @@ def _fp8_few_rows_kernel(
     else:
         for start in tl.range(0, SPAN, 128, num_stages=FIXED.stages):
             k = first + start
-            weight_tile, x_tile = _weight_tile(weight_rows, k + inner, FIXED), _inputs_tile(x_rows, k + inner, FIXED)
+            columns = k + inner
+            weight_tile = load_inner(weight_rows + columns[None, :], (columns < FIXED.depth)[None, :], FIXED.even)
+            x_tile = load_inner(x_rows + columns[:, None], (columns < FIXED.depth)[:, None], FIXED.even)
             acc += _products(weight_tile, x_tile, of_inputs, weight_scale, rows // 128, k, FIXED)
     if FIXED.block == 0:
         acc = acc * tl.load(weight_scale + rows)[:, None] * of_inputs[None, :]

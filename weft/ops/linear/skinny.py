@@ -36,7 +36,7 @@ from weft.ops.backend import launches
 from weft.ops.collectives.packets import areas_of, flags_of, route_to
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import linear_parts
-from weft.ops.linear.few_rows import MAX_BLOCKS, add_splits, rows_of_block, workspace
+from weft.ops.linear.few_rows import MAX_BLOCKS, add_splits, load_inner, rows_of_block, workspace
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
@@ -88,10 +88,7 @@ def _load_weight(
     tiles = ()
     for start in tl.static_range(0, SPAN, INNER):
         k = first + start + tl.arange(0, INNER)
-        if EVEN:
-            tile = tl.load(weight_rows + k[None, :])
-        else:
-            tile = tl.load(weight_rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0)
+        tile = load_inner(weight_rows + k[None, :], (k < DEPTH)[None, :], EVEN)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
     return tiles
 
@@ -110,10 +107,7 @@ def _sum_products(
         added = ()
         for token in tl.static_range(TOKENS):
             token_x = x + tl.minimum(token, num_tokens - 1).to(tl.int64) * stride_x
-            if EVEN:
-                values = tl.load(token_x + k).to(tl.float32)
-            else:
-                values = tl.load(token_x + k, mask=k < DEPTH, other=0.0).to(tl.float32)
+            values = load_inner(token_x + k, k < DEPTH, EVEN).to(tl.float32)
             products = tl.reshape(w * values[None, :], [ROWS, INNER // VECTOR, VECTOR])
             added = added + (sums[token] + tl.sum(products, 2),)  # type: ignore[assignment] # noqa: RUF005
         sums = added
@@ -164,10 +158,7 @@ def _load_parts(
     weight_rows = weight_rows[None, :, :]
     for step in tl.static_range(SPAN // INNER):
         k = _places(first, step, INNER, PARTS)[:, None, :]
-        if EVEN:
-            tile = tl.load(weight_rows + k)
-        else:
-            tile = tl.load(weight_rows + k, mask=k < DEPTH, other=0.0)
+        tile = load_inner(weight_rows + k, k < DEPTH, EVEN)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
     return tiles
 
@@ -208,12 +199,8 @@ def _dot_products(
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
     for start in tl.range(0, SPAN, INNER, num_stages=STAGES):
         k = first + start + tl.arange(0, INNER)
-        if EVEN:
-            w = tl.load(weight_rows + k[None, :])
-            values = tl.load(x_rows + k[:, None])
-        else:
-            w = tl.load(weight_rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0)
-            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None], other=0.0)
+        w = load_inner(weight_rows + k[None, :], (k < DEPTH)[None, :], EVEN)
+        values = load_inner(x_rows + k[:, None], (k < DEPTH)[:, None], EVEN)
         acc = tl.dot(w, values, acc, input_precision=PRECISION)
     return acc
 

@@ -63,12 +63,16 @@ def block_of(ids, first_place, block_expert, block_first, num_blocks, block, GRO
 
 
 @triton.jit
-def is_half_full(block, ROWS: tl.constexpr):
-    """Whether a tile of half the rows holds the block and is worth its code."""
-    half_full = False
-    if ROWS >= _HALVED_ROWS:
-        half_full = block[2] - block[1] <= ROWS // 2
-    return half_full
+def run_block(TILE: tl.constexpr, operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
+    """Run ``TILE`` for a block with an expert, with half the rows if they hold the block and are worth their code."""
+    if block[0] >= 0:
+        half_full = False
+        if ROWS >= _HALVED_ROWS:
+            half_full = block[2] - block[1] <= ROWS // 2
+        if half_full:
+            TILE(operands, block, column, FIXED, ROWS // 2)
+        else:
+            TILE(operands, block, column, FIXED, ROWS)
 
 
 @triton.jit

@@ -29,9 +29,9 @@ from weft.ops.moe.blocks import (
     Tile,
     Tiles,
     block_of,
-    is_half_full,
     load_tile,
     pairs_at,
+    run_block,
     single_pairs,
 )
 from weft.ops.moe.combine import sum_experts
@@ -124,11 +124,7 @@ def _up_kernel(
     block = block_of(*grouping, tl.program_id(1), FIXED.grouped)
     column = tl.program_id(0) * FIXED.columns
     operands = (x, gate_up, bias, hidden, pairs, stride_x, alpha, limit)
-    if block[0] >= 0:
-        if is_half_full(block, ROWS):
-            _up_tile(operands, block, column, FIXED, ROWS // 2)
-        else:
-            _up_tile(operands, block, column, FIXED, ROWS)
+    run_block(_up_tile, operands, block, column, FIXED, ROWS)
 
 
 @triton.jit
@@ -192,14 +188,6 @@ def _down_tiles(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr
         tl.store(rows + columns[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
 
 
-@triton.jit
-def _down_block(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
-    if FIXED.span > 1:
-        _down_tiles(operands, block, column, FIXED, ROWS)
-    else:
-        _down_tile(operands, block, column, FIXED, ROWS)
-
-
 @jit
 def _down_kernel(
     hidden, down, bias, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
@@ -210,11 +198,7 @@ def _down_kernel(
     block = block_of(*grouping, tl.program_id(1), FIXED.grouped)
     column = tl.program_id(0) * (FIXED.columns * FIXED.span)
     operands = (hidden, down, bias, out, pairs)
-    if block[0] >= 0:
-        if is_half_full(block, ROWS):
-            _down_block(operands, block, column, FIXED, ROWS // 2)
-        else:
-            _down_block(operands, block, column, FIXED, ROWS)
+    run_block(_down_tiles if FIXED.span > 1 else _down_tile, operands, block, column, FIXED, ROWS)
 
 
 def moe_tiles(num_pairs: int, num_experts: int, element_size: int, width: int) -> Tiles:

@@ -26,7 +26,7 @@ from weft.ops.backend import launches
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.fp8.quantize import prepare_pass, scale_of, to_e4m3
 from weft.ops.moe import fp8_fused_moe
-from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, is_half_full, load_tile
+from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, load_tile, run_block
 from weft.ops.moe.combine import sum_experts
 from weft.ops.moe.fp8_pairs import pairs_product
 from weft.ops.moe.groups import group_pairs
@@ -43,8 +43,14 @@ TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
 
 class Fixed(NamedTuple):
-    """Compile-time parameters of a product (see ``fp8_fused_moe``). ``static``: one scale of all inputs is given.
-    ``quantized``: hidden values are stored in e4m3."""
+    """Compile-time parameters of a product (see ``fp8_fused_moe``).
+
+    Attributes:
+        static: one scale of all inputs is given.
+        quantized: hidden values are stored in e4m3.
+        dtype: hidden values are rounded to this type first.
+        columns, stages, span: of its ``Tile``.
+    """
 
     hidden: int
     width: int
@@ -52,6 +58,10 @@ class Fixed(NamedTuple):
     block: int
     static: bool
     quantized: bool
+    dtype: tl.dtype
+    columns: int
+    stages: int
+    span: int
 
 
 @triton.jit
@@ -77,16 +87,14 @@ def _row_scale(rows, input_scale, inside, DEPTH: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def _up_tile(
-    operands, block, column, FIXED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
+def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
     values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group = operands
     expert, first, end = block
     HIDDEN: tl.constexpr = FIXED.hidden
     WIDTH: tl.constexpr = FIXED.width
     BLOCK: tl.constexpr = FIXED.block
+    COLUMNS: tl.constexpr = FIXED.columns
     places = first + tl.arange(0, ROWS)
     inside = places < end
     token = (tl.load(pairs + places, mask=inside, other=0) // FIXED.top_k).to(tl.int64)
@@ -99,7 +107,7 @@ def _up_tile(
     GROUPS: tl.constexpr = (HIDDEN + 128 - 1) // 128
     gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for start in tl.range(0, HIDDEN, 128, num_stages=STAGES):
+    for start in tl.range(0, HIDDEN, 128, num_stages=FIXED.stages):
         k = start + inner
         a = load_tile(value_rows, k, inside, HIDDEN, 128, False)
         gate_sums = tl.dot(a, tl.trans(load_tile(gate_rows, k, in_width, HIDDEN, 128, WIDTH % COLUMNS == 0)))
@@ -120,7 +128,7 @@ def _up_tile(
         channel = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH) + columns
         gate *= of_inputs[:, None] * tl.load(channel, mask=in_width, other=0.0)[None, :]
         up *= of_inputs[:, None] * tl.load(channel + WIDTH, mask=in_width, other=0.0)[None, :]
-    result = (gate / (1.0 + tl.exp(-gate)) * up).to(DTYPE)
+    result = (gate / (1.0 + tl.exp(-gate)) * up).to(FIXED.dtype)
     stored = inside[:, None] & in_width[None, :]
     offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     if FIXED.quantized:
@@ -139,18 +147,13 @@ def _up_tile(
 def _fp8_up_kernel(
     values, scales, gate_up, gate_up_scale, hidden, hidden_scale, ids, pairs, first_place, block_expert, block_first,
     num_blocks, stride_group,
-    FIXED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
-    column = tl.program_id(0) * COLUMNS
+    column = tl.program_id(0) * FIXED.columns
     operands = (values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group)
-    if block[0] >= 0:
-        if is_half_full(block, ROWS):
-            _up_tile(operands, block, column, FIXED, DTYPE, ROWS // 2, COLUMNS, STAGES)
-        else:
-            _up_tile(operands, block, column, FIXED, DTYPE, ROWS, COLUMNS, STAGES)
+    run_block(_up_tile, operands, block, column, FIXED, ROWS)
 
 
 @triton.jit
@@ -166,17 +169,16 @@ def _store_outputs(out, down_scale, expert, pair, inside, columns, of_rows, acc,
 
 
 @triton.jit
-def _down_tile(
-    operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    SPAN: tl.constexpr,
-):  # fmt: skip
-    """Compute the down product of up to ``ROWS`` pairs of one expert. One loop goes through ``SPAN`` tiles of columns,
+def _down_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
+    """Compute the down product of up to ``ROWS`` pairs of one expert. One loop goes through ``span`` tiles of columns,
     so that the first loads of a tile are under way while the previous tile is written."""
     hidden, hidden_scale, down, down_scale, out, pairs = operands
     expert, first, end = block
     HIDDEN: tl.constexpr = FIXED.hidden
     WIDTH: tl.constexpr = FIXED.width
     BLOCK: tl.constexpr = FIXED.block
+    COLUMNS: tl.constexpr = FIXED.columns
+    SPAN: tl.constexpr = FIXED.span
     GROUPS: tl.constexpr = (WIDTH + 128 - 1) // 128
     FULL: tl.constexpr = HIDDEN % (COLUMNS * SPAN) == 0
     places = first + tl.arange(0, ROWS)
@@ -191,7 +193,7 @@ def _down_tile(
     if not BLOCK:
         of_rows = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
     STRIDE: tl.constexpr = 128 if SPAN == 1 else 1  # counted in elements a single tile takes fewer instructions
-    for i in tl.range(0, SPAN * GROUPS * STRIDE, STRIDE, num_stages=STAGES):
+    for i in tl.range(0, SPAN * GROUPS * STRIDE, STRIDE, num_stages=FIXED.stages):
         step, behind, k = i // STRIDE, 0, i + inner
         if SPAN > 1:
             step, behind = i % GROUPS, i // GROUPS * COLUMNS
@@ -223,18 +225,13 @@ def _down_tile(
 @jit
 def _fp8_down_kernel(
     hidden, hidden_scale, down, down_scale, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
-    column = tl.program_id(0) * (COLUMNS * SPAN)
+    column = tl.program_id(0) * (FIXED.columns * FIXED.span)
     operands = (hidden, hidden_scale, down, down_scale, out, pairs)
-    if block[0] >= 0:
-        if is_half_full(block, ROWS):
-            _down_tile(operands, block, column, FIXED, ROWS // 2, COLUMNS, STAGES, SPAN)
-        else:
-            _down_tile(operands, block, column, FIXED, ROWS, COLUMNS, STAGES, SPAN)
+    run_block(_down_tile, operands, block, column, FIXED, ROWS)
 
 
 @functools.cache
@@ -331,19 +328,20 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles
     if quantize:
         hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
     out = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
-    fixed = Fixed(hidden_size, width, ids.shape[1], block, up.input_scale is not None, quantize)
+    static, down_static = up.input_scale is not None, down.input_scale is not None
+    fixed = hidden_size, width, ids.shape[1], block
     tile = tiles.up
     assert block % tile.columns == block % tiles.down.columns == 0, "a tile's columns share one scale"
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
         values, scales, up.weight, up.scale, hidden, hidden_scale, ids, *grouping, scales.stride(-1),
-        FIXED=fixed, DTYPE=_TYPES[x.dtype], ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
+        FIXED=Fixed(*fixed, static, quantize, _TYPES[x.dtype], tile.columns, tile.stages, 1), ROWS=tile.rows,
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     _fp8_down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
         hidden, hidden_scale, down.weight, down.scale, out, ids, *grouping,
-        FIXED=fixed._replace(static=down.input_scale is not None), ROWS=tile.rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, SPAN=tile.span, num_warps=tile.warps, **early_launch(ids.device),
+        FIXED=Fixed(*fixed, down_static, quantize, _TYPES[x.dtype], tile.columns, tile.stages, tile.span),
+        ROWS=tile.rows, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return out
 

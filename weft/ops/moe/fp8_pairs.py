@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.fp8.quantize import scale_of, to_e4m3
-from weft.ops.linear.few_rows import rows_of_block
+from weft.ops.linear.few_rows import load_inner, rows_of_block
 from weft.ops.moe.blocks import Tile
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
@@ -51,10 +51,7 @@ def _row_product(
     sums = tl.zeros([GROUPS, rows.shape[0]], dtype=tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         columns = step * 128 + inner
-        if DEPTH % 128 == 0:
-            tile = tl.load(weight_rows + columns[None, :])
-        else:
-            tile = tl.load(weight_rows + columns[None, :], mask=(columns < DEPTH)[None, :], other=0.0)
+        tile = load_inner(weight_rows + columns[None, :], (columns < DEPTH)[None, :], DEPTH % 128 == 0)
         sums = tl.where(group[:, None] == step, tl.dot(values, tl.trans(tile)), sums)
     return tl.sum(sums * of_inputs[:, None] * of_weights, 0)
 
