@@ -4,16 +4,19 @@ Job: time every product of 25 models at several tensor-parallel sizes and number
 the worst. Owns: the models' sizes, which are those of their published configs. Does not know: how a kernel is chosen.
 
     python -m benchmarks.shapes [--models WORD …] [--tp 1 2 4 8] [--rows 1 8 32 …] [--formats bf16 token tensor block]
-                                [--seconds 300] [--worst 50] [--json FILE]
+                                [--least-mb 8] [--seconds 300] [--worst 50] [--json FILE]
 
-A product is a weight ``[out, in]`` of one rank. Weights rotate, so that none is in the cache when its turn comes. The
-floor is the larger of bytes over the bandwidth and FLOPs over the arithmetic ceiling. ``library`` is the time of the
-matrix library for the same product: cuBLASLt in bfloat16, ``torch._scaled_mm`` in FP8 without quantising the inputs.
+A product is a weight ``[out, in]`` of one rank. Products come in a shuffled order of a fixed seed, so that those left
+out for time are a random part. Weights rotate, so that none is in the cache when its turn comes. The floor is the
+larger of bytes over the bandwidth and FLOPs over the arithmetic ceiling. ``library`` is the time of the matrix library
+for the same product: cuBLASLt in bfloat16, ``torch._scaled_mm`` in FP8 without quantising the inputs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,21 +189,24 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS) if ON_GPU else [1])
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--least-mb", type=float, default=0.0, help="leave out smaller weights")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no product after this time")
     parser.add_argument("--worst", type=int, default=50)
     parser.add_argument("--json")
     args = parser.parse_args()
     target, end = report.open_json(args.json), time.monotonic() + args.seconds
     found, rows, left = suite(args.models, args.tp), [], 0
-    for product in sorted(found):
-        for form in args.formats:
-            if form == "block" and (product.out % 128 or product.inner % 128):
-                continue
-            if time.monotonic() > end:
-                left += 1
-                continue
-            rows += [row | {"used_by": found[product]} for row in measure(product, args.rows, form)]
-            report.write_json(target, report.provenance(DEVICE) | {"left_out": left, "rows": rows})
+    order = sorted(found)
+    random.Random(0).shuffle(order)
+    for product, form in itertools.product(order, args.formats):
+        is_small = product.out * product.inner * (2 if form == "bf16" else 1) < args.least_mb * 1e6
+        if is_small or (form == "block" and (product.out % 128 or product.inner % 128)):
+            continue
+        if time.monotonic() > end:
+            left += 1
+            continue
+        rows += [row | {"used_by": found[product]} for row in measure(product, args.rows, form)]
+        report.write_json(target, report.provenance(DEVICE) | {"left_out": left, "rows": rows})
     report.write_json(target, report.provenance(DEVICE) | {"left_out": left, "rows": rows})
     cells = [
         [f"{r['out']} x {r['inner']}{' gated' if r['gated'] else ''}", r["format"], str(r["rows"]), f"{r['us']:.1f}",
