@@ -40,7 +40,7 @@ from weft.messages import ModelOutput, RowSampling, SchedulerOutput
 from weft.request import Request
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.rows import RowTable
-from weft.runner.sampling_state import SamplingState
+from weft.runner.sampling.state import SamplingState
 from weft.runner.step_graphs import StepGraphs
 from weft.scheduler.scheduler import Scheduler
 

@@ -133,7 +133,7 @@ def test_from_generate_to_a_sampled_token(mode: str, tmp_path: Path) -> None:
     walk = decode_walk(mode, make_checkpoint("Qwen3ForCausalLM", tmp_path))
     functions = {str(entered) for _, entered in walk}
     modules = {entered.module for _, entered in walk}
-    assert {"engine/core.py EngineCore.step", "runner/sampling.py StepSampler.sample"} <= functions
+    assert {"engine/core.py EngineCore.step", "runner/sampling/step_sampler.py StepSampler.sample"} <= functions
     assert len(functions) <= MAX_CALLS and len(modules) <= MAX_MODULES, "\n".join(map(str, functions))
     for module in modules if mode == "FULL" else ():  # an eager step reads the batch's tensors from two places
         callers = {caller.module for caller, entered in walk if entered.module == module}

@@ -255,7 +255,8 @@ BETWEEN_ROOMS = (
         "tests/graph/test_dispatcher.py",
     ),
     mutant(
-        "refused-logits-of-a-stop", "a draft that ends the text is not accepted", "weft/runner/sampling.py",
+        "refused-logits-of-a-stop", "a draft that ends the text is not accepted",
+        "weft/runner/sampling/step_sampler.py",
         "ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None",
         "ends = None", "tests/speculation/test_following_steps.py",
     ),

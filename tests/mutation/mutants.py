@@ -208,16 +208,16 @@ MUTANTS = (
         "tests/engine/test_logprobs.py",
     ),
     _mutant(
-        "min-tokens-one-more", "an end is allowed after min_tokens", "weft/runner/sampling_state.py",
+        "min-tokens-one-more", "an end is allowed after min_tokens", "weft/runner/sampling/state.py",
         "and count < p.min_tokens:", "and count <= p.min_tokens:", "tests/engine/test_sampling.py",
     ),
     _mutant(
         "penalties-forget-the-past", "a resumed request is penalised for what it generated before",
-        "weft/runner/sampling_state.py", "output = new.token_ids[new.num_prompt_tokens :]", "output: list[int] = []",
+        "weft/runner/sampling/state.py", "output = new.token_ids[new.num_prompt_tokens :]", "output: list[int] = []",
         "tests/engine/test_preemption.py",
     ),
     _mutant(
-        "bad-words-forget", "bad words are looked for in what was generated", "weft/runner/sampling_state.py",
+        "bad-words-forget", "bad words are looked for in what was generated", "weft/runner/sampling/state.py",
         "torch.cat([words.recent[1:], token_ids[i : i + 1]])", "words.recent", "tests/engine/test_sampling.py",
     ),
     _mutant(

@@ -30,11 +30,14 @@ ROWS_AND_RESPONSES = (
         "tests/runner/test_cache_copies.py",
     ),
     mutant(
-        "graph-ignores-edits", "rows with edits are sampled again after a graph", "weft/runner/sampling.py",
-        "if replayed is not None and not edited:", "if replayed is not None:", "tests/runner/test_sampling.py",
+        "graph-ignores-edits", "rows with edits are sampled again after a graph",
+        "weft/runner/sampling/step_sampler.py",
+        "if replayed is not None and not edited:", "if replayed is not None:",
+        "tests/runner/sampling/test_step_sampler.py",
     ),
     mutant(
-        "padding-of-drafts-kept", "a replayed step's drafts end with its requests", "weft/runner/sampling.py",
+        "padding-of-drafts-kept", "a replayed step's drafts end with its requests",
+        "weft/runner/sampling/step_sampler.py",
         "        drafts = drafts[:num_requests] if drafts is not None else None\n", "",
         "tests/speculation/test_by_batch.py", "tests/speculation/test_following_steps.py",
     ),

@@ -243,7 +243,7 @@ SETTINGS_AND_ENDS = (
         "        self._sampling[row] = params\n", "tests/runner/test_batch_builder.py",
     ),
     mutant(
-        "grammar-over-allowed", "of what a grammar allows only allowed tokens come", "weft/runner/sampling_state.py",
+        "grammar-over-allowed", "of what a grammar allows only allowed tokens come", "weft/runner/sampling/state.py",
         "        return b if a is None else a\n    return a & b",
         "        return b if a is None else a\n    return b",
         "tests/engine/test_structured_outputs.py::test_of_what_a_grammar_allows_only_allowed_tokens_come",
@@ -346,8 +346,8 @@ SETTINGS_AND_ENDS = (
         "for name in (\"first_scheduled\", \"first_token\")}", "tests/server/test_channel.py::test_another_clock",
     ),
     mutant(
-        "words-remember-rejected", "rejected drafts are no beginning of a bad word", "weft/runner/sampling_state.py",
+        "words-remember-rejected", "rejected drafts are no beginning of a bad word", "weft/runner/sampling/state.py",
         "words.recent = recent if counted is None else torch.where(counted[i], recent, words.recent)",
-        "words.recent = recent", "tests/runner/test_sampling_state.py",
+        "words.recent = recent", "tests/runner/sampling/test_state.py",
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ _CALLS = "tests/server/test_connections.py::"
 _CHECK, _CHECK_TESTS = "weft/server/grammar_check.py", "tests/server/test_structured.py"
 _BATCH, _BATCH_TESTS = "weft/runner/batch_builder.py", "tests/runner/test_batch_builder.py"
 _RESULTS, _RESULT_TESTS = "weft/runner/results.py", "tests/runner/test_results.py"
-_SAMPLING, _SAMPLING_TESTS = "weft/runner/sampling_state.py", "tests/runner/test_sampling_state.py"
+_SAMPLING, _SAMPLING_TESTS = "weft/runner/sampling/state.py", "tests/runner/sampling/test_state.py"
 
 WAITS_AND_LEAKS = (
     # -- ranks -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOu
 from weft.pieces.step_timing import StepMaker
 from weft.runner.buffers import to_device
 from weft.runner.model_runner import ModelRunner
-from weft.runner.sampling import FullStepOutput
+from weft.runner.sampling.step_sampler import FullStepOutput
 
 MAX_PROMPT_TOKENS = 130
 

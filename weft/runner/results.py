@@ -23,7 +23,7 @@ from weft.ops.steps import NUM_RESULTS, store_step_results
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable
-from weft.runner.sampling import StepTokens
+from weft.runner.sampling.step_sampler import StepTokens
 
 
 def to_host(tensor: Tensor) -> Tensor:

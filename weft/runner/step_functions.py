@@ -20,7 +20,7 @@ from weft.graph.batch_descriptor import BatchDescriptor
 from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.drafts import Drafter
-from weft.runner.sampling import FullStepOutput, StepSampler
+from weft.runner.sampling.step_sampler import FullStepOutput, StepSampler
 from weft.runner.step_inputs import StepInputs
 
 

@@ -24,7 +24,7 @@ from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.runner.media_inputs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
-from weft.runner.sampling import FullStepOutput
+from weft.runner.sampling.step_sampler import FullStepOutput
 from weft.runner.step_functions import StepFunctions
 
 if TYPE_CHECKING:

@@ -44,8 +44,8 @@ from weft.runner.results import (
     wants_prompt_logprobs,
 )
 from weft.runner.rows import RowTable
-from weft.runner.sampling import StepSampler, StepTokens
-from weft.runner.sampling_state import NO_EDITS, StepEdits
+from weft.runner.sampling.state import NO_EDITS, StepEdits
+from weft.runner.sampling.step_sampler import StepSampler, StepTokens
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 

@@ -22,7 +22,7 @@ from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints
 from weft.runner.rows import RowTable
-from weft.runner.sampling_state import NO_EDITS, SamplingState, StepEdits
+from weft.runner.sampling.state import NO_EDITS, SamplingState, StepEdits
 from weft.runner.step_inputs import SamplingTensors, StepInputs
 from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from weft.layers.sampler import SamplingMetadata
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.runner.rows import RowTable
-from weft.runner.sampling_state import NO_TOKEN, SamplingState
+from weft.runner.sampling.state import NO_TOKEN, SamplingState
 from weft.runner.step_inputs import SamplingTensors
 
 VOCAB = 12
