@@ -34,6 +34,7 @@ from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.config import resolve
 from weft.config.graph_modes import CudaGraphMode
+from weft.graph.batch_descriptor import BatchDescriptor
 from weft.graph.capture_sizes import decode_sizes, token_sizes
 from weft.graph.dispatcher import Dispatcher
 from weft.messages import ModelOutput, RowSampling, SchedulerOutput
@@ -41,7 +42,7 @@ from weft.request import Request
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.rows import RowTable
 from weft.runner.sampling.state import SamplingState
-from weft.runner.step_graphs import StepGraphs
+from weft.runner.step_layout import LayoutRules
 from weft.scheduler.scheduler import Scheduler
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -60,13 +61,12 @@ class Host:
         self.scheduler = Scheduler(manager, max_num_seqs=count, max_num_batched_tokens=BUDGET)
         self.rows = RowTable(count, spec.pages_for(MAX_MODEL_LEN), CPU)
         self.builder = BatchBuilder(
-            self.rows, page_size=spec.page_size, max_num_tokens=BUDGET, max_num_seqs=count,
-            keeps_states=spec.has_states, num_drafts=0, num_drafts_at=config.num_drafts_at, verifies=False,
-            ends_sparse=False, device=CPU,
+            self.rows, LayoutRules(spec.has_states, 0, config.num_drafts_at, verifies=False),
+            page_size=spec.page_size, max_num_tokens=BUDGET, max_num_seqs=count, ends_sparse=False, device=CPU,
         )  # fmt: skip
         self.sampling = SamplingState(self.rows, config.model_config.vocab_size, CPU)
         sizes = decode_sizes(count), (), token_sizes(BUDGET, largest=4096)
-        self.graphs = StepGraphs(Dispatcher(CudaGraphMode.FULL, *sizes))
+        self.dispatcher = Dispatcher(CudaGraphMode.FULL, *sizes)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         rng = np.random.default_rng(0)
         for i in range(count):
@@ -90,13 +90,13 @@ class Host:
                 self.rows.add(new)
                 self.sampling.add_row(new)
             sampled = [request for request in step.requests if request.samples]
+        with self.part("layout"):
+            layout = self.builder.rules.layout(step)
+            shape = layout.shape
         with self.part("batch"):
-            shape = self.builder.fill(step)
-        with self.part("pad and send"):
-            choice = self.graphs.choose(shape)
-            if shape.is_decode:
-                self.builder.pad_uniform(shape, choice.size)
-            self.builder.send()
+            choice = self.dispatcher.choose(shape)
+            padded = BatchDescriptor.decodes(choice.size, MAX_MODEL_LEN) if shape.is_decode else shape
+            self.builder.build(layout, padded)
         with self.part("sampling"):
             assert not self.sampling.edited(sampled) and not self.sampling.num_logprobs(sampled)
             rows = [request.row for request in sampled]

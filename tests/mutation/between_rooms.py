@@ -7,7 +7,7 @@ from tests.mutation.mutant import mutant
 BETWEEN_ROOMS = (
     mutant(
         "row-history-unfilled", "n-gram drafts know the prompt of a row", "weft/runner/step_runner.py",
-        "            if self._draft is not None:\n                self._draft.add_row(new)\n", "",
+        "            if self._drafter is not None:\n                self._drafter.add_row(new)\n", "",
         "tests/speculation/test_ngram.py",
     ),
     mutant(
@@ -69,7 +69,7 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "drafts-of-few-rows", "a head that drafts sees all rows", "weft/runner/batch_builder.py",
-        "return not self.num_drafts and (self._ends_sparse", "return (self._ends_sparse",
+        "return not self.rules.num_drafts and (self._ends_sparse", "return (self._ends_sparse",
         "tests/speculation/test_model_drafts.py", "tests/speculation/test_heads.py",
     ),
     mutant(
@@ -81,7 +81,7 @@ BETWEEN_ROOMS = (
         "prompt-logprobs-in-a-full-graph",
         "a step whose prompt log probabilities are wanted runs no graph that leaves rows out",
         "weft/runner/step_runner.py",
-        "if needs_all_rows and choice.mode is GraphMode.FULL and self.builder.selects_rows(shape):", "if False:",
+        "elif needs_all_rows and self.builder.selects_rows(shape):", "elif False:",
         "tests/runner/test_logits_rows.py", "tests/engine/test_logprobs.py",
     ),
     mutant(

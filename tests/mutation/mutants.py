@@ -77,9 +77,8 @@ MUTANTS = (
         "tests/engine/test_chat_prompts.py::test_a_bos_comes_from_the_template_alone",
     ),
     _mutant(
-        "padding-claims-tokens", "padding sequences of a mixed batch have no tokens", "weft/runner/padding.py",
-        'host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_tokens',
-        'host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = padded.num_tokens',
+        "padding-claims-tokens", "padding sequences of a mixed batch have no tokens", "weft/runner/batch_builder.py",
+        "ends_of_padding = real.num_tokens +", "ends_of_padding = padded.num_tokens +",
         "tests/runner/test_batch_builder.py",
     ),
     _mutant(
@@ -459,19 +458,19 @@ MUTANTS = (
         "tests/scheduler/test_encoder_cache.py",
     ),
     _mutant(
-        "padding-keeps-old-slots", "padding of a mixed batch decodes in slot 0", "weft/runner/padding.py",
-        'host["decode_slots"][real.num_decodes : padded.num_seqs] = 0', "pass",
+        "padding-keeps-old-slots", "padding of a mixed batch decodes in slot 0", "weft/runner/batch_builder.py",
+        '["state_slots"][: real.num_decodes], size)', '["state_slots"][: real.num_decodes], 0)',
         "tests/runner/test_padding.py",
     ),
     _mutant(
         "padding-verifies-in-old-slots", "padding sequences of a verification write to slot 0",
-        "weft/runner/padding.py",
-        'host["verify_slots"][tokens] = 0', "pass",
+        "weft/runner/batch_builder.py",
+        'self._put("verify_slots", slots, padded.num_tokens)', 'self._put("verify_slots", slots, len(slots))',
         "tests/runner/test_padding.py",
     ),
     _mutant(
-        "padding-follows", "padding sequences follow no step", "weft/runner/padding.py",
-        'host["follows"][count:size] = 0', "pass",
+        "padding-follows", "padding sequences follow no step", "weft/runner/batch_builder.py",
+        "[r.follows for r in requests], padded.num_seqs)", "[r.follows for r in requests], 0)",
         "tests/runner/test_padding.py",
     ),
     _mutant(

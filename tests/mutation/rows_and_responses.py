@@ -12,16 +12,17 @@ ROWS_AND_RESPONSES = (
     ),
     mutant(
         "padding-not-sent", "a step is sent with its padding", "weft/runner/batch_builder.py",
-        "        self._num_tokens = size\n", "", "tests/runner/test_batch_builder.py",
+        "self._buffers.upload(padded.num_tokens,", "self._buffers.upload(real.num_tokens,",
+        "tests/runner/test_batch_builder.py",
     ),
     mutant(
         "verification-stores-no-states", "a step that stores other states is no plain verification",
-        "weft/runner/batch_builder.py", " and len(r.checkpoints) == states for r in requests)", " for r in requests)",
+        "weft/runner/step_layout.py", " and len(r.checkpoints) == states for r in requests)", " for r in requests)",
         "tests/runner/test_batch_builder.py", "tests/speculation/test_states.py",
     ),
     mutant(
-        "step-has-no-media", "a step with images is run as one", "weft/runner/batch_builder.py",
-        "may_have_media=bool(self._rows.rope_positions) and any(r.media for r in requests),", "may_have_media=False,",
+        "step-has-no-media", "a step with images is run as one", "weft/runner/step_layout.py",
+        "may_have_media=self.reads_images and any(r.media for r in requests),", "may_have_media=False,",
         "tests/test_fuzz_engine.py::test_random_images", "tests/engine/test_images.py",
     ),
     mutant(
@@ -36,23 +37,19 @@ ROWS_AND_RESPONSES = (
         "tests/runner/sampling/test_step_sampler.py",
     ),
     mutant(
-        "padding-of-drafts-kept", "a replayed step's drafts end with its requests",
-        "weft/runner/sampling/step_sampler.py",
-        "        drafts = drafts[:num_requests] if drafts is not None else None\n", "",
-        "tests/speculation/test_by_batch.py", "tests/speculation/test_following_steps.py",
-    ),
-    mutant(
         "prompt-logprobs-stay", "a row's next request gets no log probabilities that it did not ask for",
         "weft/runner/rows.py", "        self.prompt_logprobs.pop(row, None)\n", "",
         "tests/runner/test_batch_builder.py",
     ),
     mutant(
         "head-reads-no-further", "the head reads the pages behind the step's last token", "weft/runner/drafts.py",
-        "min(shape.max_seq_len + self.reach, ", "min(shape.max_seq_len, ", "tests/speculation/test_by_batch.py",
+        "min(step.shape.max_seq_len + self.reach, ", "min(step.shape.max_seq_len, ",
+        "tests/speculation/test_by_batch.py",
     ),
     mutant(
         "graph-drafts-the-most", "a graph of many rows drafts as few tokens as such steps should",
-        "weft/runner/drafts.py", "self.builder.num_drafts_at(inputs.batch.num_seqs)", "self.builder.num_drafts",
+        "weft/runner/drafts.py", "self.builder.rules.num_drafts_at(inputs.batch.num_seqs)",
+        "self.builder.rules.num_drafts",
         "tests/speculation/test_by_batch.py",
     ),
     mutant(

@@ -53,13 +53,15 @@ STEPS_AND_IMAGES = (
         "tests/scheduler/test_scheduler.py",
     ),
     mutant(
-        "padding-writes-rows", "padding of a decode samples for no request's row", "weft/runner/padding.py",
-        '        host["sample_rows"][pad] = self._row\n', '        host["sample_rows"][pad] = 0\n',
+        "padding-writes-rows", "padding of a decode samples for no request's row", "weft/runner/batch_builder.py",
+        'self._put("sample_rows", rows, size, table.padding_row)', 'self._put("sample_rows", rows, size)',
         "tests/runner/test_padding.py",
     ),
     mutant(
-        "padding-of-old-lengths", "padding sequences of a decode have one token of context", "weft/runner/padding.py",
-        '        host["seq_lens"][count:size] = query_len\n', "", "tests/runner/test_padding.py",
+        "padding-of-old-lengths", "padding sequences of a decode have one token of context",
+        "weft/runner/batch_builder.py",
+        'self._put("seq_lens", layout.seq_lens, size, padding_len)', 'self._put("seq_lens", layout.seq_lens, 0)',
+        "tests/runner/test_padding.py",
     ),
     mutant(
         "programs-without-work-count", "attention releases what follows where few programs have work",

@@ -312,13 +312,12 @@ WAITS_AND_LEAKS = (
         "else shape.num_seqs - shape.num_decodes", "else shape.num_seqs - shape.num_decodes - 1", _BATCH_TESTS,
     ),
     mutant(
-        "decodes-have-old-chunks", "decodes alone in a mixed batch have no chunk", "weft/runner/padding.py",
-        "real.num_seqs + 1 if real.num_chunks else 0 : padded.num_seqs + 1",
-        "real.num_seqs + 1 : padded.num_seqs + 1", "tests/runner/test_padding.py",
+        "decodes-have-old-chunks", "decodes alone in a mixed batch have no chunk", _BATCH,
+        "        first[: num_decodes + 1] = 0\n", "", "tests/runner/test_padding.py",
     ),
     mutant(
-        "padding-has-an-old-top-p", "padding samples with no step's parameters", "weft/runner/padding.py",
-        '        host["top_p"][pad] = 1.0\n', "", "tests/runner/test_padding.py",
+        "padding-has-an-old-top-p", "padding samples with no step's parameters", _BATCH,
+        '("top_p", table.top_p, 1)', '("top_p", table.top_p, 0)', "tests/runner/test_padding.py",
     ),
     mutant(
         "drafts-of-who-does-not-sample", "drafts belong to the rows that sample", _RESULTS,

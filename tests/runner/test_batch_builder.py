@@ -12,9 +12,10 @@ from tests.ops.interpreter import DEVICE  # noqa: F401 (before any kernel)
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
-from weft.runner.batch_builder import PER_TOKEN, BatchBuilder, chunk_bounds
+from weft.runner.batch_builder import PER_TOKEN, BatchBuilder
 from weft.runner.rows import RowTable
 from weft.runner.step_inputs import StepInputs
+from weft.runner.step_layout import LayoutRules, StepLayout, chunk_bounds
 
 PAGE = 16
 CPU = torch.device("cpu")
@@ -26,13 +27,10 @@ def make(
     table = RowTable(rows, 64, CPU)
     builder = BatchBuilder(
         table,
+        LayoutRules(recurrent, num_drafts, lambda num_seqs: num_drafts, verifies=True),
         page_size=PAGE,
         max_num_tokens=512,
         max_num_seqs=rows,
-        keeps_states=recurrent,
-        num_drafts=num_drafts,
-        num_drafts_at=lambda num_seqs: num_drafts,
-        verifies=True,
         ends_sparse=False,
         device=CPU,
         backend=backend,
@@ -41,9 +39,13 @@ def make(
 
 
 def build(table: RowTable, builder: BatchBuilder, requests: list[ScheduledRequest]) -> StepInputs:
-    shape = builder.fill(SchedulerOutput(1, requests))
-    builder.send()
-    return builder.materialise(shape)
+    layout = lay_out(builder, requests)
+    builder.build(layout, layout.shape)
+    return builder.materialise(layout.shape)
+
+
+def lay_out(builder: BatchBuilder, requests: list[ScheduledRequest]) -> StepLayout:
+    return builder.rules.layout(SchedulerOutput(1, requests))
 
 
 def test_chunk_bounds_stand_at_absolute_multiples_and_checkpoints() -> None:
@@ -174,12 +176,10 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
     build(
         table, builder, [ScheduledRequest(r, 0, 40, [3 * r + 1, 3 * r + 2, 3 * r + 3], r + 1, True) for r in range(8)]
     )
-    scheduler_output = SchedulerOutput(2, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
-    shape = builder.fill(scheduler_output)
-    builder.pad_uniform(shape, 8)
-    builder.send()
-    assert (shape.num_tokens, shape.num_seqs) == (3, 3)
+    layout = lay_out(builder, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
     padded = BatchDescriptor.decodes(8, 1024)
+    builder.build(layout, padded)
+    assert (layout.shape.num_tokens, layout.shape.num_seqs) == (3, 3)
     inputs = builder.materialise(padded)
     batch, samples = inputs.batch, inputs.samples
     assert batch.slot_mapping[3:].tolist() == [0] * 5 and batch.state_slots[3:].tolist() == [0] * 5
@@ -188,7 +188,8 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
     assert batch.cu_seqlens_q.tolist() == list(range(9))
     assert batch.token_count is not None and batch.token_count.tolist() == [3]
     assert samples.rows.tolist() == [2, 6, 4] + [table.padding_row] * 5
-    assert samples.temperature[3:].tolist() == [0.0] * 5 and samples.indices.tolist() == list(range(8))
+    assert samples.temperature[3:].tolist() == [0.0] * 5 and samples.top_p[3:].tolist() == [1.0] * 5
+    assert samples.indices[:3].tolist() == [0, 1, 2]
 
 
 def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
@@ -200,10 +201,9 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
     build(table, builder, [ScheduledRequest(r, 0, 40, pages[r][:3], r + 1, True) for r in range(8)])
     requests = [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6)]
     requests.append(ScheduledRequest(4, 40, 20, [34], 5, True))
-    shape = builder.fill(SchedulerOutput(2, requests))
-    builder.pad_mixed(shape, 32)
-    builder.send()
-    batch = builder.materialise(BatchDescriptor.mixed(32, 8, 1024, (64,))).batch
+    padded = BatchDescriptor.mixed(32, 8, 1024, True)
+    builder.build(lay_out(builder, requests), padded)
+    batch = builder.materialise(padded).batch
     assert batch.mixed is not None and batch.mixed.counts.tolist() == [22, 3, 2]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 22] + [22] * 5
     assert batch.seq_lens.tolist() == [41, 41, 60] + [0] * 5 and batch.state_slots.tolist() == [3, 7, 5] + [0] * 5
@@ -235,7 +235,7 @@ def test_equally_many_drafts_are_one_verification() -> None:
     snapshot = replace(alike[1], checkpoints=[*alike[1].checkpoints, (44, 6)])
     fewer = [replace(r, num_tokens=2, checkpoints=r.checkpoints[:1], draft_token_ids=[5]) for r in alike]
     for others in ([decode, *alike], [alike[0], snapshot], fewer):
-        assert builder.fill(SchedulerOutput(9, others)).query_len == 0
+        assert lay_out(builder, others).shape.query_len == 0
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -251,15 +251,14 @@ def test_what_a_padded_step_sends(drafts: int) -> None:
     buffers._device = buffers._words.view(torch.uint8)
     ends = [(24, 40), (23, 39)]
     requests = [ScheduledRequest(r, a, b - a, [r + 1], 0, True) for r, (a, b) in enumerate(ends)]
-    builder.pad_mixed(builder.fill(SchedulerOutput(1, requests)), 40)
-    builder.send()
+    builder.build(lay_out(builder, requests), builder.mixed_shape(40, 0))
     for name in PER_TOKEN:
         sent = buffers.device(name, 41).tolist()
         assert sent[:40] == builder._host[name][:40].tolist() and sent[40] == -7, name
     assert buffers.device("input_ids", 40).tolist() == [5] * 32 + [0] * 8
     decodes = [ScheduledRequest(r, 40, 1 + drafts, [r + 3], 0, True, [], 0, [6] * drafts) for r in (0, 1)]
-    builder.pad_uniform(builder.fill(SchedulerOutput(2, decodes)), 4)
-    builder.send()
+    uniform = BatchDescriptor.verification(4, 1 + drafts, 64) if drafts else BatchDescriptor.decodes(4, 64)
+    builder.build(lay_out(builder, decodes), uniform)
     count = 4 * (1 + drafts)
     assert buffers.device("positions", count).tolist() == [*range(40, 41 + drafts)] * 2 + [0] * (count // 2)
     assert buffers.device("counts", 3).tolist()[:2] == [2 + 2 * drafts, 2]
@@ -271,8 +270,7 @@ def test_page_updates_beside_what_earlier_steps_left_in_the_buffers() -> None:
     ids = array("I", [1] * 128)
 
     def give(row: int, start: int, pages: list[int]) -> None:
-        builder.fill(SchedulerOutput(0, [ScheduledRequest(row, start, 16 * len(pages), pages, 1, True)]))
-        builder.send()
+        build(table, builder, [ScheduledRequest(row, start, 16 * len(pages), pages, 1, True)])
 
     for row in (0, 1):
         table.add(NewRequest(row, ids, 128, RowSampling()))

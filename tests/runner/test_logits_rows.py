@@ -73,9 +73,9 @@ def test_rows_and_caches_are_those_of_a_whole_pass(arch: str, tmp_path: Path, mo
     settings = SIZES | {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1], "piecewise_cuda_graph_tokens": [96]}
     runner = ModelRunner(resolve(model=str(folder), **settings))
     steps, scheduler_output = runner.steps, mixture(runner)
-    shape = steps.builder.fill(scheduler_output)
-    steps.builder.pad_mixed(shape, 96)
-    steps.builder.send()
+    layout = steps.builder.rules.layout(scheduler_output)
+    shape = layout.shape
+    steps.builder.build(layout, steps.functions.mixed_shape(96))
     before = [tensor.clone() for tensor in caches_of(runner)]
     ends = torch.tensor([r.num_tokens for r in scheduler_output.requests]).cumsum(0) - 1
 
@@ -151,8 +151,7 @@ def test_a_row_that_is_padding_is_no_sequence_s_last(tmp_path: Path) -> None:
         new = [NewRequest(row, array("I", [1] * 8), 8, RowSampling()) for row in range(len(counts))]
         requests = [ScheduledRequest(row, 0, count, [1 + row], 0, True) for row, count in enumerate(counts)]
         runner.steps.prepare(SchedulerOutput(0, requests, new))
-        shape = builder.fill(SchedulerOutput(0, requests))
-        builder.pad_mixed(shape, 8)
+        builder.build(builder.rules.layout(SchedulerOutput(0, requests)), builder.mixed_shape(8, 0))
         indices = builder._host["logits_indices"][:6].tolist()
         assert indices[: len(counts)] == [sum(counts[: i + 1]) - 1 for i in range(len(counts))]
         assert set(indices[len(counts) :]) == {spare} and spare not in indices[: len(counts)]
@@ -166,8 +165,7 @@ def test_rows_of_no_sequence_are_sent_to_no_expert(tmp_path: Path, monkeypatch: 
     new = [NewRequest(row, array("I", [1] * 4), 4, RowSampling()) for row in range(2)]
     requests = [ScheduledRequest(row, 0, 4, [1 + row], 0, True) for row in range(2)]
     steps.prepare(SchedulerOutput(0, requests, new))
-    steps.builder.pad_mixed(steps.builder.fill(SchedulerOutput(0, requests)), 16)
-    steps.builder.send()
+    steps.builder.build(steps.builder.rules.layout(SchedulerOutput(0, requests)), steps.functions.mixed_shape(16))
     chosen: list[Tensor] = []
     route = moe.topk_router
 

@@ -1,52 +1,70 @@
-"""Padding overwrites what a larger step left in every array behind the real rows."""
+"""Padding overwrites what a larger step left in every array after the real values."""
 
 from __future__ import annotations
 
-import numpy as np
+from array import array
+from typing import Any
+
+import pytest
+import torch
 
 from weft.graph.batch_descriptor import BatchDescriptor
-from weft.runner.padding import CHUNK_COLUMNS, Padding
+from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.runner.batch_builder import CHUNK_COLUMNS, BatchBuilder
+from weft.runner.rows import RowTable
+from weft.runner.step_layout import LayoutRules
 
-OLD, ROW, SIZE = 9, 7, 24
-COLUMNS = (
-    "input_ids positions slot_mapping token_rows rows state_slots seq_lens cu_seqlens_q decode_slots verify_slots "
-    "follows sample_indices sample_positions sample_rows temperature min_p top_k top_p seeds"
-).split()
-
-
-def arrays() -> dict[str, np.ndarray]:
-    return {name: np.full(SIZE + 1, OLD) for name in COLUMNS}
+OLD, ROWS, CPU = 9, 8, torch.device("cpu")
 
 
-def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
-    host, query_len = arrays(), 3
-    Padding(ROW).uniform(host, BatchDescriptor(6, 2, 0, query_len, 50, 0, 6, query_len=query_len), 4)
-    assert host["verify_slots"].tolist()[:13] == [OLD] * 6 + [0] * 6 + [OLD]
-    assert host["follows"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
-    assert host["state_slots"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
-    assert host["seq_lens"].tolist()[:5] == [OLD] * 2 + [query_len] * 2 + [OLD]
-    assert host["cu_seqlens_q"].tolist()[2:6] == [OLD, 9, 12, OLD]
-    assert host["sample_indices"].tolist()[5:13] == [OLD, *range(6, 12), OLD]
+@pytest.fixture
+def builder() -> BatchBuilder:
+    """A builder whose arrays are full of old values, and whose first rows have prompts of 40 tokens."""
+    table = RowTable(ROWS, 4, CPU)
+    for row in range(3):
+        table.add(NewRequest(row, array("I", [5] * 40), 40, RowSampling(temperature=1.0, top_p=0.5)))
+    rules = LayoutRules(keeps_states=True, num_drafts=2, num_drafts_at=lambda num_seqs: 2, verifies=True)
+    sizes: dict[str, Any] = {"page_size": 16, "max_num_tokens": 64, "max_num_seqs": ROWS}
+    builder = BatchBuilder(table, rules, **sizes, ends_sparse=False, device=CPU)
+    for values in builder._buffers._views[0].values():
+        values[:] = OLD
+    return builder
+
+
+def built(builder: BatchBuilder, requests: list[ScheduledRequest], padded: BatchDescriptor) -> dict[str, list[Any]]:
+    builder.build(builder.rules.layout(SchedulerOutput(1, requests)), padded)
+    return {name: values.tolist() for name, values in builder._host.items()}
+
+
+def decode(row: int) -> ScheduledRequest:
+    return ScheduledRequest(row, 40, 1, [], 4 + row, True)
+
+
+def test_a_verification_writes_to_slot_0_and_follows_nobody(builder: BatchBuilder) -> None:
+    requests = [ScheduledRequest(r, 40, 3, [], 3, True, [(41, 1), (42, 2)], 0, [5, 6], [], True) for r in (0, 1)]
+    host = built(builder, requests, BatchDescriptor.verification(4, 3, 64))
+    assert host["verify_slots"][:13] == [1, 2, 3] * 2 + [0] * 6 + [OLD]
+    assert host["follows"][:5] == [1, 1, 0, 0, OLD] and host["state_slots"][:5] == [3, 3, 0, 0, OLD]
+    assert host["seq_lens"][:5] == [43, 43, 3, 3, OLD] and host["cu_seqlens_q"][:6] == [0, 3, 6, 9, 12, OLD]
     for name in ("input_ids", "positions", "slot_mapping"):
-        assert host[name].tolist()[5:13] == [OLD] + [0] * 6 + [OLD]
-    assert host["top_p"].tolist()[5:13] == [OLD] + [1] * 6 + [OLD]
-    assert host["rows"].tolist()[2:4] == host["sample_rows"].tolist()[6:8] == [ROW] * 2
+        assert host[name][6:13] == [0] * 6 + [OLD]
+    for name in ("sample_positions", "temperature", "min_p", "top_k", "seeds"):
+        assert host[name][6:13] == [0] * 6 + [OLD]
+    assert host["top_p"][5:13] == [0.5] + [1] * 6 + [OLD]
+    assert host["rows"][:5] == [0, 1, ROWS, ROWS, OLD] and host["sample_rows"][6:13] == [ROWS] * 6 + [OLD]
 
 
-def test_decodes_in_a_mixture_have_no_chunk() -> None:
+def test_decodes_in_a_mixture_have_no_chunk(builder: BatchBuilder) -> None:
     """The table of chunks was written by no step, or by one before."""
-    host = arrays() | {name: np.full(SIZE + 1, OLD) for name in (*CHUNK_COLUMNS, "chunk_first")}
-    padded = BatchDescriptor.mixed(SIZE, 8, 50, True)
-    Padding(ROW).mixed(host, BatchDescriptor(3, 3, 3, 1, 50, 0, 3), padded)
-    assert padded.num_chunks and host["chunk_first"].tolist() == [0] * 9 + [OLD] * (SIZE - 8)
+    padded = builder.mixed_shape(24, 0)
+    host = built(builder, [decode(row) for row in range(3)], padded)
+    assert padded.num_chunks and host["chunk_first"] == [0] * 9
     for column, value in zip(CHUNK_COLUMNS, (0, 0, 0, -1), strict=True):
-        assert host[column].tolist()[: padded.num_chunks] == [value] * min(padded.num_chunks, SIZE + 1)
+        assert host[column][: padded.num_chunks] == [value] * padded.num_chunks
 
 
-def test_a_mixture_decodes_in_slot_0() -> None:
-    host = arrays()
-    host["state_slots"][:3] = [4, 5, 6]
-    Padding(ROW).mixed(host, BatchDescriptor(12, 3, 2, 10, 50, 0, 3), BatchDescriptor.mixed(SIZE, 8, 50, False))
-    assert host["decode_slots"].tolist()[:9] == [4, 5] + [0] * 6 + [OLD]
-    assert host["state_slots"].tolist()[:9] == [4, 5, 6] + [0] * 5 + [OLD]
-    assert host["slot_mapping"].tolist()[12:SIZE] == [0] * 12 and host["cu_seqlens_q"].tolist()[4:9] == [12] * 5
+def test_a_mixture_decodes_in_slot_0(builder: BatchBuilder) -> None:
+    requests = [decode(0), decode(1), ScheduledRequest(2, 0, 10, [1], 6, True)]
+    host = built(builder, requests, builder.mixed_shape(24, 0))
+    assert host["decode_slots"] == [4, 5] + [0] * 6 and host["state_slots"] == [4, 5, 6] + [0] * 5
+    assert host["slot_mapping"][12:25] == [0] * 12 + [OLD] and host["cu_seqlens_q"] == [0, 1, 2] + [12] * 6

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +23,8 @@ from tests.late_device import LateDevice
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
-from weft.messages import ScheduledRequest, SchedulerOutput
-from weft.runner.drafts import MtpStepDrafter
+from weft.messages import SchedulerOutput
+from weft.runner.drafts import MtpStepDrafter, RunStep
 from weft.scheduler.draft_steps import ON_DEVICE, apply_acceptance
 from weft.speculation.acceptance import RejectionSampler
 
@@ -65,19 +65,12 @@ def _after_full_step(
     return drafts
 
 
-def _after_any_step(
-    self: MtpStepDrafter,
-    requests: Sequence[ScheduledRequest],
-    shape: Any,
-    hidden_states: Tensor,
-    token_ids: Any,
-    acceptance: Any,
-) -> Tensor:
-    sampling = [r for r in requests if r.samples]
+def _after_any_step(self: MtpStepDrafter, step: RunStep) -> Tensor:
+    sampling = [r for r in step.requests if r.samples]
     last = [r.start + r.num_tokens - 1 - len(r.draft_token_ids) for r in sampling]
     rows = [r.row for r in sampling]
-    places = torch.tensor([rows, last], dtype=torch.int64).view(2, -1).to(hidden_states.device)
-    accepted = acceptance.num_accepted if acceptance is not None else 0
+    places = torch.tensor([rows, last], dtype=torch.int64).view(2, -1).to(step.hidden_states.device)
+    accepted = step.acceptance.num_accepted if step.acceptance is not None else 0
     return _from_table(places[0], places[1] + accepted)
 
 
@@ -119,7 +112,7 @@ def open_engines(folder: Path, mode: str, **settings: Any) -> Iterator[Engines]:
     table_of(torch.device(settings.get("device", "cpu")))  # not in inference mode, whose tensors no other code writes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MtpStepDrafter, "after_full_step", _after_full_step)
-        patch.setattr(MtpStepDrafter, "__call__", _after_any_step)
+        patch.setattr(MtpStepDrafter, "after_step", _after_any_step)
         with LLM(str(folder), **settings) as plain, LLM(str(folder), **settings, **modes) as following:
             yield Engines(plain, following)
             assert_idle(following)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ from weft.config.speculation import SpeculativeConfig
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
-from weft.runner.drafts import NgramDrafter
+from weft.runner.drafts import NgramDrafter, RunStep
 from weft.runner.rows import RowTable
+from weft.runner.step_layout import LayoutRules
 from weft.speculation.acceptance import Acceptance
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -119,8 +119,8 @@ def test_a_stop_string_is_found_late(engines: tuple[LLM, LLM, Steps]) -> None:
 
 def drafter_of(num_drafts: int, low: int, high: int) -> tuple[RowTable, NgramDrafter]:
     rows = RowTable(3, 8, torch.device("cpu"), num_drafts=4)
-    builder: Any = SimpleNamespace(num_drafts=4, num_drafts_at=lambda num_seqs: num_drafts)
-    return rows, NgramDrafter(SpeculativeConfig("ngram", 4, low, high), builder, rows, 32, Backend.TORCH)
+    rules = LayoutRules(keeps_states=False, num_drafts=4, num_drafts_at=lambda num_seqs: num_drafts, verifies=True)
+    return rows, NgramDrafter(SpeculativeConfig("ngram", 4, low, high), rules, rows, 32, Backend.TORCH)
 
 
 @pytest.mark.parametrize(("low", "high", "follows"), [(2, 3, 9), (2, 2, 8), (4, 4, NO_DRAFT)])
@@ -132,7 +132,7 @@ def test_the_longest_suffix_that_counts_is_looked_up(low: int, high: int, follow
     drafter.add_row(new)
     nothing: Any = None
     requests = [ScheduledRequest(0, 8, 2, [], 0, True)]
-    assert drafter(requests, nothing, nothing, torch.tensor([3]), None).tolist() == [[follows]]
+    assert drafter.after_step(RunStep(requests, nothing, nothing, torch.tensor([3]), None)).tolist() == [[follows]]
 
 
 def test_prompts_are_looked_up(engines: tuple[LLM, LLM, Steps]) -> None:
@@ -143,7 +143,7 @@ def test_prompts_are_looked_up(engines: tuple[LLM, LLM, Steps]) -> None:
     while not drafting.is_finished():
         drafting.step()
         for running in drafting._core.scheduler._running:
-            history = drafting._core._executor._runner.steps._draft.history  # type: ignore[attr-defined]
+            history = drafting._core._executor._runner.steps._drafter.history  # type: ignore[attr-defined]
             known = running.request.known_token_ids.tolist()
             if len(known) > len(prompt):  # before that, its first step may not have run
                 assert history[running.row, : len(known)].tolist() == known
@@ -162,7 +162,7 @@ def test_rows_remember_what_the_drafts_of_their_step_came_to() -> None:
     requests = [ScheduledRequest(row, 4, 3, [], 0, True, draft_token_ids=[6, 7]) for row in (0, 1)]
     acceptance = Acceptance(torch.tensor([1, 2]), torch.tensor([1, 5]), torch.tensor([1, 1, 0, 1, 1, 1]).bool())
     nothing: Any = None
-    drafts = drafter(requests, nothing, nothing, torch.tensor([6, 9, 1, 6, 7, 8]), acceptance)
+    drafts = drafter.after_step(RunStep(requests, nothing, nothing, torch.tensor([6, 9, 1, 6, 7, 8]), acceptance))
     assert rows.state.num_rejected.tolist()[:2] == [1, 0]
     assert drafter.history[0, :7].tolist() == [5, 6, 7, 8, 5, 6, 9]
     assert drafter.history[1, :8].tolist() == [5, 6, 7, 8, 5, 6, 7, 8]

@@ -30,11 +30,31 @@ from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
 from weft.runner.step_inputs import StepInputs
+from weft.runner.step_layout import LayoutRules
 from weft.speculation.acceptance import Acceptance
 
 
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A step of any kind after its forward pass, as drafters read it.
+
+    Attributes:
+        requests: the step's requests.
+        shape: the step's real sizes.
+        hidden_states: ``[T, hidden_size]``, the output of the model.
+        token_ids: ``[M]`` int64, sampled at the positions of the requests that sample; None if nothing was sampled.
+        acceptance: the acceptance of the drafts that the step verified; None if there were none.
+    """
+
+    requests: Sequence[ScheduledRequest]
+    shape: BatchDescriptor
+    hidden_states: Tensor
+    token_ids: Tensor | None
+    acceptance: Acceptance | None
+
+
 class Drafter(Protocol):
-    """Drafts for the next step of every sequence, on the device."""
+    """Makes drafts for the next step of every sequence, on the device."""
 
     @property
     def static_memory(self) -> dict[str, Tensor]:
@@ -45,32 +65,20 @@ class Drafter(Protocol):
         """Start the state of a new request's row."""
         ...
 
-    def __call__(
-        self,
-        requests: Sequence[ScheduledRequest],
-        shape: BatchDescriptor,
-        hidden_states: Tensor,
-        token_ids: Tensor | None,
-        acceptance: Acceptance | None,
-    ) -> Tensor:
-        """Drafts ``[N, K]`` int64 for the step's N requests that sampled.
-
-        Args:
-            shape: the step's real sizes.
-            hidden_states: ``[T, hidden_size]``, what the model returned.
-            token_ids: ``[M]`` int64, sampled at the positions of the requests that sample; None if nothing was.
-            acceptance: of the drafts that the step verified; None if there were none.
-        """
+    def after_step(self, step: RunStep) -> Tensor:
+        """Return drafts ``[N, K]`` int64 for the step's N requests that sampled."""
         ...
 
     def after_full_step(
         self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
     ) -> Tensor:
-        """The same for a step in which every sequence decodes, or verifies equally many drafts: device work only, with
-        nothing from the host, so that a graph holds it. If it verified, the rows remember the drafts.
+        """Return the same for a step in which every sequence decodes, or verifies equally many drafts.
+
+        This is device work only, with nothing from the host, so that a graph holds it. If the step verified drafts, the
+        rows remember the new ones.
 
         Args:
-            inputs: of the step.
+            inputs: inputs of the step.
             hidden_states: ``[T, hidden_size]``.
             token_ids: ``[T]`` int64, sampled after each position.
             acceptance: None if every sequence decodes.
@@ -104,22 +112,15 @@ class MtpStepDrafter:
     def add_row(self, new: NewRequest) -> None:
         """Do nothing: the head's state of a sequence is in its pages."""
 
-    def __call__(
-        self,
-        requests: Sequence[ScheduledRequest],
-        shape: BatchDescriptor,
-        hidden_states: Tensor,
-        token_ids: Tensor | None,
-        acceptance: Acceptance | None,
-    ) -> Tensor:
-        longest = min(shape.max_seq_len + self.reach, self.rows.max_pages * self.builder.page_size)
-        inputs = self.builder.materialise(msgspec.structs.replace(shape, max_seq_len=longest))
-        sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
-        last = self._last(requests, sampling, acceptance)
-        next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))
+    def after_step(self, step: RunStep) -> Tensor:
+        longest = min(step.shape.max_seq_len + self.reach, self.rows.max_pages * self.builder.page_size)
+        inputs = self.builder.materialise(msgspec.structs.replace(step.shape, max_seq_len=longest))
+        sampling = self._ints([i for i, request in enumerate(step.requests) if request.samples])
+        last = self._last(step.requests, sampling, step.acceptance)
+        next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(step.requests))
         with forward_context(self.context(inputs.batch)):
-            drafts = DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch)
-            return self.drafter.draft(drafts, self.builder.num_drafts_at(len(sampling)))
+            drafts = DraftInputs(step.hidden_states, next_ids, last[sampling], sampling, inputs.batch)
+            return self.drafter.draft(drafts, self.builder.rules.num_drafts_at(len(sampling)))
 
     def after_full_step(
         self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
@@ -127,7 +128,7 @@ class MtpStepDrafter:
         last = acceptance.last if acceptance is not None else None
         with forward_context(self.context(inputs.batch)):
             drafts = DraftInputs(hidden_states, token_ids, last, None, inputs.batch)
-            found = self.drafter.draft(drafts, self.builder.num_drafts_at(inputs.batch.num_seqs))
+            found = self.drafter.draft(drafts, self.builder.rules.num_drafts_at(inputs.batch.num_seqs))
         if acceptance is not None:
             self.rows.set_drafts(inputs.rows, found)
         return found
@@ -167,9 +168,9 @@ class NgramDrafter:
     """
 
     def __init__(
-        self, config: SpeculativeConfig, builder: BatchBuilder, rows: RowTable, max_model_len: int, backend: Backend
+        self, config: SpeculativeConfig, rules: LayoutRules, rows: RowTable, max_model_len: int, backend: Backend
     ) -> None:
-        self._config, self._builder, self._rows, self._backend = config, builder, rows, backend
+        self._config, self._rules, self._rows, self._backend = config, rules, rows, backend
         # A step may sample that many tokens past the longest sequence, which are written and do not count.
         width = max_model_len + 1 + config.num_speculative_tokens
         device = rows.last_token.device
@@ -184,41 +185,32 @@ class NgramDrafter:
         tokens = torch.from_numpy(self._rows.known_tokens(new.row, 0, len(new.token_ids)))
         self.history[new.row, : len(tokens)].copy_(to_device(tokens, self.history.device))
 
-    def __call__(
-        self,
-        requests: Sequence[ScheduledRequest],
-        shape: BatchDescriptor,
-        hidden_states: Tensor,
-        token_ids: Tensor | None,
-        acceptance: Acceptance | None,
-    ) -> Tensor:
-        """Requests with fewer drafts than others are filled up after their tokens."""
-        sampling = [request for request in requests if request.samples]
-        if token_ids is None:
+    def after_step(self, step: RunStep) -> Tensor:
+        """Return drafts. Requests with fewer drafts than others are filled up after their tokens."""
+        sampling = [request for request in step.requests if request.samples]
+        if step.token_ids is None:
             return self._rows.last_token.new_empty(0, 0)
         counts = [request.num_samples for request in sampling]
         starts, query_len = accumulate(counts[:-1], initial=0), max(counts)
         places = [[start + min(i, n - 1) for i in range(query_len)] for start, n in zip(starts, counts, strict=True)]
         lengths = [r.start + r.num_tokens - len(r.draft_token_ids) + query_len - 1 for r in sampling]
         seq_lens = self._ints(lengths).to(torch.int32)
-        num_accepted = acceptance.num_accepted if acceptance is not None else None
-        padded = token_ids.index_select(0, self._ints([place for row in places for place in row]))
-        return self._draft(padded, num_accepted, self._ints([r.row for r in sampling]), seq_lens)
+        padded = step.token_ids.index_select(0, self._ints([place for row in places for place in row]))
+        return self._draft(padded, step.acceptance, self._ints([r.row for r in sampling]), seq_lens)
 
     def after_full_step(
         self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
     ) -> Tensor:
-        num_accepted = acceptance.num_accepted if acceptance is not None else None
-        return self._draft(token_ids, num_accepted, inputs.rows, inputs.batch.seq_lens)
+        return self._draft(token_ids, acceptance, inputs.rows, inputs.batch.seq_lens)
 
-    def _draft(self, token_ids: Tensor, num_accepted: Tensor | None, rows: Tensor, seq_lens: Tensor) -> Tensor:
-        config, num_drafts = self._config, self._builder.num_drafts_at(len(rows))
+    def _draft(self, token_ids: Tensor, acceptance: Acceptance | None, rows: Tensor, seq_lens: Tensor) -> Tensor:
+        config, num_drafts = self._config, self._rules.num_drafts_at(len(rows))
         always = config.synthetic_acceptance_rate is not None
         rule = NgramRule(num_drafts, config.prompt_lookup_min, config.prompt_lookup_max, always)
-        state = self._rows.state
+        num_accepted = acceptance.num_accepted if acceptance is not None else None
         return ngram_drafts(
-            token_ids, num_accepted, rows, seq_lens, self.history, state, rule, backend=self._backend
-        )  # fmt: skip
+            token_ids, num_accepted, rows, seq_lens, self.history, self._rows.state, rule, backend=self._backend
+        )
 
     def _ints(self, values: list[int]) -> Tensor:
         return device_ints(values, self.history.device)
@@ -238,5 +230,5 @@ def make_drafter(
         drafter = MtpDrafter(model, max_model_len, backend)
         return MtpStepDrafter(drafter, builder, rows, context, reach=config.num_drafts - 1)
     if config.speculative_config is not None:
-        return NgramDrafter(config.speculative_config, builder, rows, max_model_len, backend)
+        return NgramDrafter(config.speculative_config, builder.rules, rows, max_model_len, backend)
     return None

@@ -79,7 +79,7 @@ def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
     for size in graphs.decode.sizes if graphs.decode is not None else ():
         yield checks.whole("decode", _decode(_start(runner, max(1, size - 1), rng)), size)
     for size in graphs.verification.sizes if graphs.verification is not None else ():
-        step = _verification(runner, max(1, size - 1), runner.steps.functions.query_len(size), rng)
+        step = _verification(runner, max(1, size - 1), runner.steps.builder.rules.query_len(size), rng)
         yield checks.whole("verification", step, size)
     for size in graphs.forward.sizes if graphs.forward is not None else ():
         yield checks.forward(size)
@@ -102,14 +102,14 @@ class _Checks:
     def whole(self, kind: Kind, step: SchedulerOutput, size: int) -> SizeCheck:
         """A step in which every sequence decodes, or verifies equally many drafts."""
         steps, functions = self._steps, self._steps.functions
-        shape = steps.builder.fill(step)
-        steps.builder.pad_uniform(shape, size)
-        steps.builder.send()
-        graphs, function = steps.graphs.decode, functions.decode
+        layout = steps.builder.rules.layout(step)
+        shape = layout.shape
+        graphs, function, padded = steps.graphs.decode, functions.decode, functions.decode_shape(size)
         if kind == "verification":
-            assert shape.query_len == functions.query_len(size)
-            graphs, function = steps.graphs.verification, functions.verify
+            graphs, function, padded = steps.graphs.verification, functions.verify, functions.verification_shape(size)
+            assert shape.query_len == padded.query_len
         assert graphs is not None
+        steps.builder.build(layout, padded)
         replay = partial(graphs.replay, size, shape.num_seqs)
         outcomes = self._both(step, lambda: _of(function(size)), lambda: _of(replay()), graphs.results(size).logits)
         return _check(kind, size, shape.num_tokens, *outcomes)
@@ -186,10 +186,9 @@ class _Checks:
         """Prompts of one token less than ``size`` together (of one, if it is 1), in the step buffers."""
         step = StepMaker(self._runner, context=1, seed=size).prefill(max(1, size - 1))
         self._steps.prepare(step)
-        shape = self._steps.builder.fill(step)
-        self._steps.builder.pad_mixed(shape, size)
-        self._steps.builder.send()
-        return step, shape
+        layout = self._steps.builder.rules.layout(step)
+        self._steps.builder.build(layout, self._steps.functions.mixed_shape(size))
+        return step, layout.shape
 
     def _both(
         self, step: SchedulerOutput, eager: Callable[[], Outcome], replay: Callable[[], Outcome], results: Tensor

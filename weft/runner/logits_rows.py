@@ -12,27 +12,26 @@ from torch import Tensor
 from weft.forward_context import Batch, LogitsRows, MixedBatch
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.runner.buffers import StepBuffers
-from weft.runner.step_inputs import Layout
+from weft.runner.step_layout import StepLayout
 
 PER_SEQUENCE = ("logits_indices", "logits_positions", "logits_slots")
 COUNTS = "logits_counts"
 
 
-def fill(host: Mapping[str, np.ndarray], layout: Layout) -> None:
-    """The rows of a step whose tokens are laid out already."""
-    count, last = len(layout.rows), layout.bounds[1:] - 1
-    host["logits_indices"][:count] = last
+def fill(host: Mapping[str, np.ndarray], layout: StepLayout, size: int) -> None:
+    """Fill in the rows of a step whose tokens are in the buffers already, and padding up to ``size`` rows.
+
+    Results are stored by these indices, so padding has the index of a token that is no sequence's last.
+    """
+    count, last, indices = layout.shape.num_seqs, layout.bounds[1:] - 1, host["logits_indices"]
+    indices[:count] = last
     host["logits_positions"][:count] = host["positions"][last]
     host["logits_slots"][:count] = host["slot_mapping"][last]
     host[COUNTS][:] = count
-
-
-def pad(host: Mapping[str, np.ndarray], count: int, size: int) -> None:
-    """Fill ``count`` rows up to ``size`` with one that is no sequence's last: results are stored by these indices."""
-    indices = host["logits_indices"]
-    differ = (indices[:count] != np.arange(count)).nonzero()[0]  # up to the first, every row is a last one
-    indices[count:size] = differ[0] if len(differ) else count
-    host["logits_positions"][count:size] = host["logits_slots"][count:size] = 0
+    if count < size:
+        differ = (last != np.arange(count)).nonzero()[0]  # up to the first, every row is a last one
+        indices[count:size] = differ[0] if len(differ) else count
+        host["logits_positions"][count:size] = host["logits_slots"][count:size] = 0
 
 
 def rows_of(batch: Batch, shape: BatchDescriptor, buffers: StepBuffers, one_each: Tensor) -> LogitsRows:

@@ -28,7 +28,7 @@ from weft.multimodal.items import MediaItem
 from weft.runner.buffers import to_device
 from weft.runner.mrope import frequency_axes, rotary_rows
 from weft.runner.rows import RowTable
-from weft.runner.step_inputs import Layout
+from weft.runner.step_layout import StepLayout
 
 
 class EncoderGraphs:
@@ -227,12 +227,7 @@ class MediaInputs:
 
 
 def place_media(
-    host: Mapping[str, np.ndarray],
-    requests: list[ScheduledRequest],
-    layout: Layout,
-    table: RowTable,
-    first_id: int | None,
-    first_position: int,
+    host: Mapping[str, np.ndarray], layout: StepLayout, table: RowTable, first_id: int | None, first_position: int
 ) -> None:
     """Positions of sequences with images; ids and positions of the images' tokens.
 
@@ -243,7 +238,7 @@ def place_media(
     ids, positions = host["input_ids"], host["positions"]
     positions[: layout.bounds[-1]] += np.repeat(table.rope_delta[layout.rows], layout.counts)
     for i in (layout.first < table.num_prompt_tokens[layout.rows]).nonzero()[0].tolist():
-        r, at = requests[i], int(layout.bounds[i])
+        r, at = layout.requests[i], int(layout.bounds[i])
         if r.row not in table.rope_positions:
             continue
         prompt = table.rope_positions[r.row][0, r.start : r.start + r.num_tokens]

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft.layers.sampler import Logprobs, logprobs_of
-from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from weft.layers.sampler import Logprobs
+from weft.messages import ModelOutput, SchedulerOutput, TokenLogprobs
 from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
 from weft.ops.steps import NUM_RESULTS, store_step_results
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
-from weft.runner.rows import RowTable
 from weft.runner.sampling.step_sampler import StepTokens
 
 
@@ -222,7 +220,7 @@ def pending_step(
     Args:
         memory: where they go.
         sampled: None if no row samples.
-        prompt_logprobs: see ``prompt_logprobs_of``.
+        prompt_logprobs: row -> log probabilities of its prompt tokens, on the device.
         prefill_failed: see ``failed_prefills``.
         drafts: from ``Drafter``.
     """
@@ -245,7 +243,7 @@ def pending_step(
         counts_all=acceptance is None,
         num_logprobs=sampled.num_logprobs if sampled is not None else {},
         logprobs=logprobs_to_host(logprobs) if logprobs is not None else None,
-        prompt_logprobs=prompt_logprobs or {},
+        prompt_logprobs={row: logprobs_to_host(values) for row, values in (prompt_logprobs or {}).items()},
     )
 
 
@@ -268,39 +266,3 @@ def failed_prefills(scheduler_output: SchedulerOutput, hidden_states: Tensor) ->
         return None
     indices = to_device(torch.tensor(last), hidden_states.device)
     return hidden_states.index_select(0, indices).isfinite().all(-1).logical_not()
-
-
-def _num_prompt_logprobs(request: ScheduledRequest, rows: RowTable) -> int:
-    """Tokens of its prompt that follow the ones run in this step."""
-    stop = min(request.start + request.num_tokens + 1, int(rows.num_prompt_tokens[request.row]))
-    return max(0, stop - request.start - 1)
-
-
-def wants_prompt_logprobs(scheduler_output: SchedulerOutput, rows: RowTable) -> bool:
-    """Whether ``prompt_logprobs_of`` reads hidden states of the step."""
-    table = rows.prompt_logprobs
-    return bool(table) and any(r.row in table and _num_prompt_logprobs(r, rows) for r in scheduler_output.requests)
-
-
-def prompt_logprobs_of(
-    scheduler_output: SchedulerOutput, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: RowTable
-) -> dict[int, Logprobs]:
-    """Log probabilities of the prompt tokens that follow the ones run in this step, for the rows that ask.
-
-    Args:
-        hidden_states: ``[T, hidden_size]`` of the step's tokens.
-        compute_logits: ``[N, hidden_size] -> [N, V]``.
-    """
-    result: dict[int, Logprobs] = {}
-    start = 0
-    for request in scheduler_output.requests:
-        wanted = rows.prompt_logprobs.get(request.row)
-        count = _num_prompt_logprobs(request, rows)
-        if wanted is not None and count > 0:
-            first = request.start + 1
-            targets = torch.from_numpy(rows.known_tokens(request.row, first, first + count))
-            logits = compute_logits(hidden_states[start : start + count])
-            targets = targets.long().to(hidden_states.device)
-            result[request.row] = logprobs_to_host(logprobs_of(logits, targets, wanted))
-        start += request.num_tokens
-    return result

@@ -21,7 +21,6 @@ from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.drafts import Drafter
 from weft.runner.sampling.step_sampler import FullStepOutput, StepSampler
-from weft.runner.step_inputs import StepInputs
 
 
 @dataclass(slots=True)
@@ -54,12 +53,8 @@ class StepFunctions:
     def decode_shape(self, size: int) -> BatchDescriptor:
         return BatchDescriptor.decodes(size, self.max_model_len)
 
-    def query_len(self, size: int) -> int:
-        """Return the tokens of each of ``size`` sequences that verify drafts."""
-        return 1 + self.builder.num_drafts_at(size)
-
     def verification_shape(self, size: int) -> BatchDescriptor:
-        return BatchDescriptor.verification(size, self.query_len(size), self.max_model_len)
+        return BatchDescriptor.verification(size, self.builder.rules.query_len(size), self.max_model_len)
 
     def mixed_shape(self, num_tokens: int) -> BatchDescriptor:
         return self.builder.mixed_shape(num_tokens, self.max_model_len)
@@ -78,22 +73,18 @@ class StepFunctions:
 
     def decode(self, size: int) -> FullStepOutput:
         """Run the whole decode step of ``size`` rows, with drafts for the next one."""
-        inputs = self.builder.materialise(self.decode_shape(size))
-        model = self._compiled if self._compiled is not None and size <= self._max_compiled else self.model
-        with forward_context(self.context(inputs.batch)):
-            hidden_states = model(input_ids=inputs.input_ids)
-        output = self.sampler.sample_any(self.model.compute_logits(hidden_states), inputs.samples)
-        return self._with_drafts(output, inputs, hidden_states)
+        compiled = self._compiled if size <= self._max_compiled else None
+        return self._whole_step(compiled or self.model, self.decode_shape(size))
 
     def verify(self, size: int) -> FullStepOutput:
         """Run the whole step of ``size`` sequences that verify drafts, with drafts for the next one."""
-        inputs = self.builder.materialise(self.verification_shape(size))
-        with forward_context(self.context(inputs.batch)):
-            hidden_states = self.model(inputs.input_ids)
-        output = self.sampler.verify_any(self.model.compute_logits(hidden_states), inputs, self.query_len(size))
-        return self._with_drafts(output, inputs, hidden_states)
+        return self._whole_step(self.model, self.verification_shape(size))
 
-    def _with_drafts(self, output: FullStepOutput, inputs: StepInputs, hidden_states: Tensor) -> FullStepOutput:
+    def _whole_step(self, model: Callable[..., Tensor], shape: BatchDescriptor) -> FullStepOutput:
+        inputs = self.builder.materialise(shape)
+        with forward_context(self.context(inputs.batch)):
+            hidden_states = model(input_ids=inputs.input_ids)
+        output = self.sampler.sample_whole(self.model.compute_logits(hidden_states), inputs)
         if self.drafter is None:
             return output
         drafts = self.drafter.after_full_step(inputs, hidden_states, output.result.token_ids, output.acceptance)

@@ -1,6 +1,6 @@
-"""A runner's captured graphs: captured at start-up, chosen and replayed at every step.
+"""A runner's captured graphs: captured at start-up, replayed at every step.
 
-Job: capture what the configured mode uses, in one pool and within one budget; choose how a step runs. Owns: the graphs,
+Job: capture the graphs of the configured mode, in one pool and within one budget, and replay them. Owns: the graphs,
 the order of capture, the dispatcher over their sizes. Does not know: what the graphs compute
 (``runner/step_functions.py``), the rules (``graph/dispatcher.py``), requests.
 """
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from weft.config import EngineConfig
-from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.config.graph_modes import CudaGraphMode
 from weft.graph.batch_descriptor import BatchDescriptor, MeasuredModes
 from weft.graph.capture_sizes import CaptureSizes
-from weft.graph.dispatcher import Choice, Dispatcher, smallest_fitting
+from weft.graph.dispatcher import Dispatcher, smallest_fitting
 from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.runner.media_inputs import EncoderGraphs
@@ -54,14 +54,11 @@ class StepGraphs:
     pieces: PiecewiseModel | None = None
     samples: GraphSet[FullStepOutput] | None = None
 
-    def choose(self, shape: BatchDescriptor) -> Choice:
-        """Choose how a step of these sizes runs."""
-        choice = self.dispatcher.choose(shape)
-        if choice.mode is not GraphMode.FULL:
-            graphs = self.forward if not shape.is_uniform else self._uniform(shape)
-            if graphs is not None:
-                graphs.counters.missed += 1
-        return choice
+    def count_missed(self, shape: BatchDescriptor) -> None:
+        """Count a step that fits none of the full graphs of its kind."""
+        graphs = self._uniform(shape) if shape.is_uniform else self.forward
+        if graphs is not None:
+            graphs.counters.missed += 1
 
     def replay(self, shape: BatchDescriptor, size: int) -> FullStepOutput:
         """Replay the graph of a whole step of ``size`` sequences."""
@@ -156,6 +153,6 @@ def capture_graphs(
         token_sizes=graphs.pieces.sizes if graphs.pieces is not None else (),
         full_token_sizes=graphs.forward.sizes if graphs.forward is not None else (),
         table=table,
-        verification_sizes={size: functions.query_len(size) for size in verified},
+        verification_sizes={size: verification_shape(size).query_len for size in verified},
     )
     return graphs

@@ -4,18 +4,20 @@ Job: update rows, copy inside the caches, build the batch, run the forward pass 
 Owns: rows, step buffers, memory for results, caches and graphs. Does not know: requests, why something is scheduled,
 whose a page is; how the model was loaded or the caches were sized.
 
-One step, in the order that ``messages.py`` promises::
+One step, in the order that ``messages.py`` promises:
 
-    encode images -> free finished rows -> add new rows -> copy pages, fork states -> batch, rows of its images
-    -> choose a graph -> forward -> sample -> store tokens
+1. Encode images, free finished rows, add new rows, copy pages, fork states, and load the rows of images.
+2. Lay the step out, choose a graph, build the batch.
+3. Run the forward pass, sample, store the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from weft.cache.plan import CachePlan
@@ -26,28 +28,23 @@ from weft.forward_context import Batch, ForwardContext, cache_tensors, forward_c
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.graph.dispatcher import Choice
 from weft.layers.sampler import LogitsProcessor
-from weft.messages import SchedulerOutput
+from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.cache_copies import CacheCopier
-from weft.runner.drafts import make_drafter
+from weft.runner.drafts import RunStep, make_drafter
 from weft.runner.logits_rows import spread
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches
-from weft.runner.results import (
-    PendingStep,
-    ResultMemory,
-    failed_prefills,
-    pending_step,
-    prompt_logprobs_of,
-    wants_prompt_logprobs,
-)
+from weft.runner.results import PendingStep, ResultMemory, failed_prefills, pending_step
 from weft.runner.rows import RowTable
+from weft.runner.sampling.prompt_logprobs import prompt_logprobs_of, wants_prompt_logprobs
 from weft.runner.sampling.state import NO_EDITS, StepEdits
 from weft.runner.sampling.step_sampler import StepSampler, StepTokens
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
+from weft.runner.step_layout import LayoutRules
 
 
 class StepRunner:
@@ -93,14 +90,14 @@ class StepRunner:
         self.builder = _batch_builder(config, spec, plan, self.rows, backend, reads_images=media is not None)
         self.sampler = StepSampler(config, self.builder, self.rows, backend)
         max_model_len = plan.max_model_len
-        self._draft = make_drafter(config, model, self.builder, self.rows, context, max_model_len, backend)
+        self._drafter = make_drafter(config, model, self.builder, self.rows, context, max_model_len, backend)
         self._results = ResultMemory(plan.max_num_seqs * (1 + config.num_drafts), device, backend)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
             model,
             self.builder,
             self.sampler,
-            self._draft,
+            self._drafter,
             context,
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
@@ -112,7 +109,7 @@ class StepRunner:
         stored = [*self._model.named_parameters(), *self._model.named_buffers()]
         rows = {"page table": self.rows.device_page_table, "last tokens": self.rows.last_token}
         rows |= {"drafts": self.rows.state.drafts, "rejected drafts": self.rows.state.num_rejected}
-        drafts = self._draft.static_memory if self._draft is not None else {}
+        drafts = self._drafter.static_memory if self._drafter is not None else {}
         steps = {"step buffers": self.builder.device_block, "sequence numbers": self.builder.one_each}
         steps |= {"hidden states": self.functions.hidden}
         images = self._media.graphs.inputs if self._media is not None else {}
@@ -125,8 +122,8 @@ class StepRunner:
             self.rows.free(row)
         for new in scheduler_output.new_requests:
             self.rows.add(new)
-            if self._draft is not None:
-                self._draft.add_row(new)
+            if self._drafter is not None:
+                self._drafter.add_row(new)
             self.sampler.add_row(new)
         if scheduler_output.page_copies or scheduler_output.state_forks:
             self.copier.copy(scheduler_output.page_copies, scheduler_output.state_forks)
@@ -144,68 +141,85 @@ class StepRunner:
         edits = NO_EDITS
         if scheduler_output.token_masks or processors:
             edits = self.sampler.state.step_edits(scheduler_output.token_masks, processors or {})
-        shape = self.builder.fill(scheduler_output)
-        choice = self.graphs.choose(shape)
+        layout = self.builder.rules.layout(scheduler_output)
+        shape = layout.shape
+        needs_all_rows = bool(self.rows.prompt_logprobs) and wants_prompt_logprobs(layout.requests, self.rows)
+        choice = self._choose(shape, needs_all_rows)
         # Without a graph a verification runs as one function too where its drafts stay on the device.
-        whole = shape.query_len and self._drafts_on_device
-        if whole or (choice.mode is GraphMode.FULL and shape.is_uniform):
-            pending = self._launch_uniform(scheduler_output, shape, choice, edits)
+        is_whole = shape.is_uniform if choice.mode is GraphMode.FULL else shape.query_len and self._drafts_on_device
+        padded = self._padded(shape, choice) if is_whole or choice.mode is not GraphMode.NONE else shape
+        self.builder.build(layout, padded)
+        if is_whole:
+            pending = self._run_whole(scheduler_output, shape, choice, edits)
         else:
-            pending = self._launch_mixed(scheduler_output, shape, choice, edits)
+            pending = self._run_mixed(scheduler_output, shape, choice, needs_all_rows, edits)
         self.builder.mark_sent()
+        pending.mode, pending.num_padding_tokens = str(choice.mode), padded.num_tokens - shape.num_tokens
         pending.encoder_time = encoder_time
         return pending
 
-    def _launch_uniform(
+    def _choose(self, shape: BatchDescriptor, needs_all_rows: bool) -> Choice:
+        """Choose the graph of a step. A graph that leaves rows out runs no step that needs all rows."""
+        choice = self.graphs.dispatcher.choose(shape)
+        if choice.mode is not GraphMode.FULL:
+            self.graphs.count_missed(shape)
+        elif needs_all_rows and self.builder.selects_rows(shape):
+            return Choice(GraphMode.NONE, shape.num_tokens)
+        return choice
+
+    def _padded(self, shape: BatchDescriptor, choice: Choice) -> BatchDescriptor:
+        """Return the sizes that a step is padded to, for its graph or function."""
+        if not shape.is_uniform or choice.mode is GraphMode.PIECEWISE:
+            padded = self.functions.mixed_shape(choice.size)
+            num_samples = self.graphs.sample_size(shape.num_samples) or shape.num_samples
+            return replace(padded, num_samples=num_samples)
+        size = choice.size if choice.mode is GraphMode.FULL else shape.num_seqs
+        return self.functions.verification_shape(size) if shape.query_len else self.functions.decode_shape(size)
+
+    def _run_whole(
         self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice, edits: StepEdits
     ) -> PendingStep:
         """Run a whole step, in which every sequence decodes, or verifies equally many drafts, as one function."""
-        is_graph = choice.mode is GraphMode.FULL
-        size = choice.size if is_graph else shape.num_seqs
-        self.builder.pad_uniform(shape, size)
-        self.builder.send()
-        output = self.graphs.replay(shape, size) if is_graph else self.functions.verify(size)
+        if choice.mode is GraphMode.FULL:
+            output = self.graphs.replay(shape, choice.size)
+        else:
+            output = self.functions.verify(shape.num_seqs)
         tokens = self.sampler.sample(output.logits, scheduler_output.requests, output, edits)
         drafts = tokens.drafts
         if drafts is None and output.hidden_states is not None:  # other tokens were sampled than in the graph
-            drafts = self._drafts(scheduler_output, shape, output.hidden_states[: shape.num_tokens], tokens)
-        pending = pending_step(self._results, scheduler_output, tokens, drafts=drafts)
-        pending.mode = str(choice.mode)
-        pending.num_padding_tokens = (size - shape.num_seqs) * (shape.query_len or 1)
-        return pending
+            drafts = self._drafts(scheduler_output.requests, shape, output.hidden_states[: shape.num_tokens], tokens)
+        return pending_step(self._results, scheduler_output, tokens, drafts=drafts)
 
     def _drafts(
         self,
-        scheduler_output: SchedulerOutput,
+        requests: Sequence[ScheduledRequest],
         shape: BatchDescriptor,
         hidden_states: Tensor,
         tokens: StepTokens | None,
     ) -> Tensor | None:
         """Return drafts for the next step; None if nothing is drafted on the device."""
-        if self._draft is None:
+        if self._drafter is None:
             return None
         token_ids, acceptance = (tokens.token_ids, tokens.acceptance) if tokens is not None else (None, None)
-        return self._draft(scheduler_output.requests, shape, hidden_states, token_ids, acceptance)
+        return self._drafter.after_step(RunStep(requests, shape, hidden_states, token_ids, acceptance))
 
-    def _launch_mixed(
-        self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice, edits: StepEdits
+    def _run_mixed(
+        self,
+        scheduler_output: SchedulerOutput,
+        shape: BatchDescriptor,
+        choice: Choice,
+        needs_all_rows: bool,
+        edits: StepEdits,
     ) -> PendingStep:
         """Run any batch as chosen: its forward pass, then what it samples."""
-        requests, sample_size = scheduler_output.requests, None
-        needs_all_rows = bool(self.rows.prompt_logprobs) and wants_prompt_logprobs(scheduler_output, self.rows)
-        if needs_all_rows and choice.mode is GraphMode.FULL and self.builder.selects_rows(shape):
-            choice = Choice(GraphMode.NONE, shape.num_tokens)
-        if choice.mode is not GraphMode.NONE:
-            sample_size = self.graphs.sample_size(shape.num_samples)
-            self.builder.pad_mixed(shape, choice.size, sample_size)
-        self.builder.send()
+        requests, compute_logits = scheduler_output.requests, self._model.compute_logits
         hidden_states = self.forward(shape, choice, needs_all_rows)
         prompt_logprobs = None
-        if self.rows.prompt_logprobs:
-            compute_logits = self._model.compute_logits
-            prompt_logprobs = prompt_logprobs_of(scheduler_output, hidden_states, compute_logits, self.rows)
+        if needs_all_rows:
+            prompt_logprobs = prompt_logprobs_of(requests, hidden_states, compute_logits, self.rows)
         failed = failed_prefills(scheduler_output, hidden_states)
         tokens = None
+        sample_size = self.graphs.sample_size(shape.num_samples) if choice.mode is not GraphMode.NONE else None
         if sample_size is not None:
             if choice.mode is not GraphMode.FULL:
                 self.functions.keep(hidden_states)
@@ -213,12 +227,10 @@ class StepRunner:
             tokens = self.sampler.sample(output.logits, requests, output, edits)
         elif shape.num_samples:
             indices = self.builder.sampling_tensors(shape.num_samples).indices
-            logits = self._model.compute_logits(hidden_states.index_select(0, indices))
+            logits = compute_logits(hidden_states.index_select(0, indices))
             tokens = self.sampler.sample(logits, requests, edits=edits)
-        drafts = self._drafts(scheduler_output, shape, hidden_states, tokens)
-        pending = pending_step(self._results, scheduler_output, tokens, prompt_logprobs, failed, drafts)
-        pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
-        return pending
+        drafts = self._drafts(requests, shape, hidden_states, tokens)
+        return pending_step(self._results, scheduler_output, tokens, prompt_logprobs, failed, drafts)
 
     def forward(self, shape: BatchDescriptor, choice: Choice, needs_all_rows: bool) -> Tensor:
         """Run the forward pass as chosen.
@@ -258,15 +270,19 @@ def _batch_builder(
     config: EngineConfig, spec: CacheSpec, plan: CachePlan, rows: RowTable, backend: Backend, *, reads_images: bool
 ) -> BatchBuilder:
     model_config = config.model_config
-    return BatchBuilder(
-        rows,
-        page_size=config.page_size,
-        max_num_tokens=config.max_num_batched_tokens,
-        max_num_seqs=plan.max_num_seqs,
+    rules = LayoutRules(
         keeps_states=spec.has_states,
         num_drafts=config.num_drafts,
         num_drafts_at=config.num_drafts_at,
         verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
+        reads_images=reads_images,
+    )
+    return BatchBuilder(
+        rows,
+        rules,
+        page_size=config.page_size,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_num_seqs=plan.max_num_seqs,
         ends_sparse=model_config.is_sparse(model_config.num_hidden_layers - 1),
         device=torch.device(config.device),
         backend=backend,

@@ -19,7 +19,7 @@ from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.sampling import filter_candidates
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
-from weft.runner.step_inputs import SamplingTensors
+from weft.runner.sampling.tensors import SamplingTensors
 
 NO_TOKEN = -1
 """Stands in a token history where there is no token, and in a bad word's prefix where any token will do."""

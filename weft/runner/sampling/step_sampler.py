@@ -23,7 +23,8 @@ from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints
 from weft.runner.rows import RowTable
 from weft.runner.sampling.state import NO_EDITS, SamplingState, StepEdits
-from weft.runner.step_inputs import SamplingTensors, StepInputs
+from weft.runner.sampling.tensors import SamplingTensors
+from weft.runner.step_inputs import StepInputs
 from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
 
 
@@ -55,8 +56,8 @@ class StepTokens:
         nan_rows: ``[M]`` bool, as in ``SamplerOutput``.
         acceptance: which tokens are the sequences'; None if all are, because there were no drafts.
         num_logprobs: place among the M -> how many alternatives its row asked for.
-        drafts: ``[S, K]`` int64, what was drafted in the step's graph; None if nothing is drafted on the device, or if
-            tokens were sampled again, of which the graph knew nothing.
+        drafts: ``[S or more, K]`` int64, drafted in the step's graph, padding included. None if nothing is drafted on
+            the device, or if tokens were sampled again after the graph.
         logprobs: of the places in ``num_logprobs``, in that order; of the model's own distribution, before any edit.
     """
 
@@ -91,12 +92,15 @@ class StepSampler:
         self._rows.set_last_tokens(samples.rows, result.token_ids)
         return FullStepOutput(logits, result)
 
-    def verify_any(self, logits: Tensor, inputs: StepInputs, query_len: int) -> FullStepOutput:
-        """Sample at every position of sequences with equally many drafts, and accept or reject the drafts."""
-        samples = inputs.samples
+    def sample_whole(self, logits: Tensor, inputs: StepInputs) -> FullStepOutput:
+        """Sample for every sequence of a step. If the sequences verify drafts, sample at each of their positions, and
+        accept or reject the drafts."""
+        samples, verification = inputs.samples, inputs.batch.verification
+        if verification is None:
+            return self.sample_any(logits, samples)
         result = self._sampler(logits, self.state.any_row(samples))
         sampled = (result.token_ids, inputs.input_ids, samples.seeds, samples.positions, samples.rows)
-        token_ids, acceptance = self._rejection_sampler.accept_alike(*sampled, query_len, self._rows.state)
+        token_ids, acceptance = self._rejection_sampler.accept_alike(*sampled, verification.query_len, self._rows.state)
         return FullStepOutput(logits, replace(result, token_ids=token_ids), acceptance)
 
     # -- once a step ---------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ class StepSampler:
             before = replayed.result if replayed is not None else None
             result = self._sample(logits[:count], sampled, edited, before, edits)
             tokens = StepTokens(rows, result.token_ids, result.nan_rows)
-        if tokens.acceptance is None and self._builder.num_drafts:
+        if tokens.acceptance is None and self._builder.rules.num_drafts:
             tokens = self._accept_drafts(sampled, tokens)
         counted = tokens.acceptance.counted if tokens.acceptance is not None else None
         self.state.record(sampled, tokens.token_ids, counted)
@@ -148,7 +152,7 @@ class StepSampler:
 
         Where a graph has verified drafts, the drafts before each position matter only if somebody's logits are edited.
         """
-        if not self._builder.num_drafts:
+        if not self._builder.rules.num_drafts:
             return [request for request in requests if request.samples]
         if replayed is not None and replayed.acceptance is not None and not self.state.edited(requests, edits):
             return [request for request in requests for _ in range(request.num_samples)]
@@ -156,13 +160,11 @@ class StepSampler:
 
     def _as_replayed(self, rows: list[int], replayed: FullStepOutput) -> StepTokens:
         """Return what a graph has sampled, without its padding."""
-        count, acceptance, drafts = len(rows), replayed.acceptance, replayed.drafts
-        result, num_requests = replayed.result, count
+        count, result, acceptance = len(rows), replayed.result, replayed.acceptance
         if acceptance is not None:
-            num_requests = count // (len(result.token_ids) // len(acceptance.last))
-            acceptance = acceptance.leading(num_requests, count)
-        drafts = drafts[:num_requests] if drafts is not None else None
-        return StepTokens(rows, result.token_ids[:count], result.nan_rows[:count], acceptance, drafts)
+            query_len = len(result.token_ids) // len(acceptance.last)
+            acceptance = acceptance.leading(count // query_len, count)
+        return StepTokens(rows, result.token_ids[:count], result.nan_rows[:count], acceptance, replayed.drafts)
 
     def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Logprobs:
         top_n = max(wanted.values())

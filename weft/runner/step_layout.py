@@ -1,0 +1,116 @@
+"""The layout of a step: where its requests are on the token axis, and the sizes by which its graph is chosen.
+
+Job: derive both from a scheduler output, on the host. Does not know: buffers, devices, graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.config.chunks import CHUNK_SIZE
+from weft.graph.batch_descriptor import BatchDescriptor
+from weft.messages import ScheduledRequest, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """The places of a step's requests on the token axis. Arrays are ``[S]`` int64.
+
+    Attributes:
+        requests: the step's requests.
+        shape: the step's real sizes.
+        rows: rows of the runner's tables.
+        first: position of the first token to run.
+        counts: tokens to run.
+        seq_lens: tokens after this step.
+        samples: tokens to sample.
+        bounds: ``[S + 1]``, where each request begins on the flat token axis, and the end.
+        chunk_bounds: positions at which chunks begin and end, for each request that has chunks. These requests are the
+            last of the step.
+    """
+
+    requests: list[ScheduledRequest]
+    shape: BatchDescriptor
+    rows: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+    seq_lens: np.ndarray
+    samples: np.ndarray
+    bounds: np.ndarray
+    chunk_bounds: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRules:
+    """The properties of a model and its settings that decide how steps are laid out.
+
+    Attributes:
+        keeps_states: the model has recurrent layers, which read a chunk table.
+        num_drafts: most drafts of a request in a step.
+        num_drafts_at: from the requests of a step to the drafts that each of them should have.
+        verifies: steps of sequences with equally many drafts run as verifications.
+        reads_images: requests may have images.
+    """
+
+    keeps_states: bool
+    num_drafts: int
+    num_drafts_at: Callable[[int], int]
+    verifies: bool
+    reads_images: bool = False
+
+    def layout(self, scheduler_output: SchedulerOutput) -> StepLayout:
+        """Lay out one step."""
+        requests, num_decodes = scheduler_output.requests, scheduler_output.num_decodes
+        samples = [r.num_samples for r in requests] if self.num_drafts else [r.samples for r in requests]
+        columns = [r.row for r in requests], [r.start for r in requests], [r.num_tokens for r in requests], samples
+        rows, first, counts, sampled = np.array(columns, dtype=np.int64)
+        bounds = np.zeros(len(requests) + 1, dtype=np.int64)
+        np.add.accumulate(counts, out=bounds[1:])
+        seq_lens = first + counts
+        query_len = self._query_len(requests) if self.num_drafts and requests else 0
+        has_chunks = self.keeps_states and not query_len
+        chunks = [_chunk_bounds_of(r) for r in requests[num_decodes:]] if has_chunks else []
+        shape = BatchDescriptor(
+            num_tokens=int(bounds[-1]),
+            num_seqs=len(requests),
+            num_decodes=num_decodes,
+            max_query_len=int(counts.max(initial=0)),
+            max_seq_len=int(seq_lens.max(initial=0)),
+            num_chunks=sum(map(len, chunks)) - len(chunks),
+            num_samples=int(sampled.sum()),
+            query_len=query_len,
+            may_have_media=self.reads_images and any(r.media for r in requests),
+        )
+        return StepLayout(requests, shape, rows, first, counts, seq_lens, sampled, bounds, chunks)
+
+    def query_len(self, num_seqs: int) -> int:
+        """Return the tokens of each of ``num_seqs`` sequences that verify drafts."""
+        return 1 + self.num_drafts_at(num_seqs)
+
+    def _query_len(self, requests: list[ScheduledRequest]) -> int:
+        """Return the tokens of each request if all verify as many drafts as they should, and store no other states;
+        otherwise 0: for fewer drafts no kernels are compiled at start."""
+        count = self.num_drafts_at(len(requests))
+        if not (self.verifies and count and len(requests[0].draft_token_ids) == count):
+            return 0
+        states = count if self.keeps_states else 0
+        alike = all(len(r.draft_token_ids) == count and len(r.checkpoints) == states for r in requests)
+        return 1 + count if alike else 0
+
+
+def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int]) -> list[int]:
+    """Ascending chunk boundaries of positions ``start`` to ``start + num_tokens``, both ends included.
+
+    Boundaries stand at absolute multiples of ``CHUNK_SIZE``, so that a prompt is cut alike however its prefill is
+    split, and at every checkpoint position, so that a state can be stored there.
+    """
+    end = start + num_tokens
+    grid = range((start // CHUNK_SIZE + 1) * CHUNK_SIZE, end, CHUNK_SIZE)
+    return sorted({start, end, *grid, *checkpoints})
+
+
+def _chunk_bounds_of(request: ScheduledRequest) -> list[int]:
+    return chunk_bounds(request.start, request.num_tokens, [position for position, _ in request.checkpoints])
