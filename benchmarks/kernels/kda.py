@@ -31,7 +31,8 @@ from weft.ops.attention.latent import latent_attention_triton
 from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates
 from weft.ops.delta_rule import kda_prefill as kda
 from weft.ops.delta_rule.decode import Shape, kda_decode_triton
-from weft.ops.delta_rule.kda_prefill import chunk_kda_triton, kda_gates_triton
+from weft.ops.delta_rule.gdn_prefill import chunk_gated_delta_rule_triton
+from weft.ops.delta_rule.kda_prefill import kda_gates_triton
 from weft.ops.triton.chunk_scan import Tile
 from weft.ops.window_attention.kernels import window_attention_decode_triton, window_attention_triton
 
@@ -69,7 +70,7 @@ def check_chunk(dtype: torch.dtype, lens: list[int]) -> dict[str, float]:
     batch = make_batch(lens, checkpoint=True, pad=3)
     x = rule_inputs(batch.num_tokens + 5, dtype)
     states = [torch.zeros(len(lens) + 3, H, K, K, device=DEVICE) for _ in range(2)]
-    out = chunk_kda_triton(*x, states[0], batch)
+    out = chunk_gated_delta_rule_triton(*x, states[0], batch)
     q, k, v, g, beta = (y.float() for y in x)
     want = chunk_gated_delta_rule.reference(q, k, v, g, beta, states[1], batch)
     return {"out": error(out, want), "states": error(states[0], states[1])}
@@ -110,13 +111,13 @@ def time_chunk(lens: list[int]) -> dict[str, float]:
     state = torch.zeros(len(lens) + 2, H, K, K, device=DEVICE)
     sets = [rule_inputs(batch.num_tokens, torch.bfloat16) for _ in range(3)]
     times = {
-        str(tuple(tile)): time_us([partial(chunk_kda_triton, *x, state, batch, tile=tile) for x in sets])
+        str(tuple(tile)): time_us([partial(chunk_gated_delta_rule_triton, *x, state, batch, tile=tile) for x in sets])
         for tile in TILES
     }
     for shape in PREPARE_SHAPES:
-        prepare = partial(kda._prepare, chunks=batch.chunk_table, shape=shape)
+        prepare = partial(kda.prepare_channels, chunks=batch.chunk_table, shape=shape)
         times[f"prepare {tuple(shape)}"] = time_us([partial(prepare, q, k, g, beta) for q, k, _, g, beta in sets])
-    times["chosen"] = time_us([partial(chunk_kda_triton, *x, state, batch) for x in sets])
+    times["chosen"] = time_us([partial(chunk_gated_delta_rule_triton, *x, state, batch) for x in sets])
     f, b = random(batch.num_tokens, H * K), random(batch.num_tokens, H)
     a_log, dt_bias = torch.zeros(H, device=DEVICE), torch.zeros(H * K, device=DEVICE)
     times["gates"] = time_us([partial(kda_gates_triton, f, b, a_log, dt_bias)] * 3)

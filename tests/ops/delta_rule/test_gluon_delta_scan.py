@@ -55,7 +55,7 @@ def test_chunked_rule(per_channel: bool, consumers: int) -> None:
     expected = chunk_gated_delta_rule(*wide, g, beta, expected_state, batch, backend=Backend.TORCH)
     halves = [x.half() for x in (q, k)]  # the interpreter's products are wrong for bfloat16
     if per_channel:
-        prepared = kda._prepare(*halves, g, beta, chunks, kda._choose_shape(torch.float16))
+        prepared = kda.prepare_channels(*halves, g, beta, chunks)
     else:
         prepared = gated_delta_rule._prepare(*halves, g, beta, chunks)
     solve, attention, vectors, keys = prepared

@@ -165,10 +165,7 @@ def _decode_held_split(
     table = cache[2]
     _row, _seq, split, num_splits = place
     head_ids, query_tokens, dims, in_group, mask = lanes
-    ROWS: tl.constexpr = FIXED.rows
-    BLOCK_D: tl.constexpr = FIXED.block_d
     QUERY_LEN: tl.constexpr = FIXED.query_len
-    SINKS: tl.constexpr = FIXED.sinks
     LOWEST: tl.constexpr = _LOWEST if QUERY_LEN > 1 else float("-inf")
     newest = kv_len - QUERY_LEN
     tokens = split * SPLIT + tl.arange(0, HELD)
@@ -181,7 +178,7 @@ def _decode_held_split(
     wait(EARLY)
     queries = tl.load(q_row + inside, mask=mask, other=0.0)
     has_sink = in_group & (split == 0)
-    acc, row_sum, row_max = start_softmax(sinks, head_ids, has_sink, ROWS, BLOCK_D, SINKS, LOWEST)
+    acc, row_sum, row_max = start_softmax(sinks, head_ids, has_sink, FIXED.rows, FIXED.block_d, FIXED.sinks, LOWEST)
     if split == num_splits - 1:
         tail = newest + tl.arange(0, 16)  # as many as a matrix product takes
         is_newest = tail < kv_len
@@ -219,7 +216,6 @@ def _decode_sequence(
     BLOCK_D: tl.constexpr = FIXED.block_d
     HELD_SPLITS: tl.constexpr = FIXED.held_splits
     QUERY_LEN: tl.constexpr = FIXED.query_len
-    SINKS: tl.constexpr = FIXED.sinks
     LOWEST: tl.constexpr = _LOWEST if QUERY_LEN > 1 else float("-inf")
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
@@ -254,7 +250,7 @@ def _decode_sequence(
                 queries = tl.load(q_row + inside, mask=mask, other=0.0)
                 for split in range(first_split, num_splits, step):
                     has_sink = in_group & (split == 0)
-                    softmax = start_softmax(sinks, head_ids, has_sink, ROWS, BLOCK_D, SINKS, LOWEST)
+                    softmax = start_softmax(sinks, head_ids, has_sink, ROWS, BLOCK_D, FIXED.sinks, LOWEST)
                     first = split * split_tokens
                     end = tl.minimum(kv_len, first + split_tokens)
                     softmax = accumulate_range(

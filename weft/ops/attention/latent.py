@@ -72,16 +72,12 @@ def _latent_attention_kernel(
     enter(EARLY)
     HEADS: tl.constexpr = FIXED.num_heads
     RANK: tl.constexpr = FIXED.rank
-    SHARED: tl.constexpr = FIXED.shared
     PAGE_SIZE: tl.constexpr = FIXED.page_size
     TOKENS: tl.constexpr = FIXED.tokens
     ROWS: tl.constexpr = FIXED.rows
     KEYS: tl.constexpr = FIXED.keys
     PRECISION: tl.constexpr = FIXED.precision
     BLOCK_R: tl.constexpr = FIXED.block_r
-    BLOCK_S: tl.constexpr = FIXED.block_s
-    STAGES: tl.constexpr = FIXED.stages
-    ENTRY: tl.constexpr = FIXED.entry
     SPLIT: tl.constexpr = FIXED.split
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks of a sequence see most keys: they go first
     if FIXED.mixture:
@@ -95,10 +91,10 @@ def _latent_attention_kernel(
     first = (block - (begin // TOKENS + seq)) * TOKENS
     if first >= query_len:
         return
-    lanes, o_r, o_s = tl.arange(0, ROWS), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
+    lanes, o_r, o_s = tl.arange(0, ROWS), tl.arange(0, BLOCK_R), tl.arange(0, FIXED.block_s)
     tokens = first + lanes // HEADS
     valid = (lanes < TOKENS * HEADS) & (tokens < query_len)
-    in_rank, in_shared = (o_r < RANK)[None, :], (o_s < SHARED)[None, :]
+    in_rank, in_shared = (o_r < RANK)[None, :], (o_s < FIXED.shared)[None, :]
     rows = (begin + tokens).to(tl.int64)[:, None]
     p_q = q + rows * stride_q + (lanes % HEADS)[:, None] * stride_head
     q_rank = tl.load(p_q + o_r[None, :], mask=valid[:, None] & in_rank, other=0.0)
@@ -116,11 +112,11 @@ def _latent_attention_kernel(
     acc = tl.zeros([ROWS, BLOCK_R], dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    for start in tl.range(start_key, end, KEYS, num_stages=STAGES):
+    for start in tl.range(start_key, end, KEYS, num_stages=FIXED.stages):
         keys = start + tl.arange(0, KEYS)
         inside = keys < end
         page = tl.load(table + keys // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        p_latent = latents + (page * PAGE_SIZE + keys % PAGE_SIZE)[:, None] * ENTRY
+        p_latent = latents + (page * PAGE_SIZE + keys % PAGE_SIZE)[:, None] * FIXED.entry
         values = tl.load(p_latent + o_r[None, :], mask=inside[:, None] & in_rank, other=0.0)
         shared = tl.load(p_latent + RANK + o_s[None, :], mask=inside[:, None] & in_shared, other=0.0)
         scores = tl.dot(q_rank, tl.trans(values), input_precision=PRECISION)

@@ -80,7 +80,6 @@ def _prefill_kernel(
     KEYS: tl.constexpr = FIXED.keys
     BLOCK_D: tl.constexpr = FIXED.block_d
     PRECISION: tl.constexpr = FIXED.precision
-    SINKS: tl.constexpr = FIXED.sinks
     LOWEST: tl.constexpr = float("-inf")
     kv_head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see most keys: they go first
@@ -116,7 +115,7 @@ def _prefill_kernel(
             queries = tl.load(q + rows * stride_q + offsets, mask=mask, other=0.0)
             heads = kv_head * GROUP + lanes % GROUP
             in_block = lanes < TOKENS * GROUP
-            acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, SINKS, LOWEST)
+            acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, FIXED.sinks, LOWEST)
             positions = context_len + tokens
             table = page_table + seq.to(tl.int64) * stride_table
             cache = (k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, stride_slot)

@@ -152,11 +152,8 @@ def accumulate(
 @triton.jit
 def first_pages(table, first, end, FIXED: tl.constexpr):
     """The pages of a range's first tile, if pages are loaded ahead."""
-    KEYS: tl.constexpr = FIXED.keys
-    PAGE_SIZE: tl.constexpr = FIXED.page_size
-    AHEAD: tl.constexpr = FIXED.ahead
-    tokens = first + tl.arange(0, KEYS)
-    return tl.load(table + tokens // PAGE_SIZE, mask=AHEAD & (tokens < end), other=0)
+    tokens = first + tl.arange(0, FIXED.keys)
+    return tl.load(table + tokens // FIXED.page_size, mask=FIXED.ahead & (tokens < end), other=0)
 
 
 @triton.jit
@@ -166,17 +163,13 @@ def accumulate_range(
     """The online softmax over the tokens from ``first`` to ``end``; ``page``: of the first tile, if loaded ahead."""
     KEYS: tl.constexpr = FIXED.keys
     PAGE_SIZE: tl.constexpr = FIXED.page_size
-    PRECISION: tl.constexpr = FIXED.precision
-    AHEAD: tl.constexpr = FIXED.ahead
-    QUERY_LEN: tl.constexpr = FIXED.query_len
-    STAGES: tl.constexpr = FIXED.stages
     table = cache[2]
     acc, row_sum, row_max = softmax
     next_page = page
-    for start in tl.range(first, end, KEYS, num_stages=STAGES):
+    for start in tl.range(first, end, KEYS, num_stages=FIXED.stages):
         tokens = start + tl.arange(0, KEYS)
         valid = tokens < end
-        if AHEAD:
+        if FIXED.ahead:
             page = next_page
             ahead = tokens + KEYS
             next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
@@ -184,10 +177,10 @@ def accumulate_range(
             page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
         k, v = load_keys_values(cache, page, tokens, valid, dims, FIXED, True)
         visible = valid[None, :]
-        if QUERY_LEN > 1:
+        if FIXED.query_len > 1:
             visible = visible & (tokens[None, :] <= last_seen[:, None])
         acc, row_sum, row_max = accumulate(
-            acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
+            acc, row_sum, row_max, queries, k, v, visible, scale_log2, FIXED.precision, True
         )  # fmt: skip
     return acc, row_sum, row_max
 

@@ -147,7 +147,6 @@ def _begin_sequence(
     x, weight, bias, out, conv_state = tensors
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk = chunks
     cu_seqlens_q, seq_lens, state_slots = sequences
-    C: tl.constexpr = FIXED.channels
     HISTORY: tl.constexpr = FIXED.history
     if tl.load(first_chunk + num_seqs) == 0:
         return
@@ -160,7 +159,7 @@ def _begin_sequence(
     begin, end = tl.load(cu_seqlens_q + seq).to(tl.int64), tl.load(cu_seqlens_q + seq + 1).to(tl.int64)
     continues = tl.load(seq_lens + seq) != end - begin
     slot = tl.load(state_slots + seq).to(tl.int64)
-    p_state = conv_state + slot * C * HISTORY
+    p_state = conv_state + slot * FIXED.channels * HISTORY
     rows = ()
     for j in tl.static_range(HISTORY):
         old = tl.load(p_state + channels * HISTORY + j, mask=mask & continues, other=0.0).to(tl.float32)

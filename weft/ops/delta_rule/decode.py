@@ -149,7 +149,6 @@ def _gdn_decode_kernel(
     V: tl.constexpr = FIXED.head_v_dim
     W: tl.constexpr = FIXED.conv_kernel
     BLOCK_V: tl.constexpr = FIXED.block_v
-    PREFETCH: tl.constexpr = FIXED.prefetch
     PER_CHANNEL: tl.constexpr = FIXED.vectors.channels > 1
     i_key_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HK
@@ -240,7 +239,7 @@ def _gdn_decode_kernel(
         b_next = _step_head(
             p_state + i * K * V, b_next, b_q, b_k, decay, beta,
             p_values + i * V, p_gates + i * V, p_out + i * V, k_mask, o_v, eps,
-            K, V, BLOCK_V, PREFETCH, i == 0, i == GROUP - 1,
+            K, V, BLOCK_V, FIXED.prefetch, i == 0, i == GROUP - 1,
         )  # fmt: skip
 
 

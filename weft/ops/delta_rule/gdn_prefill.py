@@ -33,7 +33,7 @@ from weft.config.gated_delta_net import L2_EPS
 from weft.forward_context import ChunkTable
 from weft.ops.backend import launches
 from weft.ops.delta_rule import chunk_gated_delta_rule, gdn_gates
-from weft.ops.delta_rule.kda_prefill import chunk_kda_triton
+from weft.ops.delta_rule.kda_prefill import prepare_channels
 from weft.ops.delta_rule.scan import VECTORS, scan_chunks
 from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
 from weft.ops.delta_rule.vectors import PreparedChunks
@@ -123,14 +123,12 @@ def chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, *, tile: Tile 
 
     ``tile``: of ``scan_chunks``.
     """
-    if g.dim() == 3:
-        return chunk_kda_triton(q, k, v, g, beta, state, batch, tile=tile)
-    chunks = batch.chunk_table
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous()
     out = v.new_empty(v.shape)
-    scan_chunks(q, k, v, out, state, _prepare(q, k, g, beta, chunks), batch, tile=tile)
+    prepared = (prepare_channels if g.dim() == 3 else _prepare)(q, k, g, beta, batch.chunk_table)
+    scan_chunks(q, k, v, out, state, prepared, batch, tile=tile)
     return out
 
 

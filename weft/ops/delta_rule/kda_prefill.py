@@ -1,7 +1,7 @@
 """Kimi Delta Attention in chunks, for prefill: the gated delta rule with a decay per channel of the key.
 
-Job: ``kda_gates`` and ``chunk_gated_delta_rule`` with ``g [T, H, K]`` on the GPU. Owns: the split into three launches
-and their tile shapes. Does not know: projections, convolution, norms.
+Job: ``kda_gates`` on the GPU, and the launches before the scan of ``chunk_gated_delta_rule`` with ``g [T, H, K]``.
+Owns: their split and tile shapes. Does not know: projections, convolution, norms.
 
 As in ``gdn_prefill.py``, but decays do not factor out of the products over channels. Inside a chunk, with G the
 running sum of g and S the state before the chunk::
@@ -36,13 +36,12 @@ from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import L2_EPS
-from weft.forward_context import Batch, ChunkTable
+from weft.forward_context import ChunkTable
 from weft.ops.backend import launches
 from weft.ops.delta_rule import kda_gates
-from weft.ops.delta_rule.scan import scan_chunks
 from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
 from weft.ops.delta_rule.vectors import PreparedChunks
-from weft.ops.triton.chunk_scan import METADATA, Tile, check_rows
+from weft.ops.triton.chunk_scan import METADATA
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E, sigmoid, softplus
 from weft.ops.triton.launch import jit
@@ -220,33 +219,15 @@ def _solve_kernel(
     tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
 
-def chunk_kda_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    batch: Batch,
-    *,
-    tile: Tile | None = None,
-    shape: Shape | None = None,
-) -> Tensor:
-    """Triton kernels of ``chunk_gated_delta_rule`` with ``g [T, H, K]``; float32 inputs keep float32 accuracy.
+def prepare_channels(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, shape: Shape | None = None
+) -> PreparedChunks:
+    """Compute what the scan needs of chunks with ``g [T, H, K]``; float32 inputs keep float32 accuracy.
 
-    ``tile``: of ``scan_chunks``; ``shape`` overrides that of the first kernel (tests and measurements).
+    ``shape`` overrides that of the first kernel (measurements).
     """
-    chunks = batch.chunk_table
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, x)
-    assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous() and k.shape[1] == v.shape[1]
-    out = v.new_empty(v.shape)
-    prepared = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
-    scan_chunks(q, k, v, out, state, prepared, batch, tile=tile)
-    return out
-
-
-def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, shape: Shape) -> PreparedChunks:
+    assert k.shape[1] == g.shape[1], "a key head for each value head"
+    shape = shape or _choose_shape(q.dtype)
     num_chunks, (_, heads, dim) = chunks.start.shape[0], k.shape
     keys = q.new_empty(num_chunks, heads, 3, CHUNK_SIZE, dim)
     sums = g.new_empty(num_chunks, heads, 2, CHUNK_SIZE, dim)

@@ -16,7 +16,15 @@ from torch import Tensor
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.delta_rule.vectors import PreparedChunks
-from weft.ops.triton.chunk_scan import METADATA, Tile, find_chunks, metadata, read_state, store_checkpoint
+from weft.ops.triton.chunk_scan import (
+    METADATA,
+    Tile,
+    expected_rows,
+    find_chunks,
+    metadata,
+    read_state,
+    store_checkpoint,
+)
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
@@ -61,7 +69,6 @@ def _scan_kernel(
     ``keys``: of ``scan_chunks``; without them keys and queries come as they are, and vectors scale their rows.
     """
     enter(EARLY)
-    HK: tl.constexpr = FIXED.num_k_heads
     HV: tl.constexpr = FIXED.num_v_heads
     K: tl.constexpr = FIXED.head_k_dim
     V: tl.constexpr = FIXED.head_v_dim
@@ -83,7 +90,7 @@ def _scan_kernel(
     p_state, b_state = read_state(
         state, cu_seqlens_q, seq_lens, state_slots, i_seq, i_head, inside, state_mask, HV, K * V
     )  # fmt: skip
-    key_columns = (i_head // (HV // HK)) * K + o_k
+    key_columns = (i_head // (HV // FIXED.num_k_heads)) * K + o_k
     value_columns = i_head * V + o_v
     of_keys = o_row[:, None] * stride_k + key_columns[None, :]
     of_queries = o_row[:, None] * stride_q + key_columns[None, :]
@@ -187,9 +194,7 @@ def scan_chunks(
         hopper.launch_delta_scan(q, k, v, out, state, prepared._replace(vectors=lines), batch)
         return
     if tile is None:
-        # A captured graph does not know how many sequences there will be; short latency is for the case of one.
-        num_seqs = 1 if batch.mixed is not None else chunks.max_seqs
-        tile = _choose_tile(num_seqs * num_heads, head_v_dim, q.dtype)
+        tile = _choose_tile(expected_rows(batch, num_heads), head_v_dim, q.dtype)
         if prepared.keys is not None:  # a third stage of the three forms of keys would not fit
             tile = tile._replace(stages=min(tile.stages, 2))
     block_v = max(16, tile.block_v)

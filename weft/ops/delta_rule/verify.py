@@ -80,11 +80,10 @@ class Fixed(NamedTuple):
 @triton.jit
 def _gates(row, A_log, dt_bias, heads, mask, C: tl.constexpr, VALUE_DIM: tl.constexpr, FIXED: tl.constexpr):
     """Decays and write strengths of some value heads."""
-    HV: tl.constexpr = FIXED.num_v_heads
     beta = tl.sigmoid(tl.load(row + C + VALUE_DIM + heads, mask=mask, other=0.0).to(tl.float32))
     if FIXED.negative_eigenvalues:
         beta *= 2.0
-    b_a = tl.load(row + C + VALUE_DIM + HV + heads, mask=mask, other=0.0).to(tl.float32)
+    b_a = tl.load(row + C + VALUE_DIM + FIXED.num_v_heads + heads, mask=mask, other=0.0).to(tl.float32)
     b_a += tl.load(dt_bias + heads, mask=mask, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_log + heads, mask=mask, other=0.0).to(tl.float32))
     return tl.exp(-rate * softplus(b_a)), beta
@@ -93,10 +92,9 @@ def _gates(row, A_log, dt_bias, heads, mask, C: tl.constexpr, VALUE_DIM: tl.cons
 @triton.jit
 def _load_vectors(p_token, head, o_k, o_v, k_mask, v_mask, FIXED: tl.constexpr):
     """Load query, key, value, gate, decay and beta of one token for one value ``head`` of the group."""
-    K: tl.constexpr = FIXED.head_k_dim
     V: tl.constexpr = FIXED.head_v_dim
     query = tl.load(p_token + o_k, mask=k_mask, other=0.0)
-    key = tl.load(p_token + K + o_k, mask=k_mask, other=0.0)
+    key = tl.load(p_token + FIXED.head_k_dim + o_k, mask=k_mask, other=0.0)
     value = tl.load(p_token + FIXED.vectors.values + head * V + o_v, mask=v_mask, other=0.0)
     b_gate = tl.load(p_token + FIXED.vectors.gates + head * V + o_v, mask=v_mask, other=0.0)
     decay = tl.load(p_token + FIXED.vectors.decays + head)

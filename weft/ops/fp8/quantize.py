@@ -87,9 +87,8 @@ def quantize_tile(inputs, column_tile, row_tile, FIXED: tl.constexpr):
 @triton.jit
 def quantize_nth_tile(inputs, tile, FIXED: tl.constexpr):
     """The same, for kernels that do something else besides."""
-    WIDTH: tl.constexpr = FIXED.width
     COLUMNS: tl.constexpr = FIXED.columns
-    ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    ACROSS: tl.constexpr = (FIXED.width + COLUMNS - 1) // COLUMNS
     quantize_tile(inputs, tile % ACROSS, tile // ACROSS, FIXED)
 
 

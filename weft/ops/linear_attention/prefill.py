@@ -33,6 +33,7 @@ from weft.ops.triton.chunk_scan import (
     METADATA,
     Tile,
     check_rows,
+    expected_rows,
     find_chunks,
     metadata,
     read_state,
@@ -51,7 +52,6 @@ class Fixed(NamedTuple):
     Attributes:
         num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.
         block_k, block_v: of a slice of the state.
-        has_beta, has_skip: whether there are write strengths and a skip.
         precision: of products of float32 operands.
         stages: of the pipeline.
     """
@@ -62,8 +62,6 @@ class Fixed(NamedTuple):
     head_v_dim: int
     block_k: int
     block_v: int
-    has_beta: bool
-    has_skip: bool
     precision: str
     stages: int
 
@@ -78,7 +76,6 @@ def _prepare_kernel(
     H: tl.constexpr = FIXED.num_heads
     K: tl.constexpr = FIXED.head_k_dim
     GROUP: tl.constexpr = FIXED.num_heads // FIXED.num_groups
-    PRECISION: tl.constexpr = FIXED.precision
     i_chunk, i_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunk_length + i_chunk)
     if length == 0:
@@ -98,13 +95,13 @@ def _prepare_kernel(
     i, j = o_row[:, None], o_row[None, :]
     between = tl.exp(tl.where(i >= j, decay[:, None] - decay[None, :], float("-inf")))
     write = tl.exp(to_end)
-    if FIXED.has_beta:
+    if beta is not None:
         b_beta = tl.load(beta + rows * H + i_head, mask=valid, other=0.0)
         between = between * b_beta[None, :]
         write = write * b_beta
-    qk = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * between
+    qk = tl.dot(b_q, tl.trans(b_k), input_precision=FIXED.precision) * between
     own = tl.sum(tl.where(i == j, qk, 0.0), 1)
-    if FIXED.has_skip:
+    if skip is not None:
         own += tl.load(skip + i_head).to(tl.float32)
     tile = (i_chunk * H + i_head).to(tl.int64)
     p_attention = attention + tile * CHUNK * CHUNK + i * CHUNK + j
@@ -213,13 +210,10 @@ def chunk_linear_attention_triton(q, k, v, g, beta, skip, state, batch, *, tile:
     assert g.stride(1) == 1 and state.is_contiguous() and (beta is None or beta.is_contiguous())
     out = v.new_empty(v.shape)
     (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
-    # A captured graph does not know how many sequences there will be; short latency is for the case of one.
-    num_seqs = 1 if batch.mixed is not None else chunks.max_seqs
-    tile = tile or choose_tile(num_seqs * num_heads, head_k_dim, head_v_dim, q.dtype)
+    tile = tile or choose_tile(expected_rows(batch, num_heads), head_k_dim, head_v_dim, q.dtype)
     block_k, block_v = max(16, next_power_of_2(head_k_dim)), max(16, tile.block_v)
     fixed = Fixed(
-        num_groups, num_heads, head_k_dim, head_v_dim, block_k, block_v, beta is not None, skip is not None,
-        precision(q), tile.stages,
+        num_groups, num_heads, head_k_dim, head_v_dim, block_k, block_v, precision(q), tile.stages,
     )  # fmt: skip
     prepared = _prepare(q, k, g, beta, skip, chunks, fixed)
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](

@@ -130,9 +130,8 @@ def _choose_by_softmax(row_logits, experts, inside, places, FIXED: tl.constexpr)
     """Choose by logits, whose order is that of the probabilities. If weights are renormalised, the sum over the chosen
     experts is enough."""
     TOP_K: tl.constexpr = FIXED.top_k
-    BLOCK_K: tl.constexpr = FIXED.block_k
     x = tl.load(row_logits + experts, mask=inside, other=float("-inf"))
-    chosen_ids = _best_experts(x, experts, inside, TOP_K, BLOCK_K)
+    chosen_ids = _best_experts(x, experts, inside, TOP_K, FIXED.block_k)
     best = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=float("-inf")).to(tl.float32)
     highest = tl.max(best, 0)
     chosen = tl.exp(best - highest)
@@ -146,7 +145,6 @@ def _choose_by_softmax(row_logits, experts, inside, places, FIXED: tl.constexpr)
 @triton.jit
 def _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale, FIXED: tl.constexpr):
     TOP_K: tl.constexpr = FIXED.top_k
-    BLOCK_K: tl.constexpr = FIXED.block_k
     NUM_GROUPS: tl.constexpr = FIXED.num_groups
     TOP_GROUPS: tl.constexpr = FIXED.top_groups
     GROUP_SIZE: tl.constexpr = FIXED.num_experts // FIXED.num_groups
@@ -156,7 +154,7 @@ def _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale
     choice = tl.where(inside, choice, float("-inf"))
     if TOP_GROUPS < NUM_GROUPS:
         choice = _best_groups(choice, experts, NUM_GROUPS, TOP_GROUPS, GROUP_SIZE)
-    chosen_ids = _best_experts(choice, experts, inside, TOP_K, BLOCK_K)
+    chosen_ids = _best_experts(choice, experts, inside, TOP_K, FIXED.block_k)
     taken = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=0.0).to(tl.float32)
     chosen = tl.where(places < TOP_K, sigmoid(taken), 0.0)
     if FIXED.renormalize:

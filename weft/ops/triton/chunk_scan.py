@@ -34,6 +34,12 @@ def metadata(batch: Batch, chunks: ChunkTable) -> tuple[Tensor, ...]:
     return (*of_chunks, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
 
 
+def expected_rows(batch: Batch, num_heads: int) -> int:
+    """Sequences times heads that a tile is chosen for. A captured graph does not know how many sequences there will be;
+    short latency is for the case of one."""
+    return num_heads * (1 if batch.mixed is not None else batch.chunk_table.max_seqs)
+
+
 @triton.jit
 def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr):
     """Zero some columns of one head of the rows ``begin`` to ``end`` of ``out [T, HV, V]``."""

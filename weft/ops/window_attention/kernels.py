@@ -71,8 +71,7 @@ class Fixed(NamedTuple):
 @triton.jit
 def _load(k, v, rows, valid, dims, FIXED: tl.constexpr):
     """Keys and values ``[len(rows), BLOCK_D]``, from pointers to a head of row 0 and the rows' offsets."""
-    HEAD_DIM: tl.constexpr = FIXED.head_dim
-    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    mask = valid[:, None] & (dims < FIXED.head_dim)[None, :]
     offsets = rows[:, None] + dims[None, :]
     return tl.load(k + offsets, mask=mask, other=0.0), tl.load(v + offsets, mask=mask, other=0.0)
 
@@ -91,7 +90,6 @@ def _window_decode_kernel(
     KEYS: tl.constexpr = FIXED.keys
     PRECISION: tl.constexpr = FIXED.precision
     BLOCK_D: tl.constexpr = FIXED.block_d
-    SINKS: tl.constexpr = FIXED.sinks
     ENTRY: tl.constexpr = FIXED.num_kv_heads * HEAD_DIM
     SPLIT: tl.constexpr = FIXED.split
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -109,7 +107,7 @@ def _window_decode_kernel(
     newest = (position % WINDOW).to(tl.int32)
     count = tl.minimum(position, WINDOW).to(tl.int32)  # entries that hold a token from before this step
     queries = tl.load(q + row * stride_q + inside, mask=mask, other=0.0)
-    acc, row_sum, row_max = start_softmax(sinks, heads, in_group & (split == 0), ROWS, BLOCK_D, SINKS, _LOWEST)
+    acc, row_sum, row_max = start_softmax(sinks, heads, in_group & (split == 0), ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
     own = tl.arange(0, 16)  # as many as a matrix product takes
     p_new = row * ENTRY + kv_head * HEAD_DIM
     if split == 0:
@@ -184,7 +182,6 @@ def _window_prefill_kernel(
     KEYS: tl.constexpr = FIXED.keys
     PRECISION: tl.constexpr = FIXED.precision
     BLOCK_D: tl.constexpr = FIXED.block_d
-    SINKS: tl.constexpr = FIXED.sinks
     ENTRY: tl.constexpr = FIXED.num_kv_heads * HEAD_DIM
     kv_head, block = tl.program_id(0), tl.program_id(1)
     if tl.load(first_chunk + num_seqs) == 0:
@@ -206,7 +203,7 @@ def _window_prefill_kernel(
     rows = (begin + tokens).to(tl.int64)[:, None]
     inside = heads[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + rows * stride_q + inside, mask=mask, other=0.0)
-    acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, SINKS, _LOWEST)
+    acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
 
     p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
     oldest = tl.maximum(0, before + first - WINDOW + 1)  # position of the oldest token that the block sees
