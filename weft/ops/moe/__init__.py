@@ -302,13 +302,10 @@ def fp8_fused_moe(
         x: ``[T, H]``.
         gate_up, down: ``[E, 2 * I, H]`` (gate rows, then up rows) and ``[E, H, I]``, of the same ``block``: 128, or 0
             for scales by row and token.
-        weights: ``[T, k]``.
-        ids: ``[T, k]`` integers (int32 for the kernel); -1 means no expert.
-        shared: ``[T, H]``, output of a shared expert to add, times ``sigmoid(shared_gate)``.
-        shared_gate: ``[T, 1]``, or None: the shared expert is added as it is.
+        weights, ids, shared, shared_gate: as in ``fused_moe``.
 
     Returns:
-        ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
+        ``[T, H]`` in x's dtype, as ``fused_moe``.
     """
     # The experts are one operation to the dispatcher, as in ``fused_moe``.
     out = torch.ops.weft.fp8_experts_reference(x, *gate_up, *down, weights, ids)
