@@ -219,11 +219,7 @@ def short_conv_decode(
 
     Args:
         projected: ``[N, 3 * C]``: ``b | c | x``.
-        weight: ``[C, W]``, W at least 2.
-        bias: ``[C]`` or None.
-        conv_state: ``[num_slots, C, W - 1]``.
-        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once; its state may change.
-        out: ``[N, C]`` to write to; rows of slot 0 are left as they are.
+        weight, bias, conv_state, state_slots, out: as in ``causal_conv1d_update``. The state of slot 0 may change.
 
     Returns:
         ``[N, C]`` in the dtype of ``projected``; without ``out`` rows of slot 0 are zero.
