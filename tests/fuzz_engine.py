@@ -311,7 +311,7 @@ class Episode:
 
 
 def _seed_of(seed: int, index: int) -> int:
-    from weft.engine.inputs import _sample_seed
+    from weft.engine.input_processor import _sample_seed
 
     value = _sample_seed(seed, index)
     return value - 2**64 if value >= 2**63 else value

@@ -27,7 +27,7 @@ from tests.speculation.conftest import Outputs, make_repeating_checkpoint
 from tests.tiny import make_checkpoint
 from tests.tiny_tokenizer import VOCAB_SIZE
 from weft import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
-from weft.engine.inputs import _sample_seed
+from weft.engine.input_processor import _sample_seed
 from weft.messages import SchedulerOutput
 from weft.outputs import LogprobsDict
 

@@ -25,11 +25,12 @@ MUTANTS = (
     ),
     _mutant(
         "server-drops-turn-boundaries", "chat requests carry where the next prompts leave them",
-        "weft/engine/inputs.py", "sorted({*chat.turn_boundaries, *own}) if own else chat.turn_boundaries", "own",
+        "weft/engine/input_processor.py",
+        "sorted({*chat.turn_boundaries, *own}) if own else chat.turn_boundaries", "own",
         "tests/server/test_model.py::test_another_question_reuses_the_system_block",
     ),
     _mutant(
-        "server-drops-positions", "checkpoint_positions of a chat request count", "weft/engine/inputs.py",
+        "server-drops-positions", "checkpoint_positions of a chat request count", "weft/engine/input_processor.py",
         "sorted({*chat.turn_boundaries, *own}) if own else chat.turn_boundaries", "chat.turn_boundaries",
         "tests/server/test_model.py::test_states_are_kept_where_a_request_says",
     ),
@@ -230,7 +231,7 @@ MUTANTS = (
         "return logits.sub_(presence[:, None] * (generated | prompt_mask))", "tests/ops/sampling/test_sampling.py",
     ),
     _mutant(
-        "completions-share-a-seed", "each of n completions has a seed of its own", "weft/engine/inputs.py",
+        "completions-share-a-seed", "each of n completions has a seed of its own", "weft/engine/input_processor.py",
         "return seed if index == 0 else derive_seed(seed, index)", "return seed", "tests/engine/test_sampling.py",
     ),
     # -- server ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.patience import GUARD_S
 from tests.server.test_fields import FakeService, Silent
 from weft.config import EngineConfig, resolve
 from weft.engine.chat_prompts import ChatPrompts
-from weft.engine.inputs import derive_seed
+from weft.engine.input_processor import derive_seed
 from weft.errors import RequestError
 from weft.request import RequestSpec
 from weft.server import api_call, chat_completions

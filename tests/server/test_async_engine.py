@@ -19,7 +19,7 @@ from weft.config import resolve
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
 from weft.engine.channel import Address, EngineStart
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.engine.process import MAX_BROKEN_STEPS, PREFIXES_EVERY_S, EngineLoop, start_core
 from weft.engine.response_stream import PromptDelta, ResponseStream
 from weft.errors import EngineDeadError, RequestError

@@ -16,7 +16,7 @@ from tests.server.fake_engine import CAPACITY
 from tests.server.test_async_engine import Link
 from weft.config import EngineConfig, resolve
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.errors import RequestError
 from weft.server.admission import Admission
 from weft.server.api_call import Context

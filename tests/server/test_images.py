@@ -28,8 +28,8 @@ from tests.tiny import make_checkpoint
 from tests.tiny_tokenizer import VOCAB_SIZE
 from weft import LLM, SamplingParams
 from weft.config import resolve
-from weft.engine.conversation import template_messages
-from weft.engine.inputs import InputProcessor
+from weft.engine.chat_messages import template_messages
+from weft.engine.input_processor import InputProcessor
 from weft.errors import ConfigError
 from weft.multimodal.processor import load_processor
 from weft.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from tests.server.test_async_engine import Link
 from weft import __version__
 from weft.config import resolve
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.errors import ConfigError
 from weft.sampling_params import SamplingParams
 from weft.server.client import TraceParent

@@ -11,7 +11,7 @@ from typing import Any
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.errors import ConfigError
-from weft.executor.external import follow
+from weft.executor.external import become_rank
 from weft.server.settings import ServerSettings, flag_of, server_flags
 
 _EPILOG = """\
@@ -105,7 +105,7 @@ def serve_engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    follow(engine_settings(args))  # a rank that torchrun started serves rank 0, and no callers
+    become_rank(engine_settings(args))  # a rank that torchrun started serves rank 0, and no callers
     settings = server_settings(args)
     settings.check()
     try:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from weft.engine import wire
 from weft.engine.chat_prompts import ChatPrompts
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.engine.output_processor import OutputStream
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import ResponseStream

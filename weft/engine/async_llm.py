@@ -16,9 +16,9 @@ from weft.config import EngineConfig
 from weft.config.parallelism import refuse_replicas
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
+from weft.engine.chat_messages import Messages, chat_prompt
 from weft.engine.chat_prompts import ChatPrompts
-from weft.engine.conversation import Messages, chat_prompt
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.engine.prompts import Prompt, check_call
 from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.multimodal.processor import load_processor

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.config import EngineConfig, resolve
 from weft.config.parallelism import refuse_replicas
+from weft.engine.chat_messages import Messages, chat_prompt
 from weft.engine.chat_prompts import ChatPrompts
-from weft.engine.conversation import Messages, chat_prompt
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.engine.output_processor import OutputStream
 from weft.engine.progress_bar import ProgressBar
 from weft.engine.prompts import Prompt, check_call
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
-from weft.executor.external import follow
+from weft.executor.external import become_rank
 from weft.executor.rank_process import begin_start
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
@@ -78,7 +78,7 @@ class LLM:
     @collector_off()
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         refuse_replicas(settings)
-        follow(settings)
+        become_rank(settings)
         times = StartupTimes()
         ranks = begin_start(settings)
         try:

@@ -68,7 +68,7 @@ def lead(start: WorkerStart, ring: Writer) -> tuple[Sequence[RankProcess], Store
     return [SiblingRank(rank, ring) for rank in range(1, size)], store
 
 
-def follow(settings: Mapping[str, Any]) -> None:
+def become_rank(settings: Mapping[str, Any]) -> None:
     """Become a rank if torchrun started this process and it is not rank 0. Does nothing otherwise, or if one rank is
     asked for.
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
+from weft.engine.chat_messages import template_messages
 from weft.engine.chat_prompts import ChatPrompt
-from weft.engine.conversation import template_messages
 from weft.engine.prompts import PreparedPrompt
 from weft.errors import RequestError
 from weft.server.errors import ApiError

@@ -15,8 +15,8 @@ from typing import Any
 from msgspec.json import encode
 
 from weft.engine.async_engine import AsyncEngine
+from weft.engine.chat_messages import template_message
 from weft.engine.chat_prompts import ChatPrompt
-from weft.engine.conversation import template_message
 from weft.engine.output_processor import CompletionDelta
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta

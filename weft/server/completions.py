@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.engine.output_processor import CompletionDelta
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta

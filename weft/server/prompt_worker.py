@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from weft.engine.chat_messages import template_messages
 from weft.engine.chat_prompts import ChatPrompt, ChatPrompts
-from weft.engine.conversation import template_messages
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.errors import RequestError
 from weft.server import anthropic_messages, responses
 from weft.server.chat import TemplateOptions, render_options

@@ -21,7 +21,7 @@ from pathlib import Path
 from weft.config import EngineConfig
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine, TokenTimes
-from weft.engine.inputs import InputProcessor
+from weft.engine.input_processor import InputProcessor
 from weft.engine.launcher import GRACE_S
 from weft.engine.supervisor import EngineClient
 from weft.errors import EngineFrozenError

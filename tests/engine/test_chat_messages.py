@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
-from weft.engine.conversation import template_message
+from weft.engine.chat_messages import template_message
 from weft.errors import RequestError
 
 
