@@ -156,7 +156,7 @@ SETTINGS_AND_ENDS = (
         "tests/engine/test_llm.py::test_what_a_truncated_prompt_keeps",
     ),
     mutant(
-        "default-min-p-lost", "min_p has the checkpoint's default", "weft/engine/input_processor.py",
+        "default-min-p-lost", "min_p has the checkpoint's default", "weft/engine/sampling_resolver.py",
         "_first(params.min_p, defaults.min_p, 0.0)", "_first(params.min_p, 0.0)",
         "tests/engine/test_generation_config.py",
     ),

@@ -114,7 +114,7 @@ class AsyncEngine:
             raise self._death
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
-        resolved = self.inputs.resolve(params, grammar)
+        resolved = self.inputs.sampling.resolve(params, grammar)
         outputs = []
         for prompt in prompts:
             requests = self.inputs.make_requests(request_id, prompt, params, resolved, priority, caller=caller)

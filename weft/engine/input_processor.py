@@ -1,7 +1,7 @@
-"""The input processor: from a user's prompts and parameters to requests for the scheduler.
+"""The input processor: from a user's prompts to requests for the scheduler.
 
-Job: tokenize, validate, resolve sampling defaults, make one ``Request`` per completion. Owns: the checks of a request
-against this model (vocabulary, context length, tokenizer). Does not know: scheduling.
+Job: tokenize and validate prompts, make one ``Request`` per completion. Owns: the checks of a prompt against this model
+(vocabulary, context length, tokenizer). Does not know: scheduling, sampling parameters (``sampling_resolver.py``).
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta, ValidationError, convert
 from msgspec.structs import replace
 
 from weft.config import EngineConfig
-from weft.config.generation import GenerationDefaults
 from weft.engine.chat_prompts import ChatPrompt
-from weft.engine.prompts import PreparedPrompt, Prompt, check_mapping, check_positions
-from weft.engine.structured_outputs import check_grammar, constraint_of_params
+from weft.engine.prompts import PreparedPrompt, Prompt, check_mapping, check_positions, check_token_ids
+from weft.engine.sampling_resolver import SamplingResolver
 from weft.errors import ContextLengthError, RequestError
 from weft.messages import RowSampling
 from weft.multimodal.parts import Media, prompt_media
@@ -45,6 +43,7 @@ class InputProcessor:
 
     Attributes:
         media: as given.
+        sampling: resolves sampling parameters.
         text_only: the reason why the model reads text only; None if it reads images.
     """
 
@@ -57,12 +56,10 @@ class InputProcessor:
         media: MediaProcessor | None = None,
     ) -> None:
         self._vocab_size = config.model_config.vocab_size
-        self._token_ids: Any = list[Annotated[int, Meta(ge=0, lt=self._vocab_size)]]
-        self._generation: GenerationDefaults = config.generation
+        self._max_new_tokens = config.generation.max_new_tokens
         self._seed = config.seed
-        self._num_processes = config.tensor_parallel_size
-        self._max_logprobs = config.max_logprobs
         self._tokenizer = tokenizer
+        self.sampling = SamplingResolver(config, tokenizer)
         self.media = media
         self.text_only = None if media is not None else config.reasons.get("language_model_only", "")
         self._max_model_len = max_model_len
@@ -90,7 +87,7 @@ class InputProcessor:
         elif isinstance(prompt, Mapping):
             prepared = self._prepare_mapping(prompt, params)
         else:
-            prepared = PreparedPrompt(None, self._check_ids("prompt_token_ids", prompt))
+            prepared = PreparedPrompt(None, check_token_ids("prompt_token_ids", prompt, self._vocab_size))
         sources = prompt_media(prompt.get("multi_modal_data")) if isinstance(prompt, Mapping) else {}
         return self.fitted(self._with_sources(prepared, sources), params)
 
@@ -173,7 +170,7 @@ class InputProcessor:
                 raise RequestError(
                     f"prompt is a {type(text).__name__}; beside prompt_token_ids it must be text", "prompt"
                 )
-            return text, self._check_ids("prompt_token_ids", prompt["prompt_token_ids"])
+            return text, check_token_ids("prompt_token_ids", prompt["prompt_token_ids"], self._vocab_size)
         if not isinstance(prompt.get("prompt"), str):
             raise RequestError(
                 "a prompt given as a dict needs 'prompt' (text) or 'prompt_token_ids' (integers)", "prompt"
@@ -191,20 +188,6 @@ class InputProcessor:
         is_cut = params is not None and params.truncate_prompt_tokens is not None
         limit = None if is_cut else self._max_model_len
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
-
-    def _check_ids(self, name: str, ids: Any) -> list[int]:
-        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
-            raise RequestError(f"{name} is a {type(ids).__name__}; it must be a list of integers", name)
-        ids = ids if isinstance(ids, list) else list(ids)
-        try:
-            return convert(ids, self._token_ids)  # a copy of the caller's list
-        except (ValidationError, UnicodeEncodeError):  # half a surrogate pair raises the second error
-            others = [token for token in ids if isinstance(token, bool) or not isinstance(token, int)]
-        if others:
-            raise RequestError(f"{name} holds {others[0]!r}; every entry must be an integer", name)
-        size = self._vocab_size
-        wrong = next(token for token in ids if not 0 <= token < size)
-        raise RequestError(f"{name} holds {wrong}; the vocabulary has {size} ids, 0 to {size - 1}", name)
 
     def check_length(self, text: str | None, token_ids: Sequence[int]) -> None:
         """Check the length of a prompt. A prompt with images is checked before they are read as well; if it is too
@@ -255,7 +238,7 @@ class InputProcessor:
         """Make one ``Request`` per completion, with unique ids: ``<request_id>/<arrival>``.
 
         Args:
-            resolved: ``params``, resolved by ``resolve``.
+            resolved: ``params``, resolved by ``sampling``.
             caller: see ``RequestSpec``.
         """
         number = next(self._prompts)
@@ -275,7 +258,7 @@ class InputProcessor:
         caller: str,
     ) -> Request:
         room = self._max_model_len - len(token_ids)
-        max_tokens = max(params.max_tokens or self._generation.max_new_tokens or room, params.min_tokens)
+        max_tokens = max(params.max_tokens or self._max_new_tokens or room, params.min_tokens)
         arrival = next(self._arrivals)
         return Request(
             request_id=f"{request_id}/{arrival}",
@@ -293,118 +276,6 @@ class InputProcessor:
             logits_processors=tuple(params.logits_processors or ()),
         )
 
-    def resolve(self, params: SamplingParams, grammar: str | None = None) -> RowSampling:
-        """Resolve the parameters with the checkpoint's generation defaults; see ``SamplingParams``. ``make_requests``
-        chooses the seed. Call it once for all prompts of a call, since it tokenizes bad words.
-
-        Args:
-            grammar: a grammar that is known to compile, instead of ``params.structured_outputs``.
-
-        Raises:
-            RequestError: the parameters do not fit this model.
-        """
-        self._check_params(params)
-        defaults = self._generation
-        top_k = int(_first(params.top_k, defaults.top_k, 0))
-        sampling = RowSampling(
-            temperature=float(_first(params.temperature, defaults.temperature, 1.0)),
-            top_k=top_k if 0 < top_k < self._vocab_size else 0,
-            top_p=float(_first(params.top_p, defaults.top_p, 1.0)),
-            min_p=float(_first(params.min_p, defaults.min_p, 0.0)),
-            presence_penalty=float(params.presence_penalty),
-            frequency_penalty=float(params.frequency_penalty),
-            repetition_penalty=float(_first(params.repetition_penalty, defaults.repetition_penalty, 1.0)),
-            logit_bias=params.logit_bias or None,
-            allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
-            bad_words=self._bad_words(params),
-            min_tokens=params.min_tokens,
-            blocked_before_min=sorted(self._ends(params)) if params.min_tokens else [],
-            logprobs=self.num_logprobs("logprobs", params.logprobs),
-            prompt_logprobs=self.num_logprobs("prompt_logprobs", params.prompt_logprobs),
-            grammar=self._grammar(params) if grammar is None else grammar,
-        )
-        _check_allowed(sampling)
-        return sampling
-
-    def num_logprobs(self, name: str, wanted: int | None) -> int | None:
-        """The number of alternatives per token; -1 asks for the vocabulary. Raises RequestError if the number is too
-        large."""
-        if wanted is None:
-            return None
-        number = self._vocab_size if wanted == -1 else wanted
-        limit = self._vocab_size if self._max_logprobs == -1 else min(self._max_logprobs, self._vocab_size)
-        if number > limit:
-            raise RequestError(
-                f"{name}={wanted} is more than the {limit} log probabilities per token that are allowed; ask for "
-                "fewer, or raise max_logprobs (-1: the whole vocabulary)",
-                name,
-            )
-        return number
-
-    def _is_token(self, token: int) -> bool:
-        """Whether the model has a logit of the id. Checkpoints may name ids, and tokenizers may have tokens, beyond
-        those."""
-        return token < self._vocab_size
-
-    def _ends(self, params: SamplingParams) -> set[int]:
-        """Token ids that end the generation."""
-        return set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._eos)
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
-        """The token ids of each bad word, at the start of a text and after a space. Suppressed tokens are included."""
-        suppressed = [[token] for token in self._generation.suppress_tokens if self._is_token(token)]
-        if not params.bad_words:
-            return suppressed or None
-        if self._tokenizer is None:
-            raise RequestError(
-                "bad_words are texts and need the tokenizer, but skip_tokenizer_init=True; use a logit_bias of -100",
-                "bad_words",
-            )
-        forms = [form for word in params.bad_words for form in (word, f" {word.strip()}")]
-        encoded = [tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms]
-        return suppressed + [list(ids) for ids in dict.fromkeys(encoded) if ids and all(map(self._is_token, ids))]
-
-    def _grammar(self, params: SamplingParams) -> str | None:
-        if params.structured_outputs is None:
-            return None
-        constraint = constraint_of_params(params.structured_outputs)
-        if self._tokenizer is None:
-            raise RequestError(
-                f"{constraint.param} need the tokenizer, but skip_tokenizer_init=True; leave one of them out",
-                constraint.param,
-            )
-        grammar = constraint.grammar()
-        check_grammar(grammar, constraint.param)
-        return grammar
-
-    def _check_params(self, params: SamplingParams) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            if given := getattr(params, name):
-                self._check_ids(name, list(given))
-        if params.logits_processors and self._num_processes > 1:
-            raise RequestError(
-                "logits_processors run in the process of the model, but tensor_parallel_size="
-                f"{self._num_processes} uses several; use logit_bias, bad_words or structured_outputs",
-                "logits_processors",
-            )
-        if params.stop_strings and self._tokenizer is None:
-            raise RequestError(
-                "stop strings need the tokenizer, but skip_tokenizer_init=True; use stop_token_ids", "stop"
-            )
-
-
-def _check_allowed(sampling: RowSampling) -> None:
-    """Refuse parameters that leave no token to generate."""
-    if sampling.allowed_token_ids is None:
-        return
-    single_bad_words = (word[0] for word in sampling.bad_words or [] if len(word) == 1)
-    if not set(sampling.allowed_token_ids).difference(sampling.blocked_before_min, single_bad_words):
-        raise RequestError(
-            f"allowed_token_ids={sampling.allowed_token_ids} are all ruled out, by min_tokens (ends of the generation) "
-            "or bad_words, so no token could be generated; allow more, or lower min_tokens",
-            "allowed_token_ids",
-        )
-
 
 def derive_seed(engine_seed: int, number: int) -> int:
     """Derive the seed of a request without one: 64 bits from the engine's seed and the request's number."""
@@ -416,7 +287,3 @@ def _sample_seed(seed: int, index: int) -> int:
     """The seed of completion ``index``. Completion 0 has the request's own, so ``n`` does not change its text."""
     seed %= 2**64
     return seed if index == 0 else derive_seed(seed, index)
-
-
-def _first(*values: Any) -> Any:
-    return next(v for v in values if v is not None)

@@ -259,7 +259,9 @@ class LLM:
         params = check_call(sampling_params, request_id, priority)
         request_id = self._check_id(request_id)
         prepared = self._inputs.prepare_prompt(prompt, params)
-        requests = self._inputs.make_requests(request_id, prepared, params, self._inputs.resolve(params), priority)
+        requests = self._inputs.make_requests(
+            request_id, prepared, params, self._inputs.sampling.resolve(params), priority
+        )
         stream = OutputStream(request_id, prepared, requests, params, self.tokenizer)
         self._streams[request_id] = stream
         for request in requests:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, ValidationError, convert
 
 from weft.errors import RequestError
 from weft.multimodal.items import MediaItem
@@ -82,3 +85,24 @@ def check_call(params: SamplingParams | None, request_id: str | None, priority: 
     if type(priority) is not int or not -(2**63) <= priority < 2**63:
         raise RequestError(f"priority={priority!r} is not a 64-bit integer; smaller ones go first", "priority")
     return params
+
+
+def check_token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
+    """Return a copy of the caller's token ids. Raises RequestError if they are no list of ids of the vocabulary."""
+    if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
+        raise RequestError(f"{name} is a {type(ids).__name__}; it must be a list of integers", name)
+    ids = ids if isinstance(ids, list) else list(ids)
+    try:
+        return convert(ids, _token_ids(vocab_size))
+    except (ValidationError, UnicodeEncodeError):  # half a surrogate pair raises the second error
+        others = [token for token in ids if isinstance(token, bool) or not isinstance(token, int)]
+    if others:
+        raise RequestError(f"{name} holds {others[0]!r}; every entry must be an integer", name)
+    wrong = next(token for token in ids if not 0 <= token < vocab_size)
+    raise RequestError(f"{name} holds {wrong}; the vocabulary has {vocab_size} ids, 0 to {vocab_size - 1}", name)
+
+
+@functools.cache
+def _token_ids(vocab_size: int) -> Any:
+    """Return the type of a list of token ids."""
+    return list[Annotated[int, Meta(ge=0, lt=vocab_size)]]

@@ -142,7 +142,7 @@ async def start_chat(
     if request.add_special_tokens:
         check_special_tokens(need_tokenizer(context.service.engine), True)
     if request.logprobs:
-        context.service.engine.inputs.num_logprobs("top_logprobs", request.top_logprobs)
+        context.service.engine.inputs.sampling.num_logprobs("top_logprobs", request.top_logprobs)
     tools = tool_use(request, context.settings.tool_call_parser)
     constraint = constraint_of(request, context.settings.max_schema_bytes)
     if tools.forced is not None:
