@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import accumulate
 from typing import Any
 
 Series = Mapping[str, Sequence[float | None]]
@@ -39,10 +40,29 @@ def picture(title: str, runs: Sequence[Mapping[str, Any]]) -> str:
         ("end to end, ms", _percentiles(results, "e2e_ms")),
         ("requests per second", _rates(results)),
     ]
-    drawn = [
-        f'<g transform="translate({i * WIDTH},28)">{panel(name, label, xs, series)}</g>'
-        for i, (name, series) in enumerate(panels)
+    return _side_by_side(title, [panel(name, label, xs, series) for name, series in panels])
+
+
+def over_time(title: str, rows: Sequence[Sequence[float]]) -> str:
+    """Draw an SVG of a replayed trace: the share of prompt tokens reused so far, and the time to the first token.
+
+    Args:
+        title: text above the panels.
+        rows: ``[seconds, first token in ms, prompt tokens, cached tokens]`` of each request.
+    """
+    ordered = sorted(rows, key=lambda row: row[0])
+    xs = [row[0] for row in ordered]
+    asked, reused = accumulate(row[2] for row in ordered), accumulate(row[3] for row in ordered)
+    shares = [100 * part / max(1, whole) for whole, part in zip(asked, reused, strict=True)]
+    panels = [
+        ("prompt tokens reused so far, %", {"reused": shares}),
+        ("time to first token, ms", {"one request": [row[1] for row in ordered]}),
     ]
+    return _side_by_side(title, [panel(name, "seconds", xs, series) for name, series in panels])
+
+
+def _side_by_side(title: str, panels: Sequence[str]) -> str:
+    drawn = [f'<g transform="translate({i * WIDTH},28)">{each}</g>' for i, each in enumerate(panels)]
     width, height = WIDTH * len(panels), HEIGHT + 28
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'

@@ -1,4 +1,4 @@
-"""``weft bench latency | throughput | prefill | startup | prefix | scaling | serve``.
+"""``weft bench latency | throughput | prefill | startup | prefix | scaling | serve | trace``.
 
 Job: flags of the benchmarks' workloads, and figures as a table and as JSON. Owns: the verb's output. Does not know: how
 to measure.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from weft.bench import latency, prefill, report, startup, throughput
 from weft.bench.prefix_workloads import WORKLOADS
-from weft.cli import bench_scaling, bench_serve
+from weft.cli import bench_scaling, bench_serve, bench_trace
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import Parser, add_verb, check_lowest, check_range
 from weft.errors import ConfigError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _REPLAYED = ("enable_prefix_caching", "state_checkpoint_policy", "eviction_policy", "num_kv_pages", "num_state_slots")
 """Settings of the caches on which ``weft bench prefix --replay`` replays requests."""
 
-_KINDS = "{latency,throughput,prefill,startup,prefix,scaling,serve}"
+_KINDS = "{latency,throughput,prefill,startup,prefix,scaling,serve,trace}"
 
 
 def add_parser(verbs: Any) -> None:
@@ -55,6 +55,7 @@ def add_parser(verbs: Any) -> None:
     _add_prefix(kinds)
     bench_scaling.add_parser(kinds)
     bench_serve.add_parser(kinds)
+    bench_trace.add_parser(kinds)
 
 
 def _missing(args: argparse.Namespace) -> int:
