@@ -105,10 +105,10 @@ def test_the_generator_draws_what_agents_send() -> None:
     lines = list(requests_of(trace))
     assert lines == list(requests_of(trace)) != list(requests_of(AgentTrace(sessions=24, seed=4)))
     lengths = [line["input_length"] for line in lines]
-    assert min(lengths) > 18_000 and max(lengths) <= 150_000  # type: ignore[type-var]
+    assert min(lengths) > 18_000 and max(lengths) <= 150_000
     assert 15 < len(lines) / 24 < 60
     requests = [r for line in lines for r in [line["hash_ids"]]]
-    assert all(len(ids) == -(-n // 512) for ids, n in zip(requests, lengths, strict=True))  # type: ignore[arg-type, operator]
+    assert all(len(ids) == -(-n // 512) for ids, n in zip(requests, lengths, strict=True))
 
 
 def test_contexts_of_the_generator_are_nearly_all_reusable(tmp_path: Path) -> None:

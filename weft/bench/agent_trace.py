@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def write_trace(path: str | Path, trace: AgentTrace) -> int:
     return len(lines)
 
 
-def requests_of(trace: AgentTrace) -> Iterator[dict[str, object]]:
+def requests_of(trace: AgentTrace) -> Iterator[dict[str, Any]]:
     """The lines of the trace, session by session."""
     rng = random.Random(trace.seed)
     ids = iter(range(1, 1 << 40))
@@ -67,7 +68,7 @@ def requests_of(trace: AgentTrace) -> Iterator[dict[str, object]]:
         for turn in range(1 + int(rng.expovariate(1.0 / max(1, trace.turns - 1)))):
             output = _around(rng, trace.output_tokens)
             blocks += [next(ids) for _ in range(-(-context // trace.block_size) - len(blocks))]
-            line: dict[str, object] = {
+            line: dict[str, Any] = {
                 "session_id": f"agent-{session}", "input_length": context, "output_length": output,
                 "hash_ids": list(blocks),
             }  # fmt: skip
