@@ -16,7 +16,7 @@ from weft.config import EngineConfig
 from weft.config.parallelism import refuse_replicas
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.chat_messages import Messages, chat_prompt
+from weft.engine.chat_messages import Messages, render_chat
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.input_processor import InputProcessor
 from weft.engine.prompts import Prompt, check_call
@@ -204,7 +204,7 @@ class AsyncLLM:
         await self.start()
         assert self.config is not None and self._engine is not None
         prompt = await asyncio.to_thread(
-            chat_prompt,
+            render_chat,
             self._chats,
             messages,
             tools=tools,

@@ -20,7 +20,7 @@ Messages = Sequence[Mapping[str, Any]]
 _ROLES = {"developer": "system", "function": "tool"}
 
 
-def chat_prompt(
+def render_chat(
     chats: ChatPrompts | None,
     messages: Messages,
     *,
@@ -29,7 +29,7 @@ def chat_prompt(
     text_only: str | None = "",
     **options: bool,
 ) -> dict[str, Any]:
-    """Make the prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, with ``checkpoint_positions``
+    """Render a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, with ``checkpoint_positions``
     if turn boundaries were asked for and found, and ``multi_modal_data`` if there are images or videos.
 
     Args:
@@ -49,6 +49,15 @@ def chat_prompt(
     positions = {"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {}
     images = {"multi_modal_data": media} if media else {}
     return {"prompt": chat.text, "prompt_token_ids": chat.token_ids} | positions | images
+
+
+def conversations_of(messages: Any) -> list[Messages]:
+    """Return the conversations as a list. A list of dicts is one conversation."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError(
+            "messages must be a non-empty list of {'role', 'content'} dicts, or a list of such lists", "messages"
+        )
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
 def _check_options(tools: Any, chat_template_kwargs: Any) -> None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.config import EngineConfig, resolve
 from weft.config.parallelism import refuse_replicas
-from weft.engine.chat_messages import Messages, chat_prompt
+from weft.engine.chat_messages import Messages, conversations_of, render_chat
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.input_processor import InputProcessor
 from weft.engine.output_processor import OutputStream
 from weft.engine.progress_bar import ProgressBar
-from weft.engine.prompts import Prompt, check_call
+from weft.engine.prompts import Prompt, as_list, check_call, per_prompt
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.executor.external import become_rank
 from weft.executor.rank_process import begin_start
@@ -138,10 +138,10 @@ class LLM:
             EngineDeadError: after ``shutdown``.
         """
         self._check_alive()
-        batch = _as_list(prompts)
+        batch = as_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
-        params = _per_prompt("sampling_params", given, SamplingParams, len(batch))
-        priorities = _per_prompt("priority", priority, int, len(batch))
+        params = per_prompt("sampling_params", given, SamplingParams, len(batch))
+        priorities = per_prompt("priority", priority, int, len(batch))
         if self._streams:
             raise RequestError(
                 "generate() cannot run while requests of add_request() are open; finish or abort them first"
@@ -202,7 +202,7 @@ class LLM:
         """
         prompts = [
             self.render_chat(m, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
-            for m in _conversations(messages)
+            for m in conversations_of(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -219,7 +219,7 @@ class LLM:
         For hybrid models also ``checkpoint_positions``: turn boundaries, at which recurrent states are stored because
         later prompts of the conversation diverge there. With images also ``multi_modal_data``.
         """
-        return chat_prompt(
+        return render_chat(
             self._chats,
             messages,
             tools=tools,
@@ -369,39 +369,3 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    """The prompts as a list. A text, a dict or a list of token ids is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
-        raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a text, token ids, a dict, or a list of those", "prompts"
-        )
-    is_single = len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
-    return [prompts] if is_single else list(prompts)
-
-
-def _conversations(messages: Any) -> list[Messages]:
-    """The conversations as a list. A list of dicts is one conversation."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(
-            "messages must be a non-empty list of {'role', 'content'} dicts, or a list of such lists", "messages"
-        )
-    return [messages] if isinstance(messages[0], Mapping) else list(messages)
-
-
-def _per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    """``value`` for each of ``count`` prompts."""
-    if isinstance(value, kind):
-        return [value] * count
-    remedy = "give one for all prompts, or a list with one per prompt"
-    if not isinstance(value, (list, tuple)):
-        raise RequestError(f"{name} is a {type(value).__name__}, not {kind.__name__}; {remedy}", name)
-    if len(value) != count:
-        raise RequestError(f"{name} has {len(value)} entries for {count} prompts; {remedy}", name)
-    wrong = [v for v in value if not isinstance(v, kind)]
-    if wrong:
-        raise RequestError(f"{name} holds a {type(wrong[0]).__name__}, not {kind.__name__}; {remedy}", name)
-    return list(value)

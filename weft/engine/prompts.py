@@ -106,3 +106,30 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
 def _token_ids(vocab_size: int) -> Any:
     """Return the type of a list of token ids."""
     return list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """Return the prompts as a list. A text, a dict or a list of token ids is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a text, token ids, a dict, or a list of those", "prompts"
+        )
+    is_single = len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
+    return [prompts] if is_single else list(prompts)
+
+
+def per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    """Return ``value`` for each of ``count`` prompts."""
+    if isinstance(value, kind):
+        return [value] * count
+    remedy = "give one for all prompts, or a list with one per prompt"
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(f"{name} is a {type(value).__name__}, not {kind.__name__}; {remedy}", name)
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts; {remedy}", name)
+    wrong = [v for v in value if not isinstance(v, kind)]
+    if wrong:
+        raise RequestError(f"{name} holds a {type(wrong[0]).__name__}, not {kind.__name__}; {remedy}", name)
+    return list(value)
