@@ -6,13 +6,16 @@ import pytest
 
 from tests.executor.test_tensor_parallel import MODELS
 from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES
+from tests.wrapped import WRAPPED_TEXTS
 from weft.cli import main
 from weft.config.families import FAMILIES
 from weft.config.verified import VERIFIED, Ranks, nearest
+from weft.config.wrappers import WRAPPERS
 from weft.models.weight_names import WEIGHT_TABLES
 
 
 def test_the_table_is_that_of_the_tests() -> None:
+    assert set(WRAPPERS) == set(WRAPPED_TEXTS)
     assert set(VERIFIED) == set(FAMILIES) == set(WEIGHT_TABLES) == {*ARCHITECTURES, *MAMBA_ARCHITECTURES}
     assert {arch for arch, verified in VERIFIED.items() if verified.ranks is Ranks.ENGINE} == set(MODELS)
 
@@ -20,7 +23,9 @@ def test_the_table_is_that_of_the_tests() -> None:
 def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == sorted(VERIFIED)
+    assert [line.split()[0] for line in lines[1:]] == sorted((*VERIFIED, *WRAPPERS))
+    assert any(line.split() == "MiniCPMOcrForConditionalGeneration yes text alone, as Qwen3_5ForCausalLM or "
+               "Qwen3_5MoeForCausalLM".split() for line in lines)  # fmt: skip
     assert main(["models", "LlamaForCausalLM", "MiniMaxText01ForCausalLM"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[:2] for line in out.splitlines()[1:3]] == [

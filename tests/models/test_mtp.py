@@ -49,9 +49,11 @@ def run_head(harness: Harness, work: list[tuple[Sequence, int]], pad_tokens: int
     return list(found[: batch.num_tokens].split([n for _, n in work]))
 
 
-@pytest.mark.parametrize("arch", WITH_HEAD)
-def test_the_head_is_the_published_function_in_chunks_and_decodes(arch: str, tmp_path: Path) -> None:
-    folder, reference = make_mtp_checkpoint(arch, tmp_path)
+@pytest.mark.parametrize(("arch", "changes"), [*((arch, {}) for arch in WITH_HEAD), (NEXT, {"num_experts": 0})])
+def test_the_head_is_the_published_function_in_chunks_and_decodes(
+    arch: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, reference = make_mtp_checkpoint(arch, tmp_path, **changes)
     harness = Harness(folder, mtp=True)
     a, b = harness.sequence(prompt(100)), harness.sequence(prompt(70))
     got_a = run_head(harness, [(a, 66)])

@@ -224,6 +224,8 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (MOE, {"num_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
     (NEXT, {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 3}),
     (NEXT, {"linear_conv_kernel_dim": 3, "linear_key_head_dim": 20, "mlp_only_layers": [0, 3]}),
+    (NEXT, {"num_experts": 0, "layer_types": ["linear_attention", "full_attention"] * 2}),
+    (MOE, {"num_experts": 0}),
     (NEXT, {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"]}),
     (NEXT, {"num_experts": 3, "num_experts_per_tok": 3, "head_dim": 24, "attention_bias": True}),
     (NEXT, {"tie_word_embeddings": True, "norm_topk_prob": False, "rope_parameters": rope(0.75)}),

@@ -7,7 +7,8 @@ from typing import Any
 
 from weft.cli.parser import add_verb
 from weft.config.families import OTHER_NAMES
-from weft.config.verified import VERIFIED, Verified, nearest
+from weft.config.verified import VERIFIED, nearest
+from weft.config.wrappers import WRAPPERS
 from weft.errors import UnsupportedModelError
 
 _COLUMNS = ("architecture", "float32, CPU", "float32 and bfloat16, H200", "tensor parallelism")
@@ -22,17 +23,19 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     args.names = [OTHER_NAMES.get(name, name) for name in args.names]
     for name in args.names:
-        if name not in VERIFIED:
+        if name not in VERIFIED and name not in WRAPPERS:
             raise UnsupportedModelError(
                 f"architecture {name!r} is not supported; the nearest that is: {nearest(name)}; `weft models` lists all"
             )
-    names = sorted(args.names or VERIFIED)
-    rows = [_COLUMNS, *(_row(name, VERIFIED[name]) for name in names)]
+    rows = [_COLUMNS, *(_row(name) for name in sorted(args.names or (*VERIFIED, *WRAPPERS)))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 
-def _row(name: str, verified: Verified) -> tuple[str, ...]:
+def _row(name: str) -> tuple[str, ...]:
+    if name in WRAPPERS:
+        return name, "yes", f"text alone, as {' or '.join(WRAPPERS[name].texts.values())}", ""
+    verified = VERIFIED[name]
     return name, "yes", "yes" if verified.gpu else "not yet", verified.ranks.value

@@ -7,6 +7,7 @@ share (``families.py`` has the others). Does not know: tensors, weights, devices
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,18 @@ from weft.config.json_object import JsonObject
 from weft.config.model import Mixers, ModelConfig, Multipliers
 from weft.config.quantization import read_quantization
 from weft.config.verified import nearest
+from weft.config.wrappers import WRAPPERS
 from weft.errors import ConfigError, UnsupportedModelError
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _STATE_DTYPES = ("float32", "bfloat16")
+_LAYER_TYPE_NAMES = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
+"""Names of layer types before transformers 5.23 -> names since then. Published files have both."""
 
 
 def read_checkpoint_config(folder: Path) -> ModelConfig:
@@ -31,9 +40,16 @@ def read_checkpoint_config(folder: Path) -> ModelConfig:
         UnsupportedModelError: a valid config that asks for something Weft does not compute.
     """
     top = JsonObject.load(Path(folder) / "config.json")
-    architecture = _architecture(top)
+    name = _architecture(top)
+    if name not in WRAPPERS:
+        return _read_model(name, top, top)
+    whole, text, architecture = WRAPPERS[name].unwrap(top, name)
+    return replace(_read_model(architecture, whole, text), wrapper=name)
+
+
+def _read_model(architecture: str, top: JsonObject, given: JsonObject) -> ModelConfig:
     family = FAMILIES[architecture]
-    text = _text_config(top, architecture, family)
+    text = _text_config(given, architecture, family)
     _refuse_unsupported(text, family)
     return _model_config(architecture, family, top, text)
 
@@ -46,10 +62,10 @@ def _architecture(top: JsonObject) -> str:
             f"supported are {', '.join(FAMILIES)}"
         )
     architecture = OTHER_NAMES.get(names[0], names[0])
-    if architecture not in FAMILIES:
+    if architecture not in FAMILIES and architecture not in WRAPPERS:
         raise UnsupportedModelError(
             f"{top.where}: architecture {names[0]!r} is not supported; the nearest that is: {nearest(names[0])}; "
-            f"supported are {', '.join(FAMILIES)}"
+            f"supported are {', '.join((*FAMILIES, *WRAPPERS))}"
         )
     return architecture
 
@@ -142,9 +158,8 @@ def _layer_types(text: JsonObject, family: Family) -> tuple[str, ...]:
     if not isinstance(types, list):
         raise text.wrong("layer_types", "a list with one entry per layer")
     num_layers = text.integer("num_hidden_layers", len(types))
-    types = [family.layer_names.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     for kind in types:
-        if kind not in allowed:
+        if not isinstance(kind, str) or _LAYER_TYPE_NAMES.get(kind, kind) not in allowed:
             raise UnsupportedModelError(
                 f"{text.where}: layer_types holds {kind!r}, which is not supported for this architecture; "
                 f"supported are {', '.join(allowed)}"
@@ -153,7 +168,7 @@ def _layer_types(text: JsonObject, family: Family) -> tuple[str, ...]:
         raise ConfigError(
             f"{text.where}: layer_types has {len(types)} entries but num_hidden_layers={num_layers}; they must agree"
         )
-    return tuple(types)
+    return tuple(_LAYER_TYPE_NAMES.get(kind, str(kind)) for kind in types)
 
 
 def _dtype(top: JsonObject, text: JsonObject) -> str:

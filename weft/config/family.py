@@ -44,7 +44,6 @@ class Family:
         norm_placement: see ``ModelConfig``.
         residual_weights: reads ``ModelConfig.residual_weights``.
         keys: the family's name of a key -> the shared name.
-        layer_names: layer type in published files -> layer type in ``mixers``.
         intermediate_size: reads the width of the dense MLP if it differs from the key ``intermediate_size``.
         mtp: checkpoints have a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
         multimodal: the language model's numbers are under ``text_config``.
@@ -65,7 +64,6 @@ class Family:
     multimodal: bool = False
     vision: Callable[[JsonObject, JsonObject], VisionConfig | None] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
-    layer_names: Mapping[str, str] = field(default_factory=dict)
     intermediate_size: Callable[[JsonObject], int] | None = None
 
     def __post_init__(self) -> None:

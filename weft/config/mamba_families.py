@@ -16,10 +16,6 @@ from weft.config.model import Multipliers, ResidualWeights
 from weft.config.moe import MoeConfig, SigmoidRouting, read_experts
 from weft.errors import UnsupportedModelError
 
-MAMBA_LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Names of layer types in published files -> names here."""
-
-
 # --- Bamba -----------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +254,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         },
         layer_types=bamba_layer_types,
         keys={"layers_block_type": "layer_types"},
-        layer_names=MAMBA_LAYER_NAMES,
         mlp_bias=True,
     ),
     # Granite 4: Mamba-2 with a few layers of attention without rotation, experts with a shared MLP.
@@ -269,7 +264,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         multipliers=read_granite_multipliers,
         intermediate_size=lambda text: text.integer("shared_intermediate_size"),
         keys={"layers_block_type": "layer_types"},
-        layer_names=MAMBA_LAYER_NAMES,
     ),
     # Nemotron-H (arXiv 2504.03624): layers of Mamba-2, attention, squared-ReLU MLPs or experts, one per layer.
     "NemotronHForCausalLM": Family(
@@ -285,7 +279,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         activation="relu2",
         mlp_bias=True,
         keys=_NEMOTRON_KEYS,
-        layer_names=MAMBA_LAYER_NAMES,
     ),
     # Falcon-H1 (arXiv 2507.22448): attention and Mamba-2 side by side in every layer, dense MLPs, many multipliers.
     "FalconH1ForCausalLM": Family(

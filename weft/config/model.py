@@ -86,6 +86,7 @@ class ModelConfig:
 
     Attributes:
         architecture: the class name in the checkpoint, for example ``Qwen3NextForCausalLM``.
+        wrapper: the class name in the checkpoint if it holds this model as its text part (``config/wrappers.py``).
         layer_types: one entry per layer, as the checkpoint names them (``full_attention``, ``linear_attention``, ...).
         mixers: the token mixers of every layer type that occurs. A layer with several mixers side by side has several
             modules.
@@ -132,6 +133,7 @@ class ModelConfig:
     runs_mtp: bool = False
     vision: VisionConfig | None = None
     runs_vision: bool = False
+    wrapper: str | None = None
 
     @property
     def residual_norm_eps(self) -> float:

@@ -66,8 +66,8 @@ class MoeConfig:
 
 def read_moe(
     text: JsonObject, num_layers: int, *, shared_expert: bool = False, always_renormalise: bool = False
-) -> MoeConfig:
-    """Read a mixture of experts with Qwen's keys.
+) -> MoeConfig | None:
+    """Read a mixture of experts with Qwen's keys. Returns None if ``num_experts`` is 0: every layer is dense.
 
     Args:
         shared_expert: the architecture has a gated shared expert.
@@ -77,6 +77,8 @@ def read_moe(
     Raises:
         ConfigError, UnsupportedModelError: see ``config/checkpoint.py``.
     """
+    if not (always_renormalise or text.integer("num_experts", low=0)):
+        return None
     num_experts, top_k = read_experts(text)
     renormalise = text.boolean("norm_topk_prob", True)
     if always_renormalise and not renormalise:
@@ -89,11 +91,11 @@ def read_moe(
     return MoeConfig(num_experts, top_k, text.integer("moe_intermediate_size"), renormalise, shared, sparse)
 
 
-def read_renormalised_moe(text: JsonObject, num_layers: int) -> MoeConfig:
+def read_renormalised_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
     """Read the experts of Qwen3-VL-MoE. Some layers may be dense; the chosen experts' weights are always
     renormalised."""
     moe = read_moe(text, num_layers)
-    return moe if moe.norm_topk_prob else read_moe(text, num_layers, always_renormalise=True)
+    return moe if moe is None or moe.norm_topk_prob else read_moe(text, num_layers, always_renormalise=True)
 
 
 def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.config.model import ModelConfig
+from weft.config.wrappers import WRAPPERS
 from weft.layers.weight import WeightTable
 
 _ATTENTION: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -157,4 +158,8 @@ WEIGHT_TABLES = {
 def weight_table(config: ModelConfig) -> WeightTable:
     """The table of a model. In Granite without experts the shared MLP is the MLP."""
     is_dense_granite = config.architecture == "GraniteMoeHybridForCausalLM" and config.moe is None
-    return _DENSE_GRANITE if is_dense_granite else WEIGHT_TABLES[config.architecture]
+    table = _DENSE_GRANITE if is_dense_granite else WEIGHT_TABLES[config.architecture]
+    if config.wrapper is None:
+        return table
+    wrapper = WRAPPERS[config.wrapper]
+    return replace(table, renames=wrapper.renames, ignorable=(*table.ignorable, *wrapper.others))

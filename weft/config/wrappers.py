@@ -1,0 +1,69 @@
+"""Architectures that wrap a text model which Weft has under another name.
+
+Job: say which text model a checkpoint's ``text_config`` describes, and how its tensors are named. Weft runs the text
+model alone; the tensors of towers and projectors are not loaded. Does not know: keys of a text model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from weft.config.json_object import JsonObject
+from weft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A class of checkpoints that hold a text model.
+
+    Attributes:
+        texts: supported ``model_type`` of the text config -> architecture of the text model. The first one is assumed
+            if the text config names none.
+        others: patterns of tensor names outside the text model.
+        keys: names of the text config in ``config.json``, in order of precedence.
+        tied: whether embeddings are tied if the file does not say. A key of the text config has no effect.
+        renames: leading part of the text model's tensor names in the checkpoint -> leading part of Weft's names.
+    """
+
+    texts: Mapping[str, str]
+    others: tuple[str, ...]
+    keys: tuple[str, ...] = ("text_config",)
+    tied: bool = False
+    renames: dict[str, str] = field(default_factory=lambda: {"model.language_model.": "model."})
+
+    def unwrap(self, top: JsonObject, name: str) -> tuple[JsonObject, JsonObject, str]:
+        """Return the whole config with its defaults, the text config, and the text model's architecture.
+
+        Raises:
+            ConfigError: the file has no text config.
+            UnsupportedModelError: Weft does not run this text model.
+        """
+        text = next((found for key in self.keys if (found := top.object(key)) is not None), None)
+        if text is None:
+            raise ConfigError(f"{top.where}: {name} needs a {self.keys[0]} object, which is missing")
+        model_type = text.text("model_type", next(iter(self.texts)))
+        if model_type not in self.texts:
+            raise text.unsupported("model_type", f" in {name}; supported are {', '.join(self.texts)}")
+        tied = top.boolean("tie_word_embeddings", top.boolean("tie_embedding", self.tied))
+        return JsonObject(top.values | {"tie_word_embeddings": tied}, top.where), text, self.texts[model_type]
+
+
+_QWEN3_5 = Wrapper(
+    {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    others=("model.vision_tower.*", "model.merger.*"),
+)
+
+WRAPPERS: dict[str, Wrapper] = {
+    # MiniCPM-V 4.6 and 4.7, MiniCPM-OCR: Qwen3.5 behind a SigLIP tower.
+    "MiniCPMV4_6ForConditionalGeneration": _QWEN3_5,
+    "MiniCPMV4_7ForConditionalGeneration": _QWEN3_5,
+    "MiniCPMOcrForConditionalGeneration": replace(_QWEN3_5, tied=True),
+    # LFM2-VL: LFM2 behind a SigLIP 2 tower.
+    "Lfm2VlForConditionalGeneration": Wrapper(
+        {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"},
+        others=("model.vision_tower.*", "model.multi_modal_projector.*"),
+        tied=True,
+    ),
+}
+"""By the class name in ``config.json``."""
