@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -58,6 +59,16 @@ class Browser:
 
     def until(self, condition: Callable[[], object]) -> None:
         wait_until(condition, LIMIT_S)
+
+    @contextlib.contextmanager
+    def phone(self) -> Iterator[None]:
+        """A small screen, in the block."""
+        size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        try:
+            yield
+        finally:
+            self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     def width(self, view: str) -> object:
         """Of the page and this view, with what has to be scrolled to."""

@@ -59,9 +59,10 @@ def test_inspect_follows_a_conversation(mini: RunningServer, browser: Browser) -
     browser.set("temperature", 0)
     browser.set("max_tokens", 40)
     browser.ask("What is 12 + 30?")
-    assert "KV matched" in browser.text(".figures")
+    assert "KV matched" in browser.text(".about")
     browser.ask("And 5 + 5?")
     browser.open(mini.url)  # what is kept can still be shown
+    browser.all(".mark")[-1].click()
     browser.all(".look")[-1].click()
 
     browser.until(lambda: browser.all("#tree .matched"))
@@ -74,6 +75,7 @@ def test_inspect_follows_a_conversation(mini: RunningServer, browser: Browser) -
     assert max(browser.script(shares)) > 0  # type: ignore[type-var, arg-type]
 
     browser.one("#tab-requests").click()
+    check_the_table(browser)
     pressed = browser.all(".request[aria-pressed='true']")
     assert len(pressed) == 1 and pressed[0].text.startswith("Yours: chatcmpl-")
     browser.one("#to-tree").click()
@@ -84,11 +86,32 @@ def test_inspect_follows_a_conversation(mini: RunningServer, browser: Browser) -
     browser.one("#tab-throughput").click()
     browser.until(lambda: browser.all("#steps .bar") and browser.all("#throughput .line"))
     assert "decoding; eager" in browser.text("#step")
+    assert [e.text for e in browser.all("#steps .legend li")] == ["eager", "duration"], "no mode that does not occur"
     browser.one("#tab-latency").click()
     row = "#percentiles tbody tr:last-child td"
     browser.until(lambda: re.search(r"\d+(\.\d+)? (ms|s)$", browser.text(row)))
     assert browser.all("#first-token .dot") and browser.all("#inter-token .line, #inter-token .dot")
     assert not browser.complaints()
+
+
+def check_the_table(browser: Browser) -> None:
+    """Requests have a time and an age; a column has one unit, which its head names."""
+    heads = [e.text for e in browser.all("#requests th")]
+    assert heads[:4] == ["request", "arrived", "age", "status"]
+    assert all(re.fullmatch(r"(queued|TTFT|per token|whole) (µs|ms|s)", head) for head in heads[-4:])
+    rows = [
+        [cell.text for cell in row.find_elements("css selector", "td")] for row in browser.all("#requests tbody tr")
+    ]
+    for _, arrived, age, *_, queued, first, per_token, whole in rows:
+        minutes, seconds = map(int, age.split(":"))
+        assert re.match(r"\d+:\d\d:\d\d", arrived) and minutes < 9 and seconds < 60
+        assert all(re.fullmatch(r"[\d,]+(\.\d+)?|–", figure) for figure in (queued, first, per_token, whole))
+    decimals = [{len(row[i].partition(".")[2]) for row in rows if row[i] != "–"} for i in range(-4, 0)]
+    assert all(len(found) == 1 for found in decimals), decimals
+    clock = "const now = new Date(Date.now() - 1000 * arguments[0]); return now.toLocaleTimeString()"
+    minutes, seconds = map(int, rows[0][2].split(":"))
+    near = {browser.script(clock, 60 * minutes + seconds + late) for late in range(-1, 4)}
+    assert rows[0][1] in near
 
 
 @needs_chromium
@@ -98,6 +121,7 @@ def test_a_request_that_is_forgotten_is_told(mini: RunningServer, browser: Brows
     answer = {"role": "assistant", "content": "y", "cache": "KV matched 0", "request": "chatcmpl-of-yesterday"}
     browser.keep([{"role": "user", "content": "x"}, answer])
     browser.open(mini.url)
+    browser.one(".mark").click()
     browser.one(".look").click()
     browser.until(lambda: "does not know this request any more" in browser.text("#explanation"))
 
@@ -151,6 +175,7 @@ def test_the_tree_folds_and_is_searched_by_keyboard(mini: RunningServer, browser
     assert browser.focused().get_attribute("id") == "tab-cache"
     browser.until(lambda: browser.all("#tree .node"))
     folded = len(browser.all("#tree .node"))
+    assert not browser.one("#no-texts").is_displayed() and browser.all("#tree .text")
     assert browser.all("#tree [aria-expanded='false']"), "folded in the beginning"
     browser.script("document.querySelector('#tree [tabindex=\"0\"]').focus()")
     assert browser.text("#node").startswith("Root")
@@ -171,6 +196,26 @@ def test_the_tree_folds_and_is_searched_by_keyboard(mini: RunningServer, browser
     browser.one("#tree-search").clear()
     browser.one("#tree-search").send_keys("no such thing")
     assert "0 found, 0 shown" in browser.text("#tree-count")
+
+
+@needs_chromium
+def test_the_tree_has_an_axis(mini: RunningServer, browser: Browser) -> None:
+    """Its marks lie where bars of these positions begin and end, and without the admin key texts are not there."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    mini.client.post("/v1/chat/completions", json=chat_body("one " * 300, max_tokens=4), headers=headers)
+    browser.open(mini.url, "inspect/cache")
+    browser.give_key(KEY)
+    browser.until(lambda: browser.all("#tree .node"))
+    browser.one("#unfold").click()
+    browser.until(lambda: not browser.all("#tree [aria-expanded='false']"))
+    places = "e => [e.textContent, e.previousSibling.getBoundingClientRect().x]"
+    marks = dict(browser.script(f"return [...document.querySelectorAll('.tree-axis text')].map({places})"))  # type: ignore[call-overload]
+    bars = [bar.rect for bar in browser.all("#tree .lane rect.span")]
+    assert abs(marks.pop("0") - min(bar["x"] for bar in bars)) < 2
+    assert {"10", "50", "100"} <= set(marks)
+    assert abs(max(marks.values()) - max(bar["x"] + bar["width"] for bar in bars)) < 2
+    assert list(marks.values()) != sorted(marks.values()), "the end comes first, then falling round positions"
+    assert browser.one("#no-texts").is_displayed() and not browser.all("#tree .text")
 
 
 @needs_chromium

@@ -13,6 +13,7 @@ from weft import __version__
 from weft.engine import wire
 from weft.engine.replicas import why_not_drain, why_not_start
 from weft.errors import RequestError
+from weft.server.abilities import abilities
 from weft.server.api_call import Context, check_model, respond_to_large, served_names
 from weft.server.chat import TemplateOptions, chat_prompt, check_special_tokens, need_tokenizer
 from weft.server.client import Client
@@ -38,6 +39,7 @@ def model(context: Context, name: str) -> dict[str, Any]:
         "root": context.service.config.model,
         "parent": None,
         "max_model_len": context.service.capacity.max_model_len,
+        "weft": abilities(context.service),
     }
 
 

@@ -6,6 +6,7 @@ It is an API client like any other.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from starlette.requests import Request
@@ -19,6 +20,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
     ".LICENSE": "text/plain; charset=utf-8",
 }
 
@@ -30,8 +32,8 @@ licences; ``vendor/versions.json`` says which, and the tests compare."""
 
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types dompurify"
     ),
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -41,7 +43,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 """No other host, no inline script or style, no frame; text becomes markup through DOMPurify alone. Images that a user
-attaches are data: URLs."""
+attaches are data: URLs. A browser keeps the files and asks with their ``ETag`` whether they have changed."""
 
 
 def media_types() -> dict[str, str]:
@@ -61,8 +63,12 @@ def _file(path: str) -> Path:
 def _route(path: str) -> Route:
     file = _file(path)
     content = file.read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = HEADERS | {"Content-Type": _TYPES[file.suffix], "ETag": tag}
 
     async def endpoint(request: Request) -> Response:
-        return Response(content, headers=HEADERS | {"Content-Type": _TYPES[file.suffix]})
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers)
 
     return Route(path, endpoint, methods=["GET"])

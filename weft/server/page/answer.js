@@ -1,9 +1,12 @@
 // An answer as it grows, or as it was kept: reasoning fold, Markdown, tool calls, figures.
 
-import { copyButton, el, integer, seconds } from "./dom.js";
+import { copyButton, el, integer, seconds, svg } from "./dom.js";
 import { Markdown } from "./markdown.js";
 
 const RENDER_MS = 40;
+
+const infoIcon = () => svg("svg", { viewBox: "0 0 16 16", width: 16, height: 16, "aria-hidden": "true" },
+  svg("circle", { class: "stroke", cx: 8, cy: 8, r: 6.5 }), svg("path", { class: "stroke", d: "M8 7.2V11.2M8 4.6V5.2" }));
 
 export class Answer {
   /** `message`: a kept one; `show` is called with a request's id to look at it in Inspect. */
@@ -18,11 +21,13 @@ export class Answer {
     this.fold = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.thought);
     this.tools = el("div", { class: "tools" });
     this.waiting = el("span", { class: "waiting", role: "status", "aria-label": "Waiting for the answer" });
-    this.figures = el("p", { class: "figures muted" });
+    this.note = el("p", { class: "note muted" });
     this.actions = el("div", { class: "actions" });
+    this.about = el("div", { class: "about muted", hidden: true });
+    this.mark = el("button", { type: "button", class: "ghost mark", title: "About this answer", "aria-label": "About this answer", "aria-expanded": "false", onclick: () => this.unfold() }, infoIcon());
     this.after = el("div");
     this.element = el("article", { class: "message assistant", "aria-label": "Answer" },
-      this.fold, this.text, this.tools, this.waiting, this.figures, this.actions, this.after);
+      this.fold, this.text, this.tools, this.waiting, this.note, this.actions, this.about, this.after);
     this.render();
     for (const call of message.tool_calls ?? []) this.drawCall(call);
   }
@@ -80,35 +85,36 @@ export class Answer {
   close(note) {
     clearTimeout(this.timer);
     this.render();
-    this.message.figures = this.words(note);
+    this.message.figures = this.words();
+    this.message.note = [this.finish === "length" ? "Cut at the token limit." : "", note].join(" ").trim();
   }
 
-  words(note) {
+  words() {
     const parts = [];
     if (this.usage) {
       const { prompt_tokens, completion_tokens, prompt_tokens_details } = this.usage;
-      parts.push(`${integer(prompt_tokens)} prompt tokens, ${integer(prompt_tokens_details?.cached_tokens ?? 0)} reused`);
+      parts.push(`${integer(prompt_tokens)} prompt tokens, ${integer(prompt_tokens_details?.cached_tokens ?? 0)} of them reused`);
       const time = (performance.now() - this.firstToken) / 1000;
-      parts.push(`${integer(completion_tokens)} new` + (time > 0.01 ? ` at ${integer(completion_tokens / time)} tok/s` : ""));
+      parts.push(`${integer(completion_tokens)} new tokens` + (time > 0.01 ? ` at ${integer(completion_tokens / time)} per second` : ""));
     }
-    if (this.firstToken !== null) parts.push(`first after ${seconds((this.firstToken - this.began) / 1000)}`);
-    if (this.finish === "length") parts.push("cut at the token limit");
-    if (note) parts.push(note);
+    if (this.firstToken !== null) parts.push(`first token after ${seconds((this.firstToken - this.began) / 1000)}`);
     return parts.join(" · ");
   }
 
   /** What stands below an answer that has ended; `actions`: further buttons. */
   drawFoot(...actions) {
-    const { figures, cache, request, content } = this.message;
+    const { figures, note, cache, request, content } = this.message;
     this.waiting.hidden = true;
-    this.figures.replaceChildren(figures ?? "");
-    if (cache) this.figures.append(el("br"), `${cache}.`);
-    const look = el("button", { type: "button", class: "ghost look", onclick: () => this.show(request) }, "Show in Inspect");
-    this.actions.replaceChildren(...(content ? [copyButton(() => content)] : []), ...actions, ...(request ? [look] : []));
+    this.note.textContent = note ?? "";
+    const lines = [...(figures ? figures.split(" · ") : []), ...(cache ? [`Cache: ${cache}.`] : [])].map((line) => el("li", {}, line));
+    const look = el("button", { type: "button", class: "look", onclick: () => this.show(request) }, "Show in Inspect");
+    this.about.replaceChildren(el("ul", {}, ...lines), ...(request ? [look] : []));
+    this.actions.replaceChildren(...(content ? [copyButton(() => content)] : []), ...actions, ...(lines.length || request ? [this.mark] : []));
   }
 
-  fail(message) {
-    this.waiting.hidden = true;
-    this.figures.before(el("p", { class: "error" }, message));
+  /** Show or hide the figures of the answer and what the cache did for it. */
+  unfold() {
+    this.about.hidden = !this.about.hidden;
+    this.mark.setAttribute("aria-expanded", String(!this.about.hidden));
   }
 }

@@ -20,6 +20,7 @@ const show = () => current(location.hash.startsWith("#inspect") ? "inspect" : "c
 window.addEventListener("hashchange", show);
 show();
 connection.start((model) => {
-  byId("model").textContent = model;
+  byId("model").textContent = model.id;
+  chat.setModel(model);
   inspect.look();
 });

@@ -6,11 +6,13 @@ import { Answer } from "./answer.js";
 import { own } from "./inspect.js";
 import * as parameters from "./parameters.js";
 import { drawConversations } from "./conversations.js";
-import { contentOf, drawImages, imagesOf, startPictures, takeAttached, textOf } from "./pictures.js";
+import { allowPictures, contentOf, drawImages, imagesOf, startPictures, takeAttached, textOf } from "./pictures.js";
 import * as store from "./store.js";
 import { follow } from "./follow.js";
+import { drawWelcome } from "./welcome.js";
 
 let current = null; // the conversation that is shown
+let card = null; // the model, as `/v1/models` describes it
 const running = new Map(); // id of a conversation -> {conversation, answer, controller} on its way
 const views = new WeakMap(); // message -> its Answer, so that folds stay open
 let showRequest = () => {};
@@ -47,7 +49,7 @@ async function respond() {
       own(chunk.id);
     }
   } catch (error) {
-    if (controller.signal.aborted) note = "stopped";
+    if (controller.signal.aborted) note = "Stopped.";
     else failure = error.message;
   }
   answer.close(note);
@@ -74,10 +76,10 @@ function draw(failure = "") {
   const elements = current.messages.map((message, i) => drawMessage(message, i));
   if (run) elements.push(run.answer.element);
   else if (failure || unanswered()) elements.push(drawFailure(failure || "No answer yet."));
-  if (!elements.length) elements.push(el("p", { id: "hint", class: "muted" }, "Enter sends, Shift+Enter starts a line, Escape stops an answer."));
+  if (!elements.length) elements.push(drawWelcome(card, send));
   byId("messages").replaceChildren(...elements);
   byId("title").textContent = current.title || "New chat";
-  byId("export-menu").hidden = current.messages.length === 0;
+  byId("export-menu").classList.toggle("absent", current.messages.length === 0);
   byId("send").hidden = Boolean(run);
   byId("stop").hidden = !run;
   byId("log").setAttribute("aria-busy", String(Boolean(run)));
@@ -171,6 +173,7 @@ function open(conversation) {
 /** On a phone the list covers the chat while it is open. */
 function setListing(isOpen) {
   byId("chat").classList.toggle("listing", isOpen);
+  byId("column").inert = isOpen;
   byId("show-conversations").setAttribute("aria-expanded", String(isOpen));
 }
 
@@ -207,15 +210,21 @@ const fileName = () => `weft-${new Date(current.created).toISOString().slice(0, 
 
 // -- the composer -----------------------------------------------------------------------------------------------------
 
-function send() {
-  const text = byId("message").value;
-  if (running.has(current.id)) return;
-  const images = takeAttached();
-  if (!text.trim() && !images.length) return;
-  byId("message").value = "";
+/** Send what was written. */
+function submit() {
+  const field = byId("message");
+  if (running.has(current.id) || !send(field.value)) return;
+  field.value = "";
   grow();
+}
+
+/** Send a text with the attached images; false if there is nothing to send. */
+function send(text) {
+  const images = takeAttached();
+  if (!text.trim() && !images.length) return false;
   current.messages.push({ role: "user", content: contentOf(text, images) });
   respond();
+  return true;
 }
 
 const stop = () => running.get(current.id)?.controller.abort();
@@ -224,6 +233,14 @@ function grow() {
   const field = byId("message");
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + 2}px`;
+}
+
+/** The server can be used (again), with this model. */
+export function setModel(model) {
+  card = model;
+  parameters.setModel(model);
+  allowPictures(model.weft.images);
+  if (byId("welcome")) draw();
 }
 
 /** `show` is called with a request's id to look at it. */
@@ -237,31 +254,36 @@ export function start(show) {
   const on = (id, event, action) => byId(id).addEventListener(event, action);
   on("composer", "submit", (event) => {
     event.preventDefault();
-    send();
+    submit();
   });
   on("message", "keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      send();
+      submit();
     }
   });
   on("message", "input", grow);
   on("chat", "keydown", (event) => {
     if (event.key !== "Escape") return;
-    if (byId("chat").classList.contains("listing")) setListing(false);
-    else stop();
+    if (byId("chat").classList.contains("listing")) {
+      setListing(false);
+      byId("show-conversations").focus();
+    } else {
+      stop();
+    }
   });
   on("stop", "click", stop);
   on("new-chat", "click", openFresh);
   on("delete-all", "click", removeAll);
-  on("show-conversations", "click", (event) => {
-    event.stopPropagation();
+  on("show-conversations", "click", () => {
     setListing(true);
+    byId("new-chat").focus();
   });
-  on("column", "click", () => setListing(false));
+  on("scrim", "click", () => setListing(false));
   on("export-markdown", "click", () => download(`${fileName()}.md`, "text/markdown", store.asMarkdown(current)));
   on("export-json", "click", () => download(`${fileName()}.json`, "application/json", JSON.stringify(current, null, 2)));
   on("export-all", "click", () => download("weft-conversations.json", "application/json", JSON.stringify(store.all(), null, 2)));
+  matchMedia("(max-width: 46rem)").addEventListener("change", () => setListing(false)); // style.css has the same width
   startPictures();
   store.listen(changedElsewhere);
   open(store.all()[0] ?? store.fresh({}));

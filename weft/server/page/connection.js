@@ -75,7 +75,7 @@ function again(reason) {
   wait = Math.min(2 * wait, LONGEST_WAIT_S);
 }
 
-/** Ask for the model's name until there is an answer; the listener gets it. */
+/** Ask for the model until there is an answer; the listener gets its entry. */
 export async function connect() {
   clearTimeout(timer);
   timer = 0; // on its way
@@ -84,7 +84,7 @@ export async function connect() {
     timer = null;
     wait = FIRST_WAIT_S;
     banner("");
-    connected(models.data[0].id);
+    connected(models.data[0]);
   } catch (error) {
     if (error.status === 401) {
       timer = null;
@@ -96,7 +96,7 @@ export async function connect() {
   }
 }
 
-/** `onConnected` gets the model's name whenever the server can be used (again). */
+/** `onConnected` gets the model's entry of `/v1/models` whenever the server can be used (again). */
 export function start(onConnected) {
   connected = onConnected;
   byId("key").value = getKey();

@@ -72,6 +72,21 @@ async function copied(text) {
   return done;
 }
 
+/** A function that calls `use(loaded)`: at once if `load()` has ended, else when it has. A load that fails is tried again. */
+export function lazily(load) {
+  let loaded = null, loading = null;
+  const start = async () => {
+    try {
+      loaded = await load();
+    } catch { /* the server is away: what needs this stays plain */ }
+    loading = null;
+  };
+  return async (use) => {
+    if (loaded === null) await (loading ??= start());
+    if (loaded !== null) use(loaded);
+  };
+}
+
 /** Hand the browser a file. */
 export function download(name, type, text) {
   const url = URL.createObjectURL(new Blob([text], { type }));

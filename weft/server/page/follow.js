@@ -4,7 +4,7 @@ const NEAR_PX = 40;
 
 /** `toLatest`: a button that is shown while the end is not. Returns `{toEnd}`. */
 export function follow(container, content, toLatest) {
-  let atEnd = true;
+  let atEnd = true, top = 0;
   const isAtEnd = () => container.scrollHeight - container.scrollTop - container.clientHeight < NEAR_PX;
   const toEnd = () => {
     atEnd = true;
@@ -12,7 +12,9 @@ export function follow(container, content, toLatest) {
     toLatest.hidden = true;
   };
   container.addEventListener("scroll", () => {
-    atEnd = isAtEnd();
+    if (isAtEnd()) atEnd = true;
+    else if (container.scrollTop < top) atEnd = false; // by the reader: content that has grown meanwhile moves nothing up
+    top = container.scrollTop;
     toLatest.hidden = atEnd;
   });
   toLatest.addEventListener("click", toEnd);

@@ -87,10 +87,11 @@ function draw() {
     drawPercentiles(latest.history);
     for (const name of ["firstToken", "interToken", "responses"]) plots[name].draw(frame);
   } else if (part === "requests") {
-    drawRequests(byId("requests"), latest.requests, chosen, (key) => choose(key === chosen ? null : key, "requests"));
+    drawRequests(byId("requests"), latest, chosen, (key) => choose(key === chosen ? null : key, "requests"));
   } else {
     drawPools(byId("pools"), latest);
     tree.draw(latest.nodes, latest.num_nodes, request ?? null);
+    byId("no-texts").hidden = latest.is_admin || latest.num_nodes === 0;
   }
 }
 
@@ -100,18 +101,21 @@ function drawTiles({ totals, capacity, history, replicas, replica: shown }, fram
   const { failed = 0, broken = 0, overloaded = 0 } = history.responses;
   const now = frame.points.at(-1);
   const tiles = [
-    ["running", `${integer(totals.num_running)} of ${integer(atMost)}`],
+    ["running", `${integer(totals.num_running)} of ${integer(atMost)}`, "always"],
     ["waiting", integer(totals.num_waiting)],
-    ["output tok/s", now ? compact(now.decode) : "–"],
+    ["output tok/s", now ? compact(now.decode) : "–", "always"],
     ["prompt tok/s", now ? compact(now.prefill) : "–"],
     ["TTFT, median", seconds(history.first_token?.[0])],
     ["ITL, median", seconds(history.inter_token?.[0])],
     ["prompt reused", share === null ? "–" : `${(100 * share).toFixed(1)} %`],
     ["preemptions", integer(totals.num_preemptions)],
-    ["429, full", integer(overloaded), overloaded > 0],
-    ["errors", integer(failed + broken), failed + broken > 0],
+    ["429, full", integer(overloaded), "bad"],
+    ["errors", integer(failed + broken), "bad"],
   ];
-  byId("tiles").replaceChildren(...tiles.map(([name, value, isBad]) => el("div", { class: isBad ? "tile bad" : "tile" }, el("b", {}, value), name)));
+  byId("tiles").replaceChildren(...tiles.map(([name, value, kind = ""]) => {
+    const isIdle = ["0", "–"].includes(value) && kind !== "always"; // not shown on a phone
+    return el("div", { class: `tile ${isIdle ? "idle" : kind}` }, el("b", {}, value), name);
+  }));
 }
 
 /** One row for each replica behind the server; requests, steps, cache and the first tiles are those of the pressed one. */

@@ -1,10 +1,26 @@
 // The fields above the composer: how an answer is sampled.
 
-import { byId } from "./dom.js";
+import { byId, integer } from "./dom.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "priority"];
 const TEXTS = ["system", "tools", "thinking"];
 const field = (name) => byId(`p-${name}`);
+
+/** Say what holds where a field is empty, and hide what the model cannot do. */
+export function setModel({ max_model_len: context, weft }) {
+  const { temperature, top_p, top_k, max_tokens } = weft.defaults;
+  const defaults = {
+    temperature: temperature === 0 ? "0, greedy" : temperature,
+    top_p: top_p === 1 ? "1, off" : top_p,
+    top_k: top_k === 0 ? "0, off" : top_k,
+    max_tokens: max_tokens ?? `up to ${integer(context)}`,
+    seed: "random",
+    priority: 0,
+  };
+  for (const [name, value] of Object.entries(defaults)) field(name).placeholder = value;
+  field("tools").parentElement.hidden = !weft.tools;
+  field("thinking").parentElement.hidden = !weft.thinking_switch;
+}
 
 /** As texts by name; what is empty is left out. */
 function values() {

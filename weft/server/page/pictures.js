@@ -6,6 +6,7 @@ const KINDS = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const LONGEST = 2048, LARGEST = 1 << 20; // pixels of a side, and bytes: what is larger is sent as a smaller copy
 
 let attached = []; // data URLs, of the message that is being written
+let isAllowed = false; // the model reads images
 
 export const textOf = (content) => (typeof content === "string" ? content : (content ?? []).filter((part) => part.type === "text").map((part) => part.text).join(""));
 
@@ -34,6 +35,12 @@ export function takeAttached() {
   return taken;
 }
 
+/** Offer to attach images, or not: not every model reads them. */
+export function allowPictures(allowed) {
+  isAllowed = allowed;
+  byId("attach").hidden = !allowed;
+}
+
 function drawAttached(complaint = "") {
   const rows = attached.map((src, i) => el("li", {}, el("img", { src, alt: `Image ${i + 1}` }),
     el("button", {
@@ -50,6 +57,10 @@ function drawAttached(complaint = "") {
 }
 
 async function attach(files) {
+  if (!isAllowed) {
+    drawAttached("This model reads text only.");
+    return;
+  }
   const problems = [];
   for (const file of files) {
     try {

@@ -1,40 +1,76 @@
 // The engine's latest requests.
 
-import { el, integer, seconds } from "./dom.js";
+import { el, integer } from "./dom.js";
 
 /** Its id, or, if the server does not name it to us, the moment of its arrival. */
 export const keyOf = (request) => request.request_id ?? `arrived ${request.arrived}`;
 
 export const find = (requests, key) => requests.find((request) => keyOf(request) === key);
 
-const COLUMNS = [
-  ["status", (r) => r.status],
-  ["prompt", (r) => integer(r.num_prompt_tokens)],
-  ["reused", (r) => integer(r.num_cached_tokens)],
-  ["output", (r) => integer(r.num_output_tokens)],
-  ["queued", (r) => seconds(r.queue_s)],
-  ["TTFT", (r) => seconds(r.first_token_s)],
-  ["per token", (r) => seconds(perToken(r))],
-  ["whole", (r) => seconds(r.e2e_s)],
+const TOKENS = [
+  ["prompt", (r) => r.num_prompt_tokens],
+  ["reused", (r) => r.num_cached_tokens],
+  ["output", (r) => r.num_output_tokens],
 ];
 
-/** A table of them, the latest first; `choose` is called with a key. */
-export function drawRequests(container, requests, chosen, choose) {
+const DURATIONS = [
+  ["queued", (r) => r.queue_s],
+  ["TTFT", (r) => r.first_token_s],
+  ["per token", perToken],
+  ["whole", (r) => r.e2e_s],
+];
+
+/** A table of the requests of a snapshot, the latest first; `choose` is called with a key. */
+export function drawRequests(container, { now, replica, requests }, chosen, choose) {
   const had = document.activeElement?.dataset?.request;
+  const began = clock(now, replica);
+  const columns = [
+    ["arrived", "", (r) => new Date(began + r.arrived * 1000).toLocaleTimeString()],
+    ["age", "", (r) => age(now - r.arrived)],
+    ["status", "", (r) => r.status],
+    ...TOKENS.map(([name, pick]) => [name, "", (r) => integer(pick(r))]),
+    ...DURATIONS.map(([name, pick]) => [name, ...inOneUnit(requests.map(pick), pick)]),
+  ];
   const rows = [...requests].reverse().map((request) => {
     const key = keyOf(request);
     const button = el("button", {
       class: "request", "aria-pressed": String(key === chosen), "data-request": key, title: request.request_id, onclick: () => choose(key),
     }, (request.is_own ? "Yours: " : "") + (request.request_id ? short(request.request_id) : "another caller's"));
-    return el("tr", { class: key === chosen ? "chosen" : null }, el("td", {}, button), ...COLUMNS.map(([, show]) => el("td", {}, show(request))));
+    return el("tr", { class: key === chosen ? "chosen" : null }, el("td", {}, button), ...columns.map(([, , show]) => el("td", {}, show(request))));
   });
   if (!rows.length) {
     container.replaceChildren("No request has come yet.");
     return;
   }
-  const head = ["request", ...COLUMNS.map(([name]) => name)].map((name) => el("th", { scope: "col" }, name));
+  const head = [["request", ""], ...columns].map(([name, unit]) => el("th", { scope: "col" }, name, unit && el("span", { class: "unit" }, ` ${unit}`)));
   container.replaceChildren(el("table", { class: "figures-table" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)));
   if (had) [...container.querySelectorAll("button")].find((button) => button.dataset.request === had)?.focus();
+}
+
+const starts = new Map(); // replica -> when its clock was 0
+
+/** The moment, in milliseconds, at which the engine's clock was 0. Looks arrive late, never early: the least is right. */
+function clock(now, replica) {
+  const start = Math.min(starts.get(replica) ?? Infinity, Date.now() - now * 1000);
+  starts.set(replica, start);
+  return start;
+}
+
+/** Minutes and seconds, with hours if there are some. */
+function age(value) {
+  const whole = Math.max(0, Math.floor(value)), minutes = Math.floor(whole / 60);
+  const two = (n) => String(n).padStart(2, "0");
+  return minutes < 60 ? `${minutes}:${two(whole % 60)}` : `${Math.floor(minutes / 60)}:${two(minutes % 60)}:${two(whole % 60)}`;
+}
+
+/** The unit of a column of seconds, and a function that shows a row's value in it: all with the same number of decimals. */
+function inOneUnit(values, pick) {
+  const known = values.filter((value) => value !== null).sort((a, b) => a - b);
+  const middle = known[Math.floor(known.length / 2)] ?? 1;
+  const [unit, scale] = middle < 0.001 ? ["µs", 1e6] : middle < 1 ? ["ms", 1e3] : ["s", 1];
+  const decimals = middle * scale < 10 ? 2 : middle * scale < 100 ? 1 : 0;
+  const format = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+  return [unit, (row) => (pick(row) === null ? "–" : (pick(row) * scale).toLocaleString("en", format))];
 }
 
 const short = (id) => (id.length > 18 ? `${id.slice(0, 17)}…` : id);

@@ -1,6 +1,6 @@
 // The latest steps: tokens above (padding on top), duration below, both on a root scale. Arrow keys choose one.
 
-import { byId, compact, integer, seconds, svg } from "./dom.js";
+import { byId, compact, el, integer, seconds, svg } from "./dom.js";
 import { ceiling, room } from "./plots.js";
 
 const HEIGHT = 190, MIDDLE = 116, BOTTOM = HEIGHT - 6, WIDEST_BAR = 16;
@@ -27,11 +27,16 @@ export class Steps {
 
   draw(steps) {
     this.steps = steps;
+    if (!steps.length) {
+      this.container.replaceChildren();
+      this.describe("No step has run yet.");
+      return;
+    }
     const width = Math.max(240, this.container.clientWidth);
-    const most = ceiling(Math.max(1, ...steps.map((s) => tokens(s) + s.num_padding_tokens)));
-    const longest = ceiling(Math.max(0, ...steps.map((s) => s.seconds)));
+    const most = ceiling(Math.max(...steps.map((s) => tokens(s) + s.num_padding_tokens)));
+    const longest = ceiling(Math.max(...steps.map((s) => s.seconds)));
     const left = room([`${compact(most)} tokens`, seconds(longest)]);
-    const wide = Math.min(WIDEST_BAR, (width - left - 6) / Math.max(1, steps.length));
+    const wide = Math.min(WIDEST_BAR, (width - left - 6) / steps.length);
     const picture = svg("svg", { width, height: HEIGHT, role: "presentation" });
     const up = (n) => MIDDLE - Math.sqrt(n / most) * (MIDDLE - 14);
     const down = (s) => Math.max(1, Math.sqrt(s / longest) * (BOTTOM - MIDDLE - 6));
@@ -42,8 +47,8 @@ export class Steps {
     this.container.setAttribute("tabindex", "0");
     this.container.setAttribute("role", "group");
     this.container.setAttribute("aria-label", "Steps; the arrow keys choose one");
-    this.container.replaceChildren(picture);
-    this.describe(chosen ? stepWords(chosen) : "No step has run yet.");
+    this.container.replaceChildren(legend(steps), picture);
+    this.describe(stepWords(chosen));
   }
 
   rule(picture, left, width, y, label) {
@@ -69,6 +74,15 @@ export class Steps {
 const tokens = (s) => s.num_decodes + s.num_prefill_tokens;
 
 const MODES = { NONE: "eager", PIECEWISE: "piecewise graphs", FULL: "one full graph" };
+
+/** The colours that occur in these steps. */
+function legend(steps) {
+  const modes = Object.keys(MODES).filter((mode) => steps.some((s) => s.mode === mode)).map((mode) => [`mode-${mode}`, MODES[mode]]);
+  const padding = steps.some((s) => s.num_padding_tokens) ? [["padding", "padding"]] : [];
+  const item = ([className, name]) => el("li", {},
+    svg("svg", { class: "swatch", viewBox: "0 0 12 12" }, svg("rect", { class: className, width: 12, height: 12 })), ` ${name}`);
+  return el("ul", { class: "legend" }, ...[...modes, ...padding, ["time", "duration"]].map(item));
+}
 
 function stepWords(s) {
   const parts = [];

@@ -7,9 +7,10 @@
 //
 // The scale is a root of the position: a prompt of 10 tokens can be seen beside one of 10,000.
 
-import { byId, el, integer, seconds, svg } from "./dom.js";
+import { byId, compact, el, integer, seconds, svg } from "./dom.js";
 
 const BAR = 14, LANE = 28, TOP = 5, INDENT = 14, DEEPEST_INDENT = 10;
+const AXIS = 22, ROOM = 44; // height of the axis, and pixels between its labels
 
 export class Tree {
   /** `describe` is told about the node that has the focus: words, and its text if there is one. `count` hears how many are shown. */
@@ -92,8 +93,11 @@ export class Tree {
   drawRows(numNodes) {
     const had = this.container.contains(document.activeElement);
     this.rows = new Map(this.order.map((i) => [i, el("div", {})]));
-    this.container.replaceChildren(...this.rows.values()); // the lanes' width is known once a row is there
+    const lane = el("span", { class: "lane" });
+    const axis = el("div", { class: "tree-axis", "aria-hidden": "true" }, el("span", { class: "name" }, "tokens"), lane);
+    this.container.replaceChildren(axis, ...this.rows.values()); // the lanes' width is known once a row is there
     const last = Math.max(1, ...this.nodes.map((n) => n.end));
+    lane.append(this.axis(last, lane.clientWidth));
     for (const i of this.order) this.fillRow(i, last);
     if (!this.nodes.length) this.container.replaceChildren("The cache is empty.");
     const total = integer(numNodes) + (numNodes > this.nodes.length ? `, of which the ${this.nodes.length} latest are listed` : "");
@@ -125,13 +129,33 @@ export class Tree {
     lane.append(this.lane(i, last, lane.clientWidth));
   }
 
+  /** Positions on the lanes' scale: 0, the end of the longest prompt, and round ones between. */
+  axis(last, width) {
+    const picture = svg("svg", { width, height: AXIS, role: "presentation" });
+    const mark = (position, anchor) => {
+      const x = place(position, last, width);
+      picture.append(svg("line", { class: "tick", x1: x, x2: x, y1: AXIS - 4, y2: AXIS }));
+      picture.append(svg("text", { class: "axis", x, y: AXIS - 7, "text-anchor": anchor }, compact(position)));
+    };
+    mark(0, "start");
+    mark(last, "end");
+    let right = place(last, last, width);
+    for (const position of roundBelow(last)) {
+      const x = place(position, last, width);
+      if (x > right - ROOM || x < ROOM) continue;
+      mark(position, "middle");
+      right = x;
+    }
+    return picture;
+  }
+
   below(i) {
     return this.children.of[i].reduce((sum, child) => sum + 1 + this.below(child), 0);
   }
 
   lane(i, last, width) {
     const node = this.nodes[i];
-    const at = (position) => 6 + Math.sqrt(position / last) * (width - 12);
+    const at = (position) => place(position, last, width);
     const picture = svg("svg", { width, height: LANE, role: "presentation" });
     if (node.parent < 0) return picture;
     const box = (className, from, to, y, height) => svg("rect", { class: className, x: at(from), y, width: Math.max(2, at(to) - at(from)), height, rx: 2 });
@@ -177,6 +201,16 @@ export class Tree {
     event.preventDefault();
     this.rows.get(to())?.focus();
   }
+}
+
+/** Where a position lies on a lane. */
+const place = (position, last, width) => 6 + Math.sqrt(position / last) * (width - 12);
+
+/** 1, 2 and 5 times the powers of ten below `last`, falling. */
+function roundBelow(last) {
+  const found = [];
+  for (let unit = 10 ** Math.floor(Math.log10(last)); unit >= 10; unit /= 10) found.push(5 * unit, 2 * unit, unit);
+  return found.filter((position) => position < last);
 }
 
 function childrenOf(nodes) {
