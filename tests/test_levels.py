@@ -38,7 +38,7 @@ LEVELS: list[tuple[str, ...]] = [
     ("runner",),
     ("executor",),
     ("engine",),
-    ("bench", "server", "cli", "__main__"),
+    ("bench", "server", "cli", "compat", "__main__"),
 ]
 ORDERED = {0, 2, 7}
 RANK = {room: (level, place) for level, rooms in enumerate(LEVELS) for place, room in enumerate(rooms)}

@@ -68,8 +68,8 @@ def test_unknown_names_and_the_limits_themselves() -> None:
     for given, message in (
         ({"temprature": 1.0}, r"has no parameter 'temprature' \(given 1\.0\): did you mean temperature"),
         (
-            {"output_kind": 2},
-            r"has no parameter 'output_kind' \(given 2\): vLLM's, which this version",
+            {"extra_args": 2},
+            r"has no parameter 'extra_args' \(given 2\): vLLM's, which this version",
         ),
         ({"zzz": 2}, r"'zzz' \(given 2\): allowed are n, temperature, .*truncate_prompt_tokens"),
     ):
@@ -119,3 +119,16 @@ def test_messages_are_not_as_long_as_what_was_given() -> None:
     ) as caught:
         SamplingParams(seed="x" * 100_000)  # type: ignore[arg-type]
     assert len(str(caught.value)) < 1100
+
+
+def test_a_field_is_assigned_only_if_its_value_is_valid() -> None:
+    params = SamplingParams(max_tokens=5)
+    copy = params.clone()
+    copy.max_tokens = 7
+    assert (params.max_tokens, copy.max_tokens) == (5, 7)
+    for name, value in (("max_tokens", 0), ("min_tokens", 6), ("stop", ["a"] * 17), ("output_kind", 1)):
+        with pytest.raises(RequestError, match=name):
+            setattr(params, name, value)
+    assert params == SamplingParams(max_tokens=5)
+    with pytest.raises(RequestError, match="did you mean max_tokens"):
+        params.max_token = 3  # type: ignore[attr-defined]

@@ -9,6 +9,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from weft.compat.names import VllmModules, find_name
+
 if TYPE_CHECKING:
     from weft.config import EngineConfig
     from weft.engine.async_llm import AsyncLLM
@@ -47,9 +49,12 @@ _MODULES = {
 }
 
 
+sys.meta_path.append(VllmModules)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        return find_name(__name__, name)
     module = _MODULES[name]
     if module not in sys.modules:
         from weft.processes.collector import collector_off

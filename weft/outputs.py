@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 
 @dataclass(slots=True)
@@ -126,3 +127,12 @@ class RequestOutput:
     cache_report: CacheReport | None = None
     prompt_logprobs: list[LogprobsDict | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Find names that vLLM has in its module of this name."""
+        import weft
+
+        return weft.find_name(__name__, name)

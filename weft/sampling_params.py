@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Any
+from copy import copy
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,7 +31,7 @@ SMALLEST_REPETITION_PENALTY = 1e-6
 _LARGEST_INTEGER = 2**63 - 1
 _NOT_IN_WEFT = frozenset(
     {
-        "output_kind", "extra_args", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
+        "extra_args", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
         "spaces_between_special_tokens", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
     }
 )  # fmt: skip
@@ -91,7 +93,15 @@ _FORMS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestOutputKind(Enum):
+    """What each output of a request holds: all tokens so far, the new ones, or nothing before the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, metaclass=_Parameters, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request; names and meanings as in vLLM and the OpenAI API.
 
     ``None`` for ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` means the value in the
@@ -130,6 +140,9 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
             processor.
         truncate_prompt_tokens: keep only the last tokens of the prompt, this many; -1: as many as leave room for
             ``max_tokens`` (for one token if that is None).
+        output_kind: what ``step`` and ``AsyncLLM.generate`` return. ``LLM.generate`` returns whole outputs.
+
+    A field can be assigned; the engine keeps the values that a request was added with.
     """
 
     n: int = 1
@@ -157,6 +170,23 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
     structured_outputs: StructuredOutputsParams | None = None
     logits_processors: list[Any] | None = None
     truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def clone(self) -> SamplingParams:
+        """Return a copy, whose fields can be assigned without an effect on this object."""
+        return copy(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a field. Raises RequestError, and changes nothing, if the value is not valid."""
+        if name not in self.__struct_fields__:
+            raise _unknown(type(self), (), {name: value}, TypeError(name))
+        before = getattr(self, name)
+        super().__setattr__(name, value)
+        try:
+            self.__post_init__()
+        except RequestError:
+            super().__setattr__(name, before)
+            raise
 
     @property
     def stop_strings(self) -> list[str]:
@@ -178,6 +208,8 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
                     raise RequestError(
                         f"logits_processors holds {processor!r}, which is not callable", "logits_processors"
                     )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind={self.output_kind!r} is no RequestOutputKind", "output_kind")
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, 64)
@@ -323,3 +355,12 @@ def _number(
 def _list(name: str, value: Any, of: str) -> None:
     if not isinstance(value, (list, tuple)):
         raise RequestError(f"{name}={value!r} is a {type(value).__name__}; give a list of {of}", name)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Find names that vLLM has in its module of this name."""
+        import weft
+
+        return weft.find_name(__name__, name)

@@ -22,14 +22,14 @@ from weft.sampling_params import SamplingParams
 _ENGINE, _SAMPLING = "engine.", "sampling."
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False, prefix: str = _ENGINE) -> None:
     """Add one flag for each setting, and the aliases of other engines. Flags of ``weft serve`` are refused by name,
-    unless ``server``: that parser has them itself."""
+    unless ``server``: that parser has them itself. ``prefix``: the beginning of the attributes that flags set."""
     group = parser.add_argument_group("engine settings")
     for name, option in OPTIONS.items():
-        group.add_argument(flag_name(name), **_arguments(name, option))
+        group.add_argument(flag_name(name), **_arguments(prefix + name, option))
     for flag, alias in ALIASES.items():
-        dest = _ENGINE + alias.field
+        dest = prefix + alias.field
         help = f"same as {flag_name(alias.field)}"
         if alias.key is not None:
             help = f"{help} with the key {alias.key}"
@@ -37,7 +37,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -
                 flag, dest=dest, action=_Key, const=alias.key, default=argparse.SUPPRESS, help=help, metavar="VALUE"
             )
         elif alias.value is None:
-            group.add_argument(flag, **(_arguments(alias.field, OPTIONS[alias.field]) | {"help": help}))
+            group.add_argument(flag, **(_arguments(dest, OPTIONS[alias.field]) | {"help": help}))
         else:
             help = f"same as --{'' if alias.value else 'no-'}{flag_name(alias.field)[2:]}"
             group.add_argument(
@@ -45,7 +45,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -
             )
     name = "trust_remote_code"
     help = f"no effect: {VLLM_SETTINGS[name].why}"
-    group.add_argument(flag_name(name), dest=_ENGINE + name, action="store_true", default=argparse.SUPPRESS, help=help)
+    group.add_argument(flag_name(name), dest=prefix + name, action="store_true", default=argparse.SUPPRESS, help=help)
     for flag in () if server else SERVER_FLAGS:
         group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
 
@@ -55,8 +55,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name.removeprefix(_ENGINE): value for name, value in vars(args).items() if name.startswith(_ENGINE)}
 
 
-def _arguments(name: str, option: Option) -> dict[str, Any]:
-    common: dict[str, Any] = {"dest": _ENGINE + name, "default": argparse.SUPPRESS, "help": _help(option)}
+def _arguments(dest: str, option: Option) -> dict[str, Any]:
+    common: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": _help(option)}
     match option.kind:
         case "bool":
             return common | {"action": argparse.BooleanOptionalAction}
@@ -108,7 +108,7 @@ class _Json(argparse.Action):
             value = json.loads(values)
         except json.JSONDecodeError as error:
             parser.error(f"{option} {values!r} is not JSON: {error}")
-        before = getattr(namespace, self.dest, {})
+        before = getattr(namespace, self.dest, None) or {}
         setattr(namespace, self.dest, before | value if isinstance(value, dict) else value)
 
 
@@ -117,7 +117,7 @@ class _Key(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         value = int(values) if values.isdecimal() else values
-        setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | {self.const: value})
+        setattr(namespace, self.dest, (getattr(namespace, self.dest, None) or {}) | {self.const: value})
 
 
 class _ServerFlag(argparse.Action):
@@ -172,8 +172,9 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name.removeprefix(_SAMPLING): value for name, value in vars(args).items() if name.startswith(_SAMPLING)}
 
 
-SAMPLING_NAMES = tuple(f.name for f in msgspec.structs.fields(SamplingParams) if f.name != "logits_processors")
-"""Sampling parameters with values that can be written in text, which excludes functions."""
+_IN_PYTHON_ONLY = ("logits_processors", "output_kind")
+SAMPLING_NAMES = tuple(f.name for f in msgspec.structs.fields(SamplingParams) if f.name not in _IN_PYTHON_ONLY)
+"""Sampling parameters with values that can be written in text and mean something for a whole text."""
 
 
 SAMPLING_ERROR = "sampling parameters"

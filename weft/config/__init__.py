@@ -4,7 +4,18 @@ Job: one frozen ``EngineConfig``, resolved once. Owns: fields, aliases, validati
 torch, memory, or anything of devices but whether there is a GPU.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from weft.config.fields import EngineConfig
 from weft.config.resolution import resolve
 
 __all__ = ["EngineConfig", "resolve"]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Find names that vLLM has in its module of this name."""
+        import weft
+
+        return weft.find_name(__name__, name)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.config import EngineConfig
 from weft.config.parallelism import refuse_replicas
@@ -19,7 +19,9 @@ from weft.engine.async_engine import AsyncEngine
 from weft.engine.chat_messages import Messages, render_chat
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.input_processor import InputProcessor
-from weft.engine.prompts import Prompt, check_call
+from weft.engine.not_supported import ASYNC_NOT_SUPPORTED, refuse_method
+from weft.engine.output_processor import in_form
+from weft.engine.prompts import Prompt, check_call, refuse_lora
 from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
@@ -63,6 +65,11 @@ class AsyncLLM:
         self._ids = itertools.count(1)
         self.config: EngineConfig | None = None
         self.tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> AsyncLLM:
+        """Return an engine with the settings of ``weft.AsyncEngineArgs``."""
+        return cls(**engine_args.settings())
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -135,8 +142,11 @@ class AsyncLLM:
             error = ConfigError(failure.message) if failure.user_error else EngineDeadError(failure.message)
             self._ready.set_exception(error)
 
-    async def shutdown(self) -> None:
-        """End the engine. Open requests end with ``EngineDeadError``."""
+    def shutdown(self) -> asyncio.Future[None]:
+        """End the engine. Open requests end with ``EngineDeadError``. The result can be awaited, but need not be."""
+        return asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
         if self._process is not None:
             self._failure = self._failure or wire.Failed("this engine was shut down; make a new AsyncLLM")
             await self._process.stop()
@@ -159,6 +169,8 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        *,
+        lora_request: None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt. Leaving the loop early aborts the request.
 
@@ -167,15 +179,18 @@ class AsyncLLM:
             sampling_params: None: ``SamplingParams()``. Logits processors cannot reach the engine's process.
             request_id: the name for ``abort``; None: a free name.
             priority: priority under the ``priority`` policy; smaller runs first.
+            lora_request: None, which scripts for vLLM may state.
 
         Yields:
-            A snapshot of the whole output whenever something is new. The last one is ``finished``.
+            A snapshot of the whole output whenever something is new, or what ``output_kind`` asks for. The last one is
+            ``finished``.
 
         Raises:
             RequestError: the prompt or a parameter is not valid.
             EngineDeadError: the engine ended.
         """
         params = check_call(sampling_params, request_id, priority)
+        refuse_lora(lora_request)
         await self.start()
         if params.logits_processors:
             raise RequestError("logits_processors need the engine in this process; use LLM", "logits_processors")
@@ -185,8 +200,10 @@ class AsyncLLM:
         own = (f"request-{i}" for i in self._ids)
         name = request_id or next(name for name in own if engine.stream(name) is None)
         async with engine.submit(name, [prepared], params, priority=priority) as stream:
-            async for _ in stream:
-                yield stream.snapshot()[0]
+            async for news in stream:
+                output = in_form(params.output_kind, stream.snapshot()[0], [delta for _, delta in news])
+                if output is not None:
+                    yield output
 
     async def chat(
         self,
@@ -199,6 +216,7 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         priority: int = 0,
+        chat_template: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation. See ``LLM.chat`` for the arguments and ``generate`` for the results."""
         await self.start()
@@ -213,6 +231,7 @@ class AsyncLLM:
             continue_final_message=continue_final_message,
             turn_boundaries=self.config.keeps_states,
             text_only=self._engine.inputs.text_only,
+            chat_template=chat_template,
         )
         async for output in self.generate(prompt, sampling_params, request_id, priority):
             yield output
@@ -237,3 +256,8 @@ class AsyncLLM:
         if self.tokenizer is None:
             raise RequestError("there is no tokenizer: the engine has not started, or skip_tokenizer_init=True")
         return self.tokenizer.hf
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            refuse_method(self, ASYNC_NOT_SUPPORTED, name)

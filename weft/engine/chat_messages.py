@@ -27,6 +27,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     text_only: str | None = "",
+    chat_template: str | None = None,
     **options: bool,
 ) -> dict[str, Any]:
     """Render a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, with ``checkpoint_positions``
@@ -34,6 +35,7 @@ def render_chat(
 
     Args:
         text_only: the reason why the model reads text only; None if it reads images.
+        chat_template: the text of a template, instead of the checkpoint's.
         options: arguments of ``ChatPrompts.render``.
 
     Raises:
@@ -45,6 +47,7 @@ def render_chat(
         )
     _check_options(tools, chat_template_kwargs)
     plain, media = template_messages(messages, text_only)
+    chats = chats if chat_template is None else chats.with_template(chat_template)
     chat = chats.make(plain, tools=tools, chat_template_kwargs=chat_template_kwargs, **options)
     positions = {"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {}
     images = {"multi_modal_data": media} if media else {}

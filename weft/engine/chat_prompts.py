@@ -99,6 +99,13 @@ class ChatPrompts:
         self._segments = Segments(tokenizer)
         self._tails: dict[bytes, Tail] = {}
         self._systems: dict[bytes, list[Segment]] = {}
+        self._other: tuple[str, ChatPrompts] | None = None
+
+    def with_template(self, template: str) -> ChatPrompts:
+        """Return the maker of prompts with another template, made once while callers keep to it."""
+        if self._other is None or self._other[0] != template:
+            self._other = template, ChatPrompts(self._tokenizer.with_template(template))
+        return self._other[1]
 
     def make(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         """Render and encode a conversation. ``options``: arguments of ``render``."""

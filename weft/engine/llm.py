@@ -16,10 +16,11 @@ from weft.config.parallelism import refuse_replicas
 from weft.engine.chat_messages import Messages, conversations_of, render_chat
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.input_processor import InputProcessor
+from weft.engine.not_supported import NOT_SUPPORTED, refuse_method
 from weft.engine.output_processor import OutputStream
 from weft.engine.progress_bar import ProgressBar
-from weft.engine.prompts import Prompt, as_list, check_call, per_prompt
-from weft.errors import EngineDeadError, NotSupportedError, RequestError
+from weft.engine.prompts import Prompt, as_list, check_call, per_prompt, refuse_lora
+from weft.errors import EngineDeadError, RequestError
 from weft.executor.external import become_rank
 from weft.executor.rank_process import begin_start
 from weft.multimodal.processor import load_processor
@@ -33,22 +34,6 @@ from weft.stats import EngineStats
 from weft.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_POOLING = "this version runs generative models only; use another engine for embeddings and scores"
-_ASLEEP = "captured graphs keep weights and caches in place; use shutdown(), and make a new LLM later"
-NOT_SUPPORTED = {
-    "beam_search": "not in this version; use n with a temperature, and choose by cumulative_logprob",
-    "classify": _POOLING,
-    "embed": _POOLING,
-    "encode": _POOLING,
-    "reward": _POOLING,
-    "score": _POOLING,
-    "sleep": _ASLEEP,
-    "wake_up": _ASLEEP,
-    "start_profile": "give profile_dir when the engine is made",
-    "stop_profile": "give profile_dir when the engine is made",
-}
-"""Methods of vLLM's ``LLM`` that are refused by name."""
 
 
 class LLM:
@@ -119,6 +104,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        *,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many. An interrupt (Ctrl-C) waits until a step is over, and leaves nothing behind. A
         second one does not wait.
@@ -129,6 +116,7 @@ class LLM:
             sampling_params: one for all, or one per prompt; None: ``SamplingParams()``.
             use_tqdm: show a progress bar with prefill and decode tokens per second.
             priority: priority under the ``priority`` policy, smaller first; one for all or one per prompt.
+            lora_request: None, which scripts for vLLM may state.
 
         Returns:
             One output per prompt, in the order given.
@@ -138,6 +126,7 @@ class LLM:
             EngineDeadError: after ``shutdown``.
         """
         self._check_alive()
+        refuse_lora(lora_request)
         batch = as_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
         params = per_prompt("sampling_params", given, SamplingParams, len(batch))
@@ -187,8 +176,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        lora_request: None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, rendered by the checkpoint's own chat template.
+        """Answer one conversation or many, rendered by a chat template.
 
         Args:
             messages: a list of ``{"role": …, "content": …}``, or a list of such lists; content is a text or a list of
@@ -196,15 +189,30 @@ class LLM:
             tools: function descriptions (JSON schema) for the template.
             chat_template_kwargs: further arguments of the template, for example ``enable_thinking``.
             add_generation_prompt, continue_final_message: as in ``transformers``' ``apply_chat_template``.
+            chat_template: the text of a template; None: the checkpoint's own.
+            chat_template_content_format, lora_request: "auto" and None, which scripts for vLLM may state.
 
         Raises:
             RequestError: no tokenizer or chat template, or messages that the template refuses.
         """
+        if chat_template_content_format != "auto":
+            raise RequestError(
+                f"chat_template_content_format={chat_template_content_format!r} is not supported: content is a text, "
+                "or a list of parts if there are images; use auto",
+                "chat_template_content_format",
+            )
         prompts = [
-            self.render_chat(m, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
+            self.render_chat(
+                m,
+                tools,
+                chat_template_kwargs,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template=chat_template,
+            )
             for m in conversations_of(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def render_chat(
         self,
@@ -213,6 +221,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        *,
+        chat_template: str | None = None,
     ) -> dict[str, Any]:
         """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``.
 
@@ -228,6 +238,7 @@ class LLM:
             continue_final_message=continue_final_message,
             turn_boundaries=self.config.keeps_states,
             text_only=self._inputs.text_only,
+            chat_template=chat_template,
         )
 
     def get_tokenizer(self) -> Any:
@@ -289,9 +300,10 @@ class LLM:
         """Run one step of the engine.
 
         Returns:
-            A snapshot of every request that got a token or ended. A ``finished`` request appears once.
+            A snapshot of every request that got a token or ended, in the form of its ``output_kind``. A ``finished``
+            request appears once.
         """
-        outputs = [stream.output() for stream in self._advance()]
+        outputs = [output for stream in self._advance() if (output := stream.emit()) is not None]
         for output in outputs:
             if output.finished:
                 self._drop(output.request_id)
@@ -360,9 +372,7 @@ class LLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name in NOT_SUPPORTED:
-                raise NotSupportedError(f"LLM.{name}: {NOT_SUPPORTED[name]}")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            refuse_method(self, NOT_SUPPORTED, name)
 
     def __enter__(self) -> LLM:
         return self

@@ -7,7 +7,8 @@ open request. Does not know: scheduling, models, HTTP.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -15,7 +16,7 @@ from weft.engine.prompts import PreparedPrompt
 from weft.messages import TokenLogprobs
 from weft.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
 from weft.request import Request
-from weft.sampling_params import SamplingParams
+from weft.sampling_params import RequestOutputKind, SamplingParams
 from weft.text.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from weft.text.tokenizer import Tokenizer
 
@@ -214,6 +215,11 @@ class OutputStream:
             metrics=self._metrics(),
         )
 
+    def emit(self) -> RequestOutput | None:
+        """The output in the form of ``output_kind``. None before the end, if only the whole output is wanted."""
+        kind, output = self._params.output_kind, self.output()
+        return in_form(kind, output, self.deltas() if kind is RequestOutputKind.DELTA else [])
+
     def deltas(self) -> list[CompletionDelta]:
         """The text found by ``catch_up`` since the last call, for completions that have a new token or have ended."""
         return [delta for delta in map(self._delta, self._completions) if delta is not None]
@@ -278,6 +284,16 @@ class OutputStream:
             num_accepted_tokens=sum(c.request.num_accepted_tokens for c in self._completions),
             no_drafts_because=self._completions[0].request.no_drafts_because,
         )
+
+
+def in_form(kind: RequestOutputKind, output: RequestOutput, deltas: Sequence[CompletionDelta]) -> RequestOutput | None:
+    """Return ``output`` as ``kind`` asks for. ``deltas``: what is new of its completions."""
+    if kind is RequestOutputKind.DELTA:
+        output.outputs = [
+            replace(output.outputs[delta.index], text=delta.text, token_ids=delta.token_ids, logprobs=delta.logprobs)
+            for delta in deltas
+        ]
+    return None if kind is RequestOutputKind.FINAL_ONLY and not output.finished else output
 
 
 def _since(start: float, moment: float | None) -> float | None:

@@ -76,7 +76,7 @@ def check_positions(positions: Any, num_tokens: int) -> list[int]:
 
 def check_call(params: SamplingParams | None, request_id: str | None, priority: int) -> SamplingParams:
     """Return the sampling parameters of a call, or the defaults. Raises RequestError for another type, or for values
-    that cannot be sent to another process."""
+    that cannot be sent to another process. The result is a copy, because the caller may assign fields later."""
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams", "sampling_params")
@@ -84,7 +84,7 @@ def check_call(params: SamplingParams | None, request_id: str | None, priority: 
         check_text("request_id", request_id)
     if type(priority) is not int or not -(2**63) <= priority < 2**63:
         raise RequestError(f"priority={priority!r} is not a 64-bit integer; smaller ones go first", "priority")
-    return params
+    return params.clone()
 
 
 def check_token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
@@ -133,3 +133,11 @@ def per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:
     if wrong:
         raise RequestError(f"{name} holds a {type(wrong[0]).__name__}, not {kind.__name__}; {remedy}", name)
     return list(value)
+
+
+def refuse_lora(lora_request: Any) -> None:
+    """Raise RequestError unless ``lora_request`` is None, as in scripts for vLLM that use no adapter."""
+    if lora_request is not None:
+        raise RequestError(
+            "lora_request is given, but LoRA is not supported; merge the adapter into the checkpoint", "lora_request"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,13 @@ class Tokenizer:
         if hf_tokenizer.chat_template is None:
             hf_tokenizer.chat_template = _processor_template(folder)
         return cls(hf_tokenizer)
+
+    def with_template(self, template: str) -> Tokenizer:
+        """Return the same tokenizer with another chat template."""
+        other, hf = copy(self), copy(self.hf)
+        hf.chat_template = template
+        other.template = ChatTemplate(hf)
+        return other
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Encode a text, with the tokenizer's own prefix (such as a BOS) unless ``add_special_tokens`` is False.

@@ -1,0 +1,48 @@
+"""Methods of vLLM's engines that Weft refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+from weft.errors import NotSupportedError
+
+_POOLING = "this version runs generative models only; use another engine for embeddings and scores"
+_ASLEEP = "captured graphs keep weights and caches in place; use shutdown(), and make a new LLM later"
+_RANKS = "workers run steps and no functions of callers; give a changed checkpoint to a new LLM"
+NOT_SUPPORTED = {
+    "beam_search": "not in this version; use n with a temperature, and choose by cumulative_logprob",
+    "classify": _POOLING,
+    "embed": _POOLING,
+    "encode": _POOLING,
+    "reward": _POOLING,
+    "score": _POOLING,
+    "sleep": _ASLEEP,
+    "wake_up": _ASLEEP,
+    "apply_model": _RANKS,
+    "collective_rpc": _RANKS,
+    "get_metrics": "use stats(), which has gauges and counters, and RequestOutput.metrics",
+    "llm_engine": "use add_request, step, is_finished and abort of this object, or weft.LLMEngine",
+    "renderer": "use render_chat(), or give the prompt to generate()",
+    "start_profile": "give profile_dir when the engine is made",
+    "stop_profile": "give profile_dir when the engine is made",
+}
+"""Methods of vLLM's ``LLM``, each with the remedy."""
+
+ASYNC_NOT_SUPPORTED = NOT_SUPPORTED | {
+    "add_lora": "LoRA is not supported; give a checkpoint with the adapter merged into it",
+    "get_metrics": "use `weft serve`, which has /metrics, or RequestOutput.metrics",
+    "llm_engine": "use generate, chat and abort of this object",
+    "pause_generation": "use abort() for requests that have to stop; others go on",
+    "renderer": "give messages to chat(), or the prompt to generate()",
+    "resume_generation": "use abort() for requests that have to stop; others go on",
+}
+"""Methods of vLLM's ``AsyncLLM``, each with the remedy."""
+
+
+def refuse_method(engine: object, refused: Mapping[str, str], name: str) -> NoReturn:
+    """Raise NotSupportedError for a method in ``refused``, and a plain AttributeError for another name."""
+    kind = type(engine).__name__
+    if name in refused:
+        raise NotSupportedError(f"{kind}.{name}: {refused[name]}")
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}")
