@@ -43,6 +43,11 @@ class Address(msgspec.Struct, frozen=True):
     key: str | None = None
 
 
+_OPEN: set[zmq.Context[zmq.Socket[bytes]]] = set()
+"""Contexts of channels that are not closed. The end of a context waits for its sockets, so the garbage collector must
+not end the context of an engine that was never shut down."""
+
+
 class ServerChannel:
     """The server's side. Messages sent in one turn of the event loop travel as one message; received messages go to a
     callback.
@@ -58,6 +63,7 @@ class ServerChannel:
     def __init__(self, where: Path | str) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
+        _OPEN.add(self._context)
         self._outputs = self._context.socket(zmq.PULL)
         self._requests = self._context.socket(zmq.PUSH)
         public, secret = zmq.curve_keypair() if isinstance(where, str) else (b"", b"")
@@ -122,6 +128,7 @@ class ServerChannel:
         self._outputs.close()
         self._requests.close()
         self._context.term()
+        _OPEN.discard(self._context)
 
 
 class EngineChannel:
