@@ -14,6 +14,7 @@ import torch
 import transformers
 
 ARCHITECTURES = (
+    "BailingHybridForCausalLM",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
     "KimiLinearForCausalLM",
@@ -218,6 +219,12 @@ _KIMI = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_LING = {
+    **{key: value for key, value in _KIMI.items() if key not in ("linear_head_dim", "linear_num_heads")},
+    "head_dim": 12,
+    "first_k_dense_replace": 1,
+    "kda_lower_bound": -3.0,
+}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {"shared_expert_intermediate_size": 40}
 _SHARED_AS_WIDE = {"shared_expert_intermediate_size": 24}
@@ -249,6 +256,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3ForCausalLM": ("Gemma3TextConfig", _BASE | _GEMMA3),
     "GptOssForCausalLM": ("GptOssConfig", _BASE | _GPT_OSS),
     "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
+    "BailingHybridForCausalLM": ("BailingHybridConfig", _LING),
     "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),
     "LlamaForCausalLM": ("LlamaConfig", _BASE),

@@ -132,6 +132,45 @@ def test_an_empty_config_of_kimi_linear(tmp_path: Path) -> None:
         assert getattr(config, key) == getattr(reference, key), key
 
 
+LING = "BailingHybridForCausalLM"
+
+
+def test_ling_empty_and_as_transformers_writes_it(tmp_path: Path) -> None:
+    import transformers
+
+    config, reference = read(tmp_path, {"architectures": [LING]}), transformers.BailingHybridConfig()
+    assert list(config.layer_types) == reference.layer_types and config.mtp_layers == 1
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"):
+        assert getattr(config, key) == getattr(reference, key), key
+    assert config.mixers["linear_attention"]["self_attn"] == KimiDeltaConfig(32, 128, 4, -5.0, low_rank=False)
+    rope = RopeConfig(6e6, 64)
+    latent = LatentAttentionConfig(32, 128, 64, 128, 512, None, rope, output_gate=True)
+    assert config.mixers["full_attention"]["self_attn"] == latent
+    moe = config.moe
+    assert moe is not None and moe.sigmoid == SigmoidRouting(True, 8, 4, 2.5)
+    assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (512, 8, 768)
+    assert moe.sparse_layers == frozenset(range(2, 42))
+    written = json.loads(reference.to_json_string())
+    assert written["head_dim"] == 64, "transformers overwrites the size of a head"
+    assert read(tmp_path, written | {"architectures": [LING]}) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kda_lower_bound": 1.0}, "kda_lower_bound=1.0 is not valid"),
+        ({"q_lora_rank": 8}, "q_lora_rank=8 is not supported"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "supported is the default rotary embedding"),
+        ({"mtp_layer_types": ["linear_attention"]}, "mtp_layer_types=.* is not supported"),
+        ({"mtp_mlp_layer_types": ["dense"]}, "mtp_mlp_layer_types=.* is not supported"),
+    ],
+)
+def test_what_ling_does_not_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        read(tmp_path, tiny(LING, **changes))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -23,7 +23,8 @@ QUANTIZED = [arch for arch in ARCHITECTURES if arch != "GptOssForCausalLM"]  # w
 @pytest.mark.parametrize(("quantized", "arch"), [*product([False], ARCHITECTURES), *product([True], QUANTIZED)])
 def test_bytes_of_a_model(arch: str, quantized: bool, tmp_path: Path) -> None:
     """But for what is left out: norms, convolutions, scales."""
-    folder = make_checkpoint(arch, tmp_path, **GEOMETRY)
+    heads = {"num_key_value_heads": 2} if arch.startswith("Bailing") else {}  # which has no other
+    folder = make_checkpoint(arch, tmp_path, **GEOMETRY | heads)
     config = dataclasses.replace(read_checkpoint_config(folder), quantization=ONLINE if quantized else None)
     model = create_model(config, model_context())
     kept = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -123,6 +123,8 @@ def run_layer(name: str) -> Run:
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {"q_lora_rank": 18}),
         ("KimiLinearForCausalLM", "model.layers.2.mlp", {}),
+        ("BailingHybridForCausalLM", "model.layers.0.self_attn", {}),
+        ("BailingHybridForCausalLM", "model.layers.2.self_attn", {}),
         (
             "Qwen3ForCausalLM",
             "model.layers.1.self_attn",

@@ -26,7 +26,7 @@ class ReferenceHead(nn.Module):
         super().__init__()
         text = getattr(model.model, "language_model", model.model)
         size = text.norm.weight.shape[0]
-        attention = next(layer for layer in reversed(text.layers) if hasattr(layer, "self_attn"))
+        attention = next(layer for layer in reversed(text.layers) if _is_full_attention(layer))
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (copy.deepcopy(text.norm) for _ in range(3))
         self.layers = nn.ModuleList([copy.deepcopy(attention)])
@@ -80,6 +80,23 @@ class ReferenceHead(nn.Module):
                     tensors[f"{prefix}.{i}.{part}.weight"] = rows.contiguous()
         return tensors
 
+    def published_as_a_layer(self) -> dict[str, Tensor]:
+        """The tensors under DeepSeek-V3's names, as one more layer, with its copies of the embedding and the head."""
+        parts = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+                 "norm": "shared_head.norm"}  # fmt: skip
+        layer, tensors = f"model.layers.{len(self._text[0].layers)}", {}
+        for name, tensor in self.published().items():
+            own = name.removeprefix("mtp.").removesuffix(".weight")
+            rest = f"{parts[own]}.weight" if own in parts else name.removeprefix("mtp.layers.0.")
+            tensors[f"{layer}.{rest}"] = tensor
+        embedding = self._text[0].embed_tokens.weight
+        copies = {"word_embeddings.weight": embedding, "shared_head.head.weight": embedding}
+        return tensors | {f"{layer}.{name}": tensor.detach().clone() for name, tensor in copies.items()}
+
+
+def _is_full_attention(layer: Any) -> bool:
+    return hasattr(layer, "self_attn") and not type(layer.self_attn).__name__.endswith("DeltaAttention")
+
 
 def make_mtp_checkpoint(arch: str, path: Path, **overrides: Any) -> tuple[Path, ReferenceHead]:
     """A tiny random checkpoint with a head, and the reference of both, which computes in float64."""
@@ -89,6 +106,7 @@ def make_mtp_checkpoint(arch: str, path: Path, **overrides: Any) -> tuple[Path, 
     model = make_model(arch, **overrides)
     head = ReferenceHead(model)
     file = folder / "model.safetensors"
-    save_file(load_file(file) | head.published(), file, metadata={"format": "pt"})
+    published = head.published_as_a_layer() if arch == "BailingHybridForCausalLM" else head.published()
+    save_file(load_file(file) | published, file, metadata={"format": "pt"})
     model.double()
     return folder, head.double()

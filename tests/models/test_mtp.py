@@ -24,7 +24,8 @@ from weft.models.mtp import DraftInputs, MtpDrafter
 from weft.ops.backend import Backend
 
 NEXT = "Qwen3NextForCausalLM"
-WITH_HEAD = (NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration")
+LING = "BailingHybridForCausalLM"
+WITH_HEAD = (NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration", LING)
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:

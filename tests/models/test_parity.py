@@ -23,7 +23,9 @@ HYBRID = (
     *(
         a
         for a in PLAIN
-        if a.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "KimiLinear", "Gemma3", "GptOss"))
+        if a.startswith(
+            ("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "KimiLinear", "BailingHybrid", "Gemma3", "GptOss")
+        )
     ),
     *MAMBA_ARCHITECTURES,
 )
@@ -152,7 +154,7 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
 }
-KIMI = "KimiLinearForCausalLM"
+KIMI, LING = "KimiLinearForCausalLM", "BailingHybridForCausalLM"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM"
@@ -205,6 +207,8 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (KIMI, {"q_lora_rank": 18, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "linear_conv_kernel_dim": 2}),
     (KIMI, {"linear_num_heads": 3, "num_attention_heads": 5, "num_key_value_heads": 5, "n_shared_experts": 3}),
     (KIMI, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "topk_group": 4}),
+    (LING, {"kda_safe_gate": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_theta": 50.0}),
+    (LING, {"num_attention_heads": 3, "num_key_value_heads": 3, "short_conv_kernel_size": 2, "n_shared_experts": 3}),
     (OLMO, {"linear_allow_neg_eigval": False, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 51}),
     (OLMO, {"rope_parameters": NO_ROPE, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
     (OLMO, {"attention_bias": True, "layer_types": ["full_attention"] * 2 + ["linear_attention", "full_attention"]}),

@@ -169,7 +169,7 @@ def test_shards_hold_half_the_rows_and_no_more(arch: str, tmp_path: Path) -> Non
             rows = vocab_rows if name in ("model.embed_tokens.weight", "lm_head.weight") else None
             assert parameter[:rows].isfinite().all(), name
         assert shard_report.num_tensors == report.num_tensors
-        name = f"model.layers.3.self_attn.{'out_proj' if arch.startswith('Kimi') else 'o_proj'}.weight"
+        name = f"model.layers.3.self_attn.{'out_proj' if arch.startswith(('Kimi', 'Bailing')) else 'o_proj'}.weight"
         full = parameters(whole)[name]
         half = full.shape[1] // 2
         got = parameters(shard)[name]

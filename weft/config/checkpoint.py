@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.config.families import FAMILIES, OTHER_NAMES, Family
 from weft.config.json_object import JsonObject
-from weft.config.model import Mixers, ModelConfig, Multipliers
+from weft.config.model import MTP_LAYER_TYPE, Mixers, ModelConfig, Multipliers
 from weft.config.quantization import read_quantization
 from weft.config.verified import nearest
 from weft.config.wrappers import WRAPPERS
@@ -136,6 +136,9 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
 def _mtp_layers(text: JsonObject) -> int:
     """Number of layers in the multi-token-prediction head. Qwen3-Next does not state it; other families call it
     ``num_nextn_predict_layers``. A head with an embedding of its own counts as no head."""
+    for key, kind in (("mtp_layer_types", MTP_LAYER_TYPE), ("mtp_mlp_layer_types", "sparse")):
+        if text.given(key) and {_LAYER_TYPE_NAMES.get(name, name) for name in text.raw(key)} != {kind}:
+            raise text.unsupported(key, f" for this architecture; its head is one {kind} layer")
     if text.boolean("mtp_use_dedicated_embeddings", False):
         return 0
     return text.integer("mtp_num_hidden_layers", text.integer("num_nextn_predict_layers", 1, low=0), low=0)

@@ -15,7 +15,14 @@ from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import InProjLayout, read_gated_delta_net, read_olmo_hybrid_gated_delta_net
 from weft.config.json_object import JsonObject
-from weft.config.kimi import kimi_layer_types, read_kimi_delta, read_latent_attention
+from weft.config.kimi import (
+    kimi_layer_types,
+    ling_layer_types,
+    read_bounded_kimi_delta,
+    read_gated_latent_attention,
+    read_kimi_delta,
+    read_latent_attention,
+)
 from weft.config.mamba_families import MAMBA_FAMILIES
 from weft.config.model import Multipliers
 from weft.config.moe import read_gpt_oss_moe, read_kimi_moe, read_lfm2_moe, read_moe, read_renormalised_moe
@@ -110,6 +117,9 @@ def _with_rope_of(text: JsonObject, layer_type: str) -> JsonObject:
 
 _GEMMA3_IN_WINDOWS = partial(read_gemma3_attention, layer_type="sliding_attention")
 
+_KIMI_KEYS = {"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
+              "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
+              "num_shared_experts": "n_shared_experts"}  # fmt: skip
 _LFM2_KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 _LFM2_MIXERS: Mixers = {
     "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, qk_norm=True)},
@@ -212,13 +222,18 @@ FAMILIES: dict[str, Family] = {
         {"full_attention": {"self_attn": read_latent_attention}, "linear_attention": {"self_attn": read_kimi_delta}},
         layer_types=kimi_layer_types,
         moe=read_kimi_moe,
-        keys={
-            "model_max_length": "max_position_embeddings",
-            "moe_renormalize": "norm_topk_prob",
-            "num_expert_group": "n_group",
-            "num_experts_per_token": "num_experts_per_tok",
-            "num_shared_experts": "n_shared_experts",
+        keys=_KIMI_KEYS,
+    ),
+    # Ling 3.0: five layers of Kimi Delta Attention with bounded decays to one of gated latent attention, experts.
+    "BailingHybridForCausalLM": Family(
+        {
+            "full_attention": {"self_attn": read_gated_latent_attention},
+            "linear_attention": {"self_attn": read_bounded_kimi_delta},
         },
+        layer_types=ling_layer_types,
+        moe=read_kimi_moe,
+        mtp=True,
+        keys=_KIMI_KEYS | {"num_mtp_layers": "num_nextn_predict_layers"},
     ),
     # Qwen3-Next: three Gated DeltaNet layers to one of gated full attention, experts. Qwen3.5 stores it otherwise.
     "Qwen3NextForCausalLM": _hybrid(_gated_delta_nets(InProjLayout.GROUPED), moe=partial(read_moe, shared_expert=True)),

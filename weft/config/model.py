@@ -192,7 +192,7 @@ class ModelConfig:
             raise ConfigError(
                 f"speculative_config: method 'mtp' needs a multi-token-prediction head of one {MTP_LAYER_TYPE} layer; "
                 f"this {self.architecture} has {self.mtp_layers or 'no'} layers of such a head. Choose method 'ngram', "
-                "or a checkpoint of Qwen3-Next or Qwen3.5 with its mtp.* tensors"
+                "or a checkpoint of Qwen3-Next, Qwen3.5 or Ling 3.0 with the tensors of its head"
             )
         return replace(self, runs_mtp=True)
 

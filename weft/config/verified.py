@@ -46,6 +46,7 @@ VERIFIED: dict[str, Verified] = {
     "Qwen2MoeForCausalLM": Verified(True, Ranks.LAYERS),
     "Qwen3ForCausalLM": Verified(True, Ranks.ENGINE),
     "Qwen3MoeForCausalLM": Verified(True, Ranks.ENGINE),
+    "BailingHybridForCausalLM": Verified(False, Ranks.LAYERS),
     "Qwen3NextForCausalLM": Verified(True, Ranks.ENGINE),
     "Qwen3_5ForCausalLM": Verified(True, Ranks.ENGINE),
     "Qwen3_5MoeForCausalLM": Verified(True, Ranks.ENGINE),

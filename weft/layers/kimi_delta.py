@@ -1,9 +1,10 @@
-"""Kimi Delta Attention, the recurrent token mixer of Kimi-Linear (arXiv 2510.26692).
+"""Kimi Delta Attention, the recurrent token mixer of Kimi-Linear (arXiv 2510.26692) and Ling 3.0.
 
-Job: one merged input projection, two low-rank gates, short convolution, the gated delta rule with a decay per channel
-(one step for decoding rows, chunks for the rest), gated norm, output projection. Owns: the layer's weights, sharded by
-head, and the order of the merged projection, ``q | k | v | b | f | g``, the last two of low rank and whole on every
-rank. Does not know: how states are allocated or forked; it finds them by its own name in the forward context.
+Job: one merged input projection, two gates (of low rank in Kimi-Linear), short convolution, the gated delta rule with a
+decay per channel, gated norm, output projection. Decoding rows take one step, the others run in chunks. Owns: the
+layer's weights, sharded by head, and the order of the merged projection, ``q | k | v | b | f | g``; gates of low rank
+are whole on every rank. Does not know: how states are allocated or forked; it finds them by its own name in the forward
+context.
 """
 
 from __future__ import annotations
@@ -58,13 +59,16 @@ class KimiDelta(WeightModule):
         self.local = local = one_rank(geometry, context.tp)
         what = "linear_attn_config.num_heads"
         self._channels = split_rows([geometry.width], context.tp, what)
-        low, three = whole_rows(geometry.head_dim), [self._channels] * 3
-        parts = stacked(*three, split_rows([geometry.num_heads], context.tp, what), low, low)
+        gates = whole_rows(geometry.head_dim) if geometry.low_rank else self._channels
+        three = [self._channels] * 3
+        parts = stacked(*three, split_rows([geometry.num_heads], context.tp, what), gates, gates)
         self.in_proj = PackedLinear(config.hidden_size, parts, bias=False, context=context)
-        self.f_b_proj, self.g_b_proj = (
-            ColumnParallelLinear(geometry.head_dim, geometry.width, bias=False, context=context, what=what)
-            for _ in range(2)
-        )
+        self._gate_columns = gates.count
+        if geometry.low_rank:
+            self.f_b_proj, self.g_b_proj = (
+                ColumnParallelLinear(geometry.head_dim, geometry.width, bias=False, context=context, what=what)
+                for _ in range(2)
+            )
         one_tensor = {"": split_rows([geometry.width] * 3, context.tp, what)}
         self.conv1d = DepthwiseConv(
             stacked(*three), one_tensor, kernel=geometry.conv_kernel, bias=False, context=context
@@ -77,9 +81,10 @@ class KimiDelta(WeightModule):
         context.layers.register(name, self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        projected, low = self.in_proj(hidden_states), self.local.head_dim
-        forget = self.f_b_proj(projected[:, -2 * low : -low])
-        gate = self.g_b_proj(projected[:, -low:])
+        projected, columns = self.in_proj(hidden_states), self._gate_columns
+        forget, gate = projected[:, -2 * columns : -columns], projected[:, -columns:]
+        if self.local.low_rank:
+            forget, gate = self.f_b_proj(forget), self.g_b_proj(gate)
         return self.out_proj(self.mix(projected, forget, gate))
 
     @split_op("kimi_delta", width=lambda layer: layer.local.width)
@@ -103,7 +108,8 @@ class KimiDelta(WeightModule):
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""
         heads, dim, backend = self.local.num_heads, self.local.head_dim, self._backend
         qkv, b = projected.split([3 * self.local.width, projected.shape[1] - 3 * self.local.width], dim=-1)
-        g, beta = kda_gates(forget, b[:, :heads], self.A_log, self.dt_bias, backend=backend)
+        floor = self.local.gate_floor
+        g, beta = kda_gates(forget, b[:, :heads], self.A_log, self.dt_bias, floor=floor, backend=backend)
         weight = self.conv1d.weight
         qkv = causal_conv1d(qkv, weight, None, cache["conv"], batch, backend=backend)
         q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
@@ -114,11 +120,15 @@ class KimiDelta(WeightModule):
     def layouts(self) -> tuple[WeightLayout, ...]:
         heads, every = self.local.num_heads, slice(None)
         first = self._tp.rank * heads
+        dt_bias = self._channels.piece(self.dt_bias)
+        if not self.local.low_rank:
+            rows = split_rows([self._whole.num_heads], self._tp, "num_attention_heads")
+            return ({"A_log": rows.piece(self.A_log), "dt_bias": dt_bias},)
         decay = WeightPiece(
             (1, 1, self._whole.num_heads, 1),
             (((every, every, slice(first, first + heads)), self.A_log.view(1, 1, heads, 1)),),
         )
-        return ({"A_log": decay, "dt_bias": self._channels.piece(self.dt_bias)},)
+        return ({"A_log": decay, "dt_bias": dt_bias},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
         return RECURRENCE_RANGES[name]

@@ -1,7 +1,8 @@
-"""Latent attention (MLA, arXiv 2405.04434) without rotary embedding, absorbed: full attention in Kimi-Linear.
+"""Latent attention (MLA, arXiv 2405.04434), absorbed: full attention in Kimi-Linear and Ling 3.0.
 
-Job: project, normalise and store the latent, bring queries into its space, attend there, bring values back. Owns: the
-layer's projections. Does not know: who allocated the pages; it finds its cache by its own name in the forward context.
+Job: project, normalise, rotate and store the latent, bring queries into its space, attend there, bring values back,
+gate the heads. Owns: the layer's projections. Does not know: who allocated the pages; it finds its cache by its own
+name in the forward context.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLi
 from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
 from weft.ops.attention import latent_attention, store_latents
+from weft.ops.rotary import apply_rotary
 
 _EPS = 1e-6
 """Epsilon of the latents' norms, whatever the model's is."""
@@ -65,7 +67,8 @@ class LatentAttention(PagedAttention):
         self.q_b_proj: ColumnParallelLinear | None = None
         if geometry.query_rank is None:
             rows = split_rows([queries], context.tp, "num_attention_heads")
-            self.q_kv_proj = PackedLinear(hidden_size, stacked(rows, entry), bias=False, context=context)
+            gates = [split_rows([geometry.num_heads], context.tp, "num_attention_heads")] * geometry.output_gate
+            self.q_kv_proj = PackedLinear(hidden_size, stacked(rows, entry, *gates), bias=False, context=context)
         else:
             self._low_ranks = [geometry.query_rank, entry.count]
             rows = whole_rows(geometry.query_rank)
@@ -73,6 +76,11 @@ class LatentAttention(PagedAttention):
             self.q_a_layernorm = RMSNorm(geometry.query_rank, _EPS, context, zero_centered=False)
             self.q_b_proj = ColumnParallelLinear(
                 geometry.query_rank, queries, bias=False, context=context, what="num_attention_heads"
+            )
+        self._cos_sin: Tensor | None = None
+        if geometry.rope is not None:
+            self._cos_sin = context.rotary.get(
+                geometry.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
             )
         self.kv_a_layernorm = RMSNorm(geometry.rank, _EPS, context, zero_centered=False)
         self.kv_b_proj = LatentExpansion(geometry, context)
@@ -97,17 +105,30 @@ class LatentAttention(PagedAttention):
         return self.o_proj(self.attend(projected))
 
     def attend_rows(self, projected: Tensor) -> Tensor:
-        """``[T, queries | latent] -> [T, num_heads * value_dim]``."""
+        """``[T, queries | latent | gates] -> [T, num_heads * value_dim]``."""
         context, geometry = get_forward_context(), self._geometry
         batch, cache = context.batch, context.caches[self.name]["latent"]
         width = geometry.key_dim + geometry.shared_dim
-        q = projected[:, : self._heads * width].unflatten(-1, (self._heads, width))
-        latent, shared = projected[:, self._heads * width :].split([geometry.rank, geometry.shared_dim], dim=-1)
+        gates = self._heads * geometry.output_gate
+        sizes = [self._heads * width, geometry.rank, geometry.shared_dim, gates]
+        q, latent, shared, gate = projected.split(sizes, dim=-1)
+        own, of_shared = q.unflatten(-1, (self._heads, width)).split([geometry.key_dim, geometry.shared_dim], dim=-1)
+        if self._cos_sin is not None:
+            of_shared, shared = _rotate_pairs(of_shared, shared, batch.positions, self._cos_sin)
         store_latents(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), cache, batch.slot_mapping)
-        absorbed = _per_head(q[..., : geometry.key_dim], self.kv_b_proj.get_parameter("k"))
-        q = torch.cat([absorbed, q[..., geometry.key_dim :]], dim=-1)
+        absorbed = _per_head(own, self.kv_b_proj.get_parameter("k"))
+        q = torch.cat([absorbed, of_shared], dim=-1)
         attended = latent_attention(q, cache, batch, rank=geometry.rank, scale=self._scale, backend=self._backend)
-        return _per_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2)).flatten(1)
+        values = _per_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2))
+        return (values * gate.sigmoid()[..., None] if gates else values).flatten(1)
+
+
+def _rotate_pairs(q: Tensor, shared: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate neighbouring columns of ``q [T, H, D]`` and ``shared [T, D]``. The results hold the first
+    columns of all pairs, then the second columns. Scores stay the same, because both results are ordered alike."""
+    q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, shared[:, None]))
+    q, k = apply_rotary(q, k, positions, cos_sin)
+    return q, k[:, 0]
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The multi-token-prediction head (MTP) of Qwen3-Next and Qwen3.5, and drafts made with it.
+"""The multi-token-prediction head (MTP) of Qwen3-Next, Qwen3.5 and Ling 3.0, and drafts made with it.
 
 Job: at position t, predict token t + 2 from the model's hidden state (after the final norm) and token t + 1. Further
 drafts read the head's own hidden states in place of the model's. Owns: the head's modules, named as published
@@ -121,7 +121,7 @@ class MtpDrafter:
             ends, seq_lens, page_table, slots = (t[sequences] for t in (ends, seq_lens, page_table, slots))
         count = len(seq_lens)
         decodes = torch.arange(count + 1, dtype=torch.int32, device=ends.device)
-        page_size = get_forward_context().caches[f"{MTP_LAYER}.self_attn"]["k"].shape[1]
+        page_size = next(iter(get_forward_context().caches[f"{MTP_LAYER}.self_attn"].values())).shape[1]
         longest = min(self._max_model_len, page_table.shape[1] * page_size)
         places = places_ahead(
             last if last is not None else decodes[:-1].long(),

@@ -73,6 +73,22 @@ _KIMI_LINEAR = WeightTable(
         "o_norm": "norm",
     },
 )
+_LING = WeightTable(
+    _KIMI_LINEAR.packed
+    | {
+        "in_proj": ("q_proj", "k_proj", "v_proj", "b_proj", "f_proj", "g_proj"),
+        "q_kv_proj": ("q_proj", "kv_a_proj_with_mqa", "g_proj"),
+    },
+    renames={"model.word_embeddings.": "model.embed_tokens."},
+    modules={"out_proj": "o_proj"},
+    aliases={
+        "attention": "self_attn",
+        "dense": "o_proj",
+        "shared_experts": "shared_expert",
+        "o_norm": "norm",
+        "expert_bias": "e_score_correction_bias",
+    },
+)
 _MINIMAX = WeightTable(
     _ATTENTION | _ROUTER | {"in_proj": ("qkv_proj", "output_gate")},
     modules={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
@@ -134,6 +150,7 @@ WEIGHT_TABLES = {
     "Gemma3ForCausalLM": WeightTable(_PLAIN),
     "GptOssForCausalLM": WeightTable(_ATTENTION | {"router": ("router",)}),
     "KimiLinearForCausalLM": _KIMI_LINEAR,
+    "BailingHybridForCausalLM": _LING,
     "Qwen3NextForCausalLM": WeightTable(
         _PLAIN | _GATED_ROUTER | {"in_proj": ("in_proj_qkvz", "in_proj_ba")}, ignorable=("mtp.*",)
     ),
@@ -159,7 +176,26 @@ def weight_table(config: ModelConfig) -> WeightTable:
     """The table of a model. In Granite without experts the shared MLP is the MLP."""
     is_dense_granite = config.architecture == "GraniteMoeHybridForCausalLM" and config.moe is None
     table = _DENSE_GRANITE if is_dense_granite else WEIGHT_TABLES[config.architecture]
+    if table is _LING:
+        table = _with_head_after_layers(table, config)
     if config.wrapper is None:
         return table
     wrapper = WRAPPERS[config.wrapper]
     return replace(table, renames=wrapper.renames, ignorable=(*table.ignorable, *wrapper.others))
+
+
+def _with_head_after_layers(table: WeightTable, config: ModelConfig) -> WeightTable:
+    """The table of a checkpoint that stores its multi-token-prediction head as one more layer (DeepSeek-V3's names)."""
+    layer = f"model.layers.{config.num_hidden_layers}."
+    if not config.runs_mtp:
+        return replace(table, ignorable=(*table.ignorable, f"{layer}*"))
+    parts = {
+        "eh_proj.": "fc.",
+        "enorm.": "pre_fc_norm_embedding.",
+        "hnorm.": "pre_fc_norm_hidden.",
+        "shared_head.norm.": "norm.",
+        "": "layers.0.",
+    }
+    copies = (f"{layer}embed_tokens.*", f"{layer}word_embeddings.*", f"{layer}shared_head.head.*")
+    renames = table.renames | {f"{layer}{own}": f"mtp.{part}" for own, part in parts.items()}
+    return replace(table, renames=renames, ignorable=(*table.ignorable, *copies))

@@ -84,12 +84,12 @@ def test_chunk_kernel_of_a_mixed_batch(heads: tuple[int, int], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("given_out", [False, True])
+@pytest.mark.parametrize(("given_out", "floor"), [(False, 0.0), (True, 0.0), (False, -5.0)])
 @pytest.mark.parametrize(("rows", "dtype"), DECODES)
-def test_decode_step(heads: tuple[int, int], given_out: bool, rows: int, dtype: torch.dtype) -> None:
+def test_decode_step(heads: tuple[int, int], given_out: bool, floor: float, rows: int, dtype: torch.dtype) -> None:
     """Everything between the projections; the last row is padding."""
     (h, dim), last = heads, rows - 1
-    geometry = KimiDeltaConfig(h, dim, 4)
+    geometry = KimiDeltaConfig(h, dim, 4, floor)
     projected = torch.randn(rows, 3 * h * dim + h + 2 * dim, device=DEVICE).to(dtype)
     f, gate = (torch.randn(rows, h * dim, device=DEVICE).to(dtype) for _ in range(2))
     for x in (projected, f, gate):
@@ -124,15 +124,19 @@ def test_decode_step(heads: tuple[int, int], given_out: bool, rows: int, dtype: 
     close(state[1:], expected[2][1:], dtype)
 
 
-def test_gates_and_norm() -> None:
+@pytest.mark.parametrize("floor", [0.0, -5.0])
+def test_gates_and_norm(floor: float) -> None:
     h, dim = HEADS[-1]
     wide = 20 * torch.randn(37, h * dim + h + 5, device=DEVICE)
     f, b = wide[:, : h * dim], wide[:, h * dim : h * dim + h]
     a_log, dt_bias = torch.linspace(-5, 2, h, device=DEVICE), torch.linspace(-4, 1, h * dim, device=DEVICE)
     for got, want in zip(
-        kda_gates(f, b, a_log, dt_bias, backend=TRITON), kda_gates.reference(f, b, a_log, dt_bias), strict=True
+        kda_gates(f, b, a_log, dt_bias, floor=floor, backend=TRITON),
+        kda_gates.reference(f, b, a_log, dt_bias, floor=floor),
+        strict=True,
     ):
-        torch.testing.assert_close(got, want, rtol=5e-6, atol=1e-30)
+        atol = 1e-12 if floor else 1e-30  # a bounded log decay near zero has an exponent of hundreds
+        torch.testing.assert_close(got, want, rtol=5e-6, atol=atol)
     x, gate, weight = torch.randn(5, h, dim, device=DEVICE), torch.randn(5, h, dim, device=DEVICE), wide[0, :dim]
     norms = [gated_rms_norm(x, gate, weight, 1e-5, activation="sigmoid", backend=backend) for backend in Backend]
     close(norms[1], norms[0], torch.float32)

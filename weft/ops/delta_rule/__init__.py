@@ -296,7 +296,9 @@ def gdn_verify(
 
 
 @with_kernel("weft.ops.delta_rule.kda_prefill")
-def kda_gates(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: Backend) -> tuple[Tensor, Tensor]:
+def kda_gates(
+    f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, floor: float = 0.0, backend: Backend
+) -> tuple[Tensor, Tensor]:
     """Log decays ``g = -exp(A_log) * softplus(f + dt_bias)`` and write strengths ``beta = sigmoid(b)``.
 
     Args:
@@ -304,12 +306,14 @@ def kda_gates(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: 
         b: ``[T, H]``; rows may be strided.
         A_log: ``[H]``.
         dt_bias: ``[H * K]``.
+        floor: a lower bound below 0, with which ``g = floor * sigmoid(exp(A_log) * (f + dt_bias))``.
 
     Returns:
         ``g [T, H, K]`` and ``beta [T, H]``, float32; g is at most 0.
     """
     x = (f.float() + dt_bias.float()).unflatten(-1, (A_log.shape[0], -1))
-    return F.softplus(x) * -A_log.float().exp()[:, None], b.float().sigmoid()
+    rate, beta = A_log.float().exp()[:, None], b.float().sigmoid()
+    return (rate * x).sigmoid() * floor if floor else F.softplus(x) * -rate, beta
 
 
 @with_kernel("weft.ops.delta_rule.decode")
@@ -345,7 +349,7 @@ def kda_decode(
     # The operations that the kernel fuses, one after the other.
     heads, dim = geometry.num_heads, geometry.head_dim
     qkv, b = projected[:, : 3 * heads * dim], projected[:, 3 * heads * dim : 3 * heads * dim + heads]
-    g, beta = kda_gates.reference(f, b, weights.A_log, weights.dt_bias)
+    g, beta = kda_gates.reference(f, b, weights.A_log, weights.dt_bias, floor=geometry.gate_floor)
     qkv = causal_conv1d_update_reference(qkv, weights.conv_weight, conv_state, state_slots)
     q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)

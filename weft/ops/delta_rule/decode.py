@@ -33,7 +33,7 @@ from weft.ops.delta_rule.gdn_prefill import delta_rule_step, l2_normalize
 from weft.ops.delta_rule.vectors import Vectors, vectors_of
 from weft.ops.delta_rule.verify import gdn_verify_triton, launch_of_states, serves_decodes
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
-from weft.ops.triton.elementwise import sigmoid, softplus
+from weft.ops.triton.elementwise import kda_log_decay, sigmoid, softplus
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
 
@@ -113,6 +113,7 @@ class Fixed(NamedTuple):
         keep_padding: leave the output of rows with slot 0 as it is.
         prefetch: see ``Shape``.
         negative_eigenvalues: as in ``GatedDeltaNetConfig``.
+        gate_floor: as in ``KimiDeltaConfig``.
         has_states: the states are taken through the token here; else by a launch of its own.
         most_to_release: with up to so many programs the next kernel's may start early. Those of Gated DeltaNet fill
             multiprocessors unevenly; whatever started beside them would be spread badly.
@@ -133,6 +134,7 @@ class Fixed(NamedTuple):
     negative_eigenvalues: bool
     has_states: bool
     most_to_release: int
+    gate_floor: float = 0.0
 
 
 @jit(do_not_specialize_on_alignment=["state_slots"])
@@ -215,7 +217,7 @@ def _gdn_decode_kernel(
     p_decays = p_vectors + FIXED.vectors.decays
     p_betas = p_vectors + FIXED.vectors.betas
     if PER_CHANNEL:
-        tl.store(p_decays + o_k, tl.exp(-rate * softplus(b_a)), mask=k_mask)
+        tl.store(p_decays + o_k, tl.exp(kda_log_decay(rate, b_a, FIXED.gate_floor)), mask=k_mask)
         if not FIXED.has_states:
             tl.store(p_betas, b_beta)
     else:
@@ -338,7 +340,7 @@ def kda_decode_triton(
         fixed = Fixed(
             heads, heads, dim, dim, geometry.conv_kernel, block, min(shape.block_v, block), block, 1, places, keep,
             shape.prefetch, negative_eigenvalues=False, has_states=has_states,
-            most_to_release=_FEW_TO_RELEASE if has_states else ALWAYS.value,
+            most_to_release=_FEW_TO_RELEASE if has_states else ALWAYS.value, gate_floor=geometry.gate_floor,
         )  # fmt: skip
         _gdn_decode_kernel[(heads, num_rows)](
             projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,

@@ -43,7 +43,7 @@ from weft.ops.delta_rule.unit_lower_inverse import unit_lower_inverse
 from weft.ops.delta_rule.vectors import PreparedChunks
 from weft.ops.triton.chunk_scan import METADATA
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.elementwise import LOG2_E, sigmoid, softplus
+from weft.ops.triton.elementwise import LOG2_E, kda_log_decay, sigmoid
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
@@ -53,7 +53,8 @@ _L2_EPS = tl.constexpr(L2_EPS)
 @jit(do_not_specialize=["num_tokens"])
 def _gates_kernel(
     f, b, A_log, dt_bias, g, beta, num_tokens, stride_f, stride_b,
-    H: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, FLOOR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, one head."""
     enter(EARLY)
@@ -64,13 +65,13 @@ def _gates_kernel(
     x = tl.load(f + tokens[:, None] * stride_f + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + columns, mask=tl.arange(0, BLOCK_K) < K, other=0.0).to(tl.float32)[None, :]
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-    tl.store(g + tokens[:, None] * (H * K) + columns[None, :], -rate * softplus(x), mask=inside)
+    tl.store(g + tokens[:, None] * (H * K) + columns[None, :], kda_log_decay(rate, x, FLOOR), mask=inside)
     y = tl.load(b + tokens * stride_b + head, mask=tokens < num_tokens, other=0.0).to(tl.float32)
     tl.store(beta + tokens * H + head, sigmoid(y), mask=tokens < num_tokens)
 
 
 @launches(kda_gates)
-def kda_gates_triton(f, b, A_log, dt_bias) -> tuple[Tensor, Tensor]:
+def kda_gates_triton(f, b, A_log, dt_bias, *, floor) -> tuple[Tensor, Tensor]:
     """Triton kernel of ``kda_gates``."""
     assert f.stride(1) == b.stride(1) == 1 and A_log.is_contiguous() and dt_bias.is_contiguous()
     num_tokens, heads = f.shape[0], A_log.shape[0]
@@ -80,7 +81,7 @@ def kda_gates_triton(f, b, A_log, dt_bias) -> tuple[Tensor, Tensor]:
     if num_tokens:
         _gates_kernel[(cdiv(num_tokens, 16), heads)](
             f, b, A_log, dt_bias, g, beta, num_tokens, f.stride(0), b.stride(0),
-            H=heads, K=dim, TOKENS=16, BLOCK_K=next_power_of_2(dim), num_warps=4, **early_launch(f.device),
+            H=heads, K=dim, TOKENS=16, BLOCK_K=next_power_of_2(dim), FLOOR=floor, num_warps=4, **early_launch(f.device),
         )  # fmt: skip
     return g, beta
 

@@ -26,3 +26,11 @@ def softplus(x):
     u = 1.0 + e
     exact = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
     return tl.where(x > 20.0, x, exact)
+
+
+@triton.jit
+def kda_log_decay(rate, x, FLOOR: tl.constexpr):
+    """Log decay of Kimi Delta Attention; ``FLOOR`` is its lower bound, or 0 if it has none. See ``kda_gates``."""
+    if FLOOR < 0:
+        return FLOOR * sigmoid(rate * x)
+    return -rate * softplus(x)
