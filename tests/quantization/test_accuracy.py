@@ -51,7 +51,7 @@ def agreement(num_prompts: int) -> Agreement:
     tokenizer = Tokenizer.load(MODEL_DIR)
     found = []
     for quantization in (None, ONLINE):
-        harness = Harness(MODEL_DIR, quantization=quantization, num_pages=2000)
+        harness = Harness(MODEL_DIR, quantization=quantization, num_pages=2000, num_slots=num_prompts + 2)
         rows = []
         for problem in read_problems(limit=num_prompts):
             tokens = tokenizer.encode(" ".join(message["content"] for message in problem.messages))
