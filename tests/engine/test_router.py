@@ -73,6 +73,18 @@ def test_a_tree_tells_what_a_prompt_can_start_from(hybrid: bool) -> None:
         assert known == list(range(1, 500 // STEP + 1))
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_ids_of_images_count_as_other_tokens_do(hybrid: bool) -> None:
+    """They are negative. A prompt and the tree agree on them, and another image is another prefix."""
+    manager = make_manager(hybrid)
+    cat, dog = ([*prompt(1, 70), *([-image] * 60), *prompt(2, 70)] for image in (2**40 + 3, 2**40 + 4))
+    replay_request(manager, cat, len(cat) - 1)
+    told = set(reusable_prefixes(manager.tree, needs_state=hybrid))
+    last = 200 // STEP - 1
+    assert prefix_hashes(cat)[last] in told and prefix_hashes(dog)[last] not in told
+    assert prefix_hashes(cat)[0] == prefix_hashes(dog)[0] and not {*prefix_hashes(cat)[1:]} & {*prefix_hashes(dog)[1:]}
+
+
 def test_what_was_used_last_is_reported_if_not_all_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager(False)
     for seed in (5, 6):

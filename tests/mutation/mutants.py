@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
+from tests.mutation.doors import DOORS
 from tests.mutation.fields_and_figures import FIELDS_AND_FIGURES
 from tests.mutation.mutant import mutant as _mutant
 from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
@@ -492,6 +493,7 @@ MUTANTS = (
     *BETWEEN_ROOMS,
     *STEPS_AND_IMAGES,
     *ROWS_AND_RESPONSES,
+    *DOORS,
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,
     *CONFIGS_AND_WEIGHTS,

@@ -175,6 +175,28 @@ def test_a_compiler_that_ends_by_a_timeout_of_its_own_is_not_waited_for(monkeypa
             processes._wait(ended)
 
 
+def test_processes_are_not_given_up_while_others_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread waits for a kernel of its own. An answer to another thread shows that the processes work."""
+    now, killed = [0.0], []
+    monkeypatch.setattr(compile_processes, "STUCK_S", 10.0)
+    monkeypatch.setattr(compile_processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with compile_processes.CompileProcesses(1, lambda kernel: None) as processes:
+        monkeypatch.setattr(processes, "_kill", lambda: killed.append(now[0]))
+
+        def result(timeout_s: float) -> bool:
+            now[0] += timeout_s
+            if now[0] == 20.0:
+                assert processes._wait(answers)  # in another thread
+            if now[0] == 50.0:
+                return True
+            raise TimeoutError
+
+        answers = SimpleNamespace(result=lambda timeout_s: True)
+        processes._answered = 5.0
+        assert processes._wait(SimpleNamespace(result=result, done=lambda: False))  # type: ignore[arg-type]
+        assert killed == [30.0, 40.0] and processes._answered == 50.0
+
+
 def test_processes_that_do_not_answer_are_given_up(tmp_path: Path) -> None:
     run = _run(tmp_path, "asleep")
     assert (run["given_away"], run["compiled_here"], run["left"]) == (4, 4, 0)
