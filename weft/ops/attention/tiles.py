@@ -163,6 +163,7 @@ def accumulate_range(
     """The online softmax over the tokens from ``first`` to ``end``; ``page``: of the first tile, if loaded ahead."""
     KEYS: tl.constexpr = FIXED.keys
     PAGE_SIZE: tl.constexpr = FIXED.page_size
+    PRECISION: tl.constexpr = FIXED.precision  # Triton 3.6 passes no text of a tuple to a function
     table = cache[2]
     acc, row_sum, row_max = softmax
     next_page = page
@@ -180,7 +181,7 @@ def accumulate_range(
         if FIXED.query_len > 1:
             visible = visible & (tokens[None, :] <= last_seen[:, None])
         acc, row_sum, row_max = accumulate(
-            acc, row_sum, row_max, queries, k, v, visible, scale_log2, FIXED.precision, True
+            acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
         )  # fmt: skip
     return acc, row_sum, row_max
 

@@ -48,7 +48,7 @@ class Fixed(NamedTuple):
     Attributes:
         static: one scale of all inputs is given.
         quantized: hidden values are stored in e4m3.
-        dtype: hidden values are rounded to this type first.
+        dtype: hidden values are rounded to this type first. A name: no hook of Triton prints a dtype in a tuple.
         columns, stages, span: of its ``Tile``.
     """
 
@@ -58,7 +58,7 @@ class Fixed(NamedTuple):
     block: int
     static: bool
     quantized: bool
-    dtype: tl.dtype
+    dtype: str
     columns: int
     stages: int
     span: int
@@ -128,7 +128,11 @@ def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
         channel = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH) + columns
         gate *= of_inputs[:, None] * tl.load(channel, mask=in_width, other=0.0)[None, :]
         up *= of_inputs[:, None] * tl.load(channel + WIDTH, mask=in_width, other=0.0)[None, :]
-    result = (gate / (1.0 + tl.exp(-gate)) * up).to(FIXED.dtype)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    if FIXED.dtype == "bfloat16":
+        result = result.to(tl.bfloat16)
+    elif FIXED.dtype == "float16":
+        result = result.to(tl.float16)
     stored = inside[:, None] & in_width[None, :]
     offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     if FIXED.quantized:
@@ -346,4 +350,4 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles
     return out
 
 
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
