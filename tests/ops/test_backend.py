@@ -71,3 +71,43 @@ def test_a_launcher_that_takes_something_else_is_rejected() -> None:
     ):
         with pytest.raises(AssertionError):
             launches(scaled)(other)
+
+
+def test_an_operation_that_states_nothing_refuses_an_invariant_backend() -> None:
+    """Rather than compute rows that depend on their number."""
+    module = "weft.ops.vision.kernels"
+
+    @with_kernel(module)
+    def rotate_patches(qkv: int, *, backend: Backend) -> int:
+        return qkv
+
+    assert rotate_patches(3, backend=Backend.TORCH) == 3
+    for backend in (Backend.INVARIANT_TORCH, Backend.INVARIANT_TRITON):
+        with pytest.raises(NotImplementedError, match="rotate_patches: rows depend on their number"):
+            rotate_patches(3, backend=backend)
+
+
+def test_an_invariant_backend_gives_the_kernel_its_fixed_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.ops.vision import kernels
+
+    @with_kernel(kernels.__name__, lambda reference, x: ("rows", reference(x)))
+    def tripled(x: int, *, backend: Backend) -> Any:
+        return 3 * x
+
+    @launches(tripled, invariant={"tile": 5})
+    def tripled_triton(x, *, tile: int = 8):  # type: ignore[no-untyped-def]
+        return x, tile
+
+    monkeypatch.setattr(kernels, "tripled_triton", tripled_triton, raising=False)
+    assert tripled(2, backend=Backend.TRITON) == (2, 8)
+    assert tripled(2, backend=Backend.INVARIANT_TRITON) == (2, 5)
+    assert tripled(2, backend=Backend.INVARIANT_TORCH) == ("rows", 6)
+
+
+@pytest.mark.parametrize(
+    ("requested", "device"), [("auto", "cpu"), ("torch", "cpu"), ("auto", "cuda"), ("triton", "cuda")]
+)
+def test_an_invariant_backend_is_chosen_alike(requested: str, device: str) -> None:
+    plain = resolve_backend(requested, device)
+    fixed = resolve_backend(requested, device, invariant=True)
+    assert fixed.is_invariant and not plain.is_invariant and fixed.is_torch == plain.is_torch

@@ -1,6 +1,6 @@
 """Compiles a model's kernels for a GPU that is not there, and says which ones the start-up walk had missed.
 
-    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG [RANKS [KV_CACHE_DTYPE]]]
+    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG [RANKS [KV_CACHE_DTYPE [DETERMINISTIC]]]]
 
 A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, the kernels that were
 compiled at start and those that random steps then asked for in vain. Nothing is launched, so sampled tokens are
@@ -97,7 +97,9 @@ def random_verification(rng: random.Random, num_drafts: int, state_slot: int) ->
     return SchedulerOutput(0, requests, new)
 
 
-def main(folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_dtype: str = "auto") -> None:
+def main(
+    folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_dtype: str = "auto", deterministic: str = ""
+) -> None:
     driver.set_active(AbsentGpu())
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **rest: compiled.append(repr)
@@ -116,12 +118,14 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_d
         selective_scan.gluon.runs_gluon = lambda device: True  # type: ignore[assignment]
         gated_linear_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
         fp8_linear.runs_gluon = fp8_moe_pairs_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
-    model_runner.resolve_backend = lambda requested, device: Backend.TRITON  # type: ignore[assignment]
+    backend = Backend.INVARIANT_TRITON if deterministic else Backend.TRITON
+    model_runner.resolve_backend = lambda *_, **__: backend  # type: ignore[assignment]
     # With graphs, whose kernels have variants of their own; but nothing is captured, because nothing can run.
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]
     config = resolve(
         model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, speculative_config=speculative_config or None,
-        tensor_parallel_size=int(ranks), kv_cache_dtype=kv_cache_dtype, cuda_graph_mode="FULL", enable_overlap=True,
+        tensor_parallel_size=int(ranks), kv_cache_dtype=kv_cache_dtype,
+        deterministic=bool(deterministic), cuda_graph_mode="FULL", enable_overlap=True,
         piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS,
     )  # fmt: skip
     group = AbsentRanks(config.tensor_parallel_size)

@@ -224,8 +224,8 @@ class SparseMoe(WeightModule):
 
     def _shared_is_routed(self, x: Tensor) -> bool:
         """Return True if the shared expert is one of each token's experts, which is faster for few rows."""
-        if not self.experts.shared_joins or serves_any_num_tokens():
-            return False
+        if not self.experts.shared_joins or self._backend.is_invariant or serves_any_num_tokens():
+            return self.experts.shared_joins and self._backend.is_invariant
         return x.shape[0] <= most_routed_rows(self.experts)
 
     def _route(self, logits: Tensor, shared: bool, shared_gate: Tensor | None) -> tuple[Tensor, Tensor]:

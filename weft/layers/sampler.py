@@ -154,6 +154,9 @@ class Sampler:
     def __call__(self, logits: Tensor, batch: SamplingMetadata) -> SamplerOutput:
         """Sample one token per row of ``logits [N, V]`` (any float dtype, not modified)."""
         edited = _edit(logits.to(torch.float32, copy=True), batch) if batch.edits_logits else logits
+        all_greedy, candidates, uses_min_p = batch.all_greedy, batch.candidates, batch.uses_min_p
+        if self._backend.is_invariant:  # rows of any batch take the same way through the same kernel
+            edited, all_greedy, candidates, uses_min_p = edited.float(), False, logits.shape[1], True
         token_ids, nan_rows = sample(
             edited,
             batch.temperature,
@@ -162,9 +165,9 @@ class Sampler:
             batch.min_p,
             batch.seeds,
             batch.positions,
-            all_greedy=batch.all_greedy,
-            candidates=batch.candidates,
-            uses_min_p=batch.uses_min_p,
+            all_greedy=all_greedy,
+            candidates=candidates,
+            uses_min_p=uses_min_p,
             backend=self._backend,
         )
         return SamplerOutput(token_ids, nan_rows)

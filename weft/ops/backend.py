@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from importlib import import_module
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -13,34 +13,50 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from weft.errors import ConfigError
 
 P = ParamSpec("P")
+Rows = Callable[..., Any]
+"""``(reference, *args, **kwargs)``: runs the reference row by row."""
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
 class Backend(StrEnum):
-    """An implementation family. ``TORCH`` runs on every device and is the reference for the others."""
+    """An implementation family. ``TORCH`` runs on every device and is the reference for the others.
+
+    With an invariant backend, a row's bits depend on no other row and not on the number of rows.
+    """
 
     TORCH = "torch"
     TRITON = "triton"
+    INVARIANT_TORCH = "invariant torch"
+    INVARIANT_TRITON = "invariant triton"
+
+    @property
+    def is_invariant(self) -> bool:
+        return self in (Backend.INVARIANT_TORCH, Backend.INVARIANT_TRITON)
+
+    @property
+    def is_torch(self) -> bool:
+        return self in (Backend.TORCH, Backend.INVARIANT_TORCH)
 
 
-def resolve_backend(requested: str, device_type: str) -> Backend:
+def resolve_backend(requested: str, device_type: str, *, invariant: bool = False) -> Backend:
     """The backend for a device.
 
     Args:
         requested: ``"auto"``, ``"torch"`` or ``"triton"``.
         device_type: ``"cpu"`` or ``"cuda"``.
+        invariant: whether a row's bits must not depend on other rows.
 
     Raises:
         ConfigError: an unknown name, or kernels that do not exist for this device.
     """
-    if requested == "auto":
-        return Backend.TORCH if device_type == "cpu" else Backend.TRITON
-    if requested not in tuple(Backend):
+    if requested not in ("auto", "torch", "triton"):
         raise ConfigError(f"unknown backend {requested!r}; allowed: 'auto', 'torch', 'triton'")
-    if requested == Backend.TRITON and device_type == "cpu":
+    if requested == "triton" and device_type == "cpu":
         raise ConfigError("backend 'triton' has no kernels for device 'cpu'; use 'torch' or 'auto'")
-    return Backend(requested)
+    if requested == "torch" or (requested == "auto" and device_type == "cpu"):
+        return Backend.INVARIANT_TORCH if invariant else Backend.TORCH
+    return Backend.INVARIANT_TRITON if invariant else Backend.TRITON
 
 
 class Operation(Protocol[P, R_co]):
@@ -60,11 +76,15 @@ class Operation(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
-def with_kernel(module: str) -> Callable[[Callable[P, R]], Operation[P, R]]:
+def with_kernel(module: str, rows: Rows | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Make a torch function ``x(..., *, backend)`` an operation with a Triton kernel.
 
     The function's own body runs for ``Backend.TORCH`` and is the kernel's reference; it does not read ``backend``. For
     ``Backend.TRITON`` runs ``x_triton`` of ``module``, which is imported at its first call (see ``launches``).
+
+    Args:
+        rows: runs the body for ``Backend.INVARIANT_TORCH``: called with the body, then as the body. None: the operation
+            refuses that backend.
     """
 
     def decorate(function: Callable[P, R]) -> Operation[P, R]:
@@ -77,8 +97,17 @@ def with_kernel(module: str) -> Callable[[Callable[P, R]], Operation[P, R]]:
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            implementation = reference if kwargs.pop("backend") is Backend.TORCH else kernel()
-            return implementation(*args, **kwargs)
+            backend = kwargs.pop("backend")
+            if backend is Backend.TORCH:
+                return reference(*args, **kwargs)
+            if backend is Backend.TRITON:
+                return kernel()(*args, **kwargs)
+            if backend is Backend.INVARIANT_TORCH and rows is not None:
+                return rows(reference, *args, **kwargs)
+            fixed = getattr(kernel(), "invariant", None) if backend is Backend.INVARIANT_TRITON else None
+            if fixed is None:
+                raise NotImplementedError(f"{function.__name__}: rows depend on their number on backend {backend!r}")
+            return kernel()(*args, **kwargs, **fixed)
 
         call.reference, call.kernel = reference, kernel  # type: ignore[attr-defined]
         return cast(Operation[P, R], call)
@@ -86,12 +115,18 @@ def with_kernel(module: str) -> Callable[[Callable[P, R]], Operation[P, R]]:
     return decorate
 
 
-def launches(operation: Callable[..., Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+def launches(
+    operation: Callable[..., Any], *, invariant: Mapping[str, Any] | None = None
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Make a function the one that launches an operation's kernels.
 
     It names the operation's parameters, all but ``backend``, in their order. Types, defaults and meaning are written
     at the operation alone: the defaults are set here, once, so that a call costs nothing more. Parameters of its own
     (a tile, to be tuned) come last, by keyword, with a default.
+
+    Args:
+        invariant: values of these own parameters with which a row's bits depend on no other row, nor on the number of
+            rows. Empty if that is so anyhow. None: the kernel refuses ``Backend.INVARIANT_TRITON``.
     """
     given = inspect.signature(operation).parameters
     defaults = {name: p.default for name, p in given.items() if p.default is not inspect.Parameter.empty}
@@ -106,6 +141,7 @@ def launches(operation: Callable[..., Any]) -> Callable[[Callable[..., R]], Call
         assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in own.values())
         positional = [name for name, p in taken.items() if p.kind is not p.KEYWORD_ONLY]
         launcher.__defaults__ = tuple(defaults[name] for name in positional if name in defaults)
+        launcher.invariant = invariant  # type: ignore[attr-defined]
         launcher.__kwdefaults__ = {name: p.default for name, p in own.items()} | {
             name: value for name, value in defaults.items() if name not in positional
         }

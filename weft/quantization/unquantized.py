@@ -12,7 +12,7 @@ from weft.layers.linear import LinearBase, LinearMethod
 from weft.layers.moe import Experts, ExpertsMethod, Routed
 from weft.layers.weight import CopyTarget, Interleaved, Slices, WeightLayout, WeightPiece, empty_parameter
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
-from weft.ops.linear import linear, linear_parts, linear_silu_mul
+from weft.ops.linear import invariant_linear_parts, linear, linear_parts, linear_silu_mul
 from weft.ops.moe import ExpertExtras, fused_moe, send_fused_moe
 
 
@@ -41,7 +41,10 @@ class UnquantizedLinear(LinearMethod):
         return linear(x, layer.weight, bias, backend=self._context.backend)
 
     def apply_partial_sums(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
-        return linear_parts(x, layer.weight, peers, backend=self._context.backend)
+        backend = self._context.backend
+        if backend.is_invariant:
+            return invariant_linear_parts(x, layer.weight, backend=backend)
+        return linear_parts(x, layer.weight, peers, backend=backend)
 
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_silu_mul(x, layer.weight, bias, backend=self._context.backend)

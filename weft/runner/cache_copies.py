@@ -48,7 +48,7 @@ class CacheCopier:
         return [(group, self._copier(group)) for group in groups.values()]
 
     def _copier(self, tensors: Sequence[Tensor]) -> Copier:
-        if self._backend is Backend.TORCH:
+        if self._backend.is_torch:
             return lambda source, target: copy_pages(tensors, source, target)
         from weft.ops.attention.pages import PageCopier
 

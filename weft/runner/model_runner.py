@@ -39,7 +39,7 @@ from weft.messages import ModelOutput, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.models.vision_language import VisionLanguageModel
-from weft.ops.backend import Backend, resolve_backend
+from weft.ops.backend import resolve_backend
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
 from weft.processes.collector import objects_frozen
 from weft.runner.kernel_walk import walk_kernels
@@ -105,8 +105,8 @@ class ModelRunner:
         self.tp = tp if tp is not None else SingleRank()
         check_ranks(config, self.tp.size)
         self.device = torch.device(config.device)
-        self._backend = resolve_backend(config.backend, self.device.type)
-        if self._backend is Backend.TRITON:
+        self._backend = resolve_backend(config.backend, self.device.type, invariant=config.deterministic)
+        if not self._backend.is_torch:
             prepare_triton(self.device)
         self._layers = LayerTable()
         self._table = _measured_modes(config)
@@ -160,7 +160,7 @@ class ModelRunner:
 
     def _kernels_compiled_meanwhile(self) -> AbstractContextManager[None]:
         """Compile the model's Triton kernels, if it has any, while the body runs."""
-        if self._backend is not Backend.TRITON:
+        if self._backend.is_torch:
             return nullcontext()
         return compiled_meanwhile(lambda: walk_kernels(self), self.device)
 

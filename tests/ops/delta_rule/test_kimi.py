@@ -51,7 +51,7 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> 
     return torch.stack(out), state
 
 
-@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize("backend", [Backend.TORCH, Backend.TRITON])
 def test_chunks_are_the_recurrence(backend: Backend) -> None:
     x = rule_inputs(150, *HEADS[-1], torch.float32)
     batch = on_device(make_batch([150], [0], num_decodes=0, checkpoints={0: {71: 9}}))
@@ -106,7 +106,7 @@ def test_decode_step(heads: tuple[int, int], given_out: bool, floor: float, rows
     slots = torch.randperm(rows + 4, device=DEVICE)[:rows].int() + 1
     slots[last] = 0
     results = {}
-    for backend in Backend:
+    for backend in (Backend.TORCH, Backend.TRITON):
         states = conv_before.clone(), before.clone()
         out = torch.full((rows, h * dim), 7.0, device=DEVICE, dtype=dtype) if given_out else None
         out = kda_decode(projected, f, gate, DeltaWeights(*weights), *states, slots, geometry, backend=backend, out=out)
@@ -138,7 +138,10 @@ def test_gates_and_norm(floor: float) -> None:
         atol = 1e-12 if floor else 1e-30  # a bounded log decay near zero has an exponent of hundreds
         torch.testing.assert_close(got, want, rtol=5e-6, atol=atol)
     x, gate, weight = torch.randn(5, h, dim, device=DEVICE), torch.randn(5, h, dim, device=DEVICE), wide[0, :dim]
-    norms = [gated_rms_norm(x, gate, weight, 1e-5, activation="sigmoid", backend=backend) for backend in Backend]
+    norms = [
+        gated_rms_norm(x, gate, weight, 1e-5, activation="sigmoid", backend=backend)
+        for backend in (Backend.TORCH, Backend.TRITON)
+    ]
     close(norms[1], norms[0], torch.float32)
     plain = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight * gate.sigmoid()
     close(norms[0], plain, torch.float32)

@@ -60,6 +60,18 @@ def test_equals_float64(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(error, out, want)) < 1e-2
 
 
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_without_a_gate(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tile has 64 of its 192 outputs."""
+    hidden_size, width = (1024, 4096) if ON_HOPPER else (320, 256)
+    x = torch.randn(num_rows, hidden_size, device=DEVICE).bfloat16()
+    weight = torch.randn(width, hidden_size, device=DEVICE).mul(hidden_size**-0.5).bfloat16()
+    out = run(lambda: gated_linear_hopper.gated_linear_hopper(x, weight, gated=False), monkeypatch)
+    want = x.double() @ weight.double().T
+    assert error(out, want) < 4e-3
+    assert max(map(error, out, want)) < 1e-2
+
+
 @pytest.mark.skipif(ON_HOPPER, reason="which kernels are chosen is asked without launching any")
 def test_only_what_pays_goes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_hopper(monkeypatch, 0.75, multiprocessors=6)

@@ -45,7 +45,7 @@ def empty_windows(heads: tuple[int, int, int], window: int, dtype: torch.dtype =
     return [torch.full((SLOTS, window, *heads[1:]), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
 
 
-@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize("backend", [Backend.TORCH, Backend.TRITON])
 @pytest.mark.parametrize(("window", "with_sinks"), WINDOWS)
 def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int, with_sinks: bool) -> None:
     """Prefills of odd lengths, one with a checkpoint, then decodes; and decodes from the checkpoint."""
@@ -84,7 +84,7 @@ def test_prefill_kernel_of_a_mixed_batch(heads: tuple[int, int, int], dtype: tor
         y[n:] = torch.nan
     before = [torch.randn(SLOTS, window, *heads[1:], device=DEVICE).to(dtype) for _ in range(2)]
     results = {}
-    for backend in Backend:
+    for backend in (Backend.TORCH, Backend.TRITON):
         windows = [w.clone() for w in before]
         out = window_attention(*x, *windows, batch, scale=0.2, backend=backend)
         results[backend] = (out, *windows)
@@ -108,7 +108,7 @@ def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_ou
     for windows in before:
         windows[3] = torch.nan  # nothing in it yet
     results = {}
-    for backend in Backend:
+    for backend in (Backend.TORCH, Backend.TRITON):
         windows = [w.clone() for w in before]
         out = torch.full_like(x[0], 7.0) if given_out else None
         out = window_attention_decode(

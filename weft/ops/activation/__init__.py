@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.backend import Backend, with_kernel
+from weft.ops.rows import by_row
 from weft.ops.traced import traced_op
 
 
 @traced_op(fusible=True)
-@with_kernel("weft.ops.activation.kernels")
+@with_kernel("weft.ops.activation.kernels", by_row("x"))
 def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
     """``silu(x[..., :I]) * x[..., I:]``.
 
@@ -25,7 +26,7 @@ def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-@with_kernel("weft.ops.activation.kernels")
+@with_kernel("weft.ops.activation.kernels", by_row("x", "gate"))
 def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: Backend) -> Tensor:
     """``x * sigmoid(gate)``.
 

@@ -22,12 +22,13 @@ from weft.forward_context import Batch
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
 from weft.ops.fp8 import E4M3, E4M3_MAX
+from weft.ops.rows import by_token
 
 # Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
 _BLOCK_ELEMENTS = 1 << 19
 
 
-@with_kernel("weft.ops.attention.paged")
+@with_kernel("weft.ops.attention.paged", by_token)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -77,8 +77,11 @@ _LOWEST = tl.constexpr(-1e30)
 _RELEASED_SEQUENCES = 64
 """Most sequences times key heads for which the merge may start while the decode kernel runs."""
 
-_MANY_SEQUENCES = 256
+MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
+
+FIXED_DOUBLE_FROM = 8192
+"""Tokens beyond which a sequence has longer splits where these must not follow the batch."""
 
 
 class Fixed(NamedTuple):
@@ -349,7 +352,7 @@ def launch_decode(
     decodes = num_seqs if batch.mixed is None else min(num_seqs, _MIXTURE_DECODES)
     double_from = most_short_tokens(decodes, num_kv_heads, head_dim) if double_from is None else double_from
     max_splits = most_splits(table_tokens, double_from, split)
-    splits_last = batch.mixed is None and num_seqs * num_kv_heads <= _MANY_SEQUENCES
+    splits_last = batch.mixed is None and num_seqs * num_kv_heads <= MANY_SEQUENCES
     if aim is None:
         aim = _HELD_PROGRAMS if tile.held_splits else _FEW_PROGRAMS if splits_last else _MANY_PROGRAMS
     programs = min(max_splits, next_power_of_2(cdiv(aim, num_seqs * num_kv_heads)))

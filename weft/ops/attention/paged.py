@@ -16,7 +16,14 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.attention import paged_attention
-from weft.ops.attention.decode import MOST_ROWS, DecodeChoice, decode_tile, launch_decode
+from weft.ops.attention.decode import (
+    FIXED_DOUBLE_FROM,
+    MANY_SEQUENCES,
+    MOST_ROWS,
+    DecodeChoice,
+    decode_tile,
+    launch_decode,
+)
 from weft.ops.attention.prefill import launch_prefill, prefill_tile
 from weft.ops.backend import launches
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -37,9 +44,15 @@ _HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
 at 512 rows of one sequence without context, and with context it leads; many short sequences lose."""
 
 
-@launches(paged_attention)
-def paged_attention_triton(q, k_cache, v_cache, batch, *, scale, sinks, v_scale, out) -> Tensor:
-    """``paged_attention`` of ``weft/ops/attention``; float32 inputs keep float32 accuracy."""
+@launches(paged_attention, invariant={"fixed": True})
+def paged_attention_triton(
+    q, k_cache, v_cache, batch, *, scale, sinks, v_scale, out, fixed: bool = False
+) -> Tensor:  # fmt: skip
+    """``paged_attention`` of ``weft/ops/attention``; float32 inputs keep float32 accuracy.
+
+    ``fixed``: kernels, tiles and splits follow from the model's shapes and a token's position alone.
+    """
+    assert not (fixed and batch.verification is not None), "verification sums in another order than decoding"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):
         _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, batch.verification.query_len)
@@ -53,9 +66,9 @@ def paged_attention_triton(q, k_cache, v_cache, batch, *, scale, sinks, v_scale,
     with graph_branch(q.device) if branches else nullcontext(nullcontext()) as branch:
         if decodes:
             with branch:
-                _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out)
+                _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, fixed=fixed)
         if prefills:
-            _prefill(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, skip_decodes=decodes)
+            _prefill(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, skip_decodes=decodes, fixed=fixed)
     return out
 
 
@@ -70,14 +83,16 @@ def _prefill(
     out: Tensor,
     *,
     skip_decodes: bool,
+    fixed: bool,
 ) -> None:
-    if _is_for_hopper(q, k_cache, batch):
+    if GLUON_IS_KNOWN and (hopper.takes(q, k_cache) if fixed else _is_for_hopper(q, k_cache, batch)):
         hopper.launch_prefill_hopper(
-            q, k_cache, v_cache, batch, scale, out, skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale
-        )
+            q, k_cache, v_cache, batch, scale, out,
+            skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale, is_shared=False if fixed else None,
+        )  # fmt: skip
         return
     group = q.shape[1] // k_cache.shape[2]
-    tile = prefill_tile(q.shape[0], q.shape[1], q.shape[2], group, q.element_size())
+    tile = prefill_tile(1 if fixed else q.shape[0], q.shape[1], q.shape[2], group, q.element_size())
     launch_prefill(
         q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale
     )
@@ -113,12 +128,19 @@ def _decode(
     v_scale: Tensor | None,
     out: Tensor,
     query_len: int = 1,
+    *,
+    fixed: bool = False,
 ) -> None:
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     group, table_tokens = q.shape[1] // num_kv_heads, batch.page_table.shape[1] * page_size
     rows = group * query_len
     num_seqs = batch.seq_lens.shape[0]
     sizes = q.element_size(), k_cache.element_size()
+    if fixed:
+        tile = decode_tile(MANY_SEQUENCES, num_kv_heads, head_dim, rows, *sizes, table_tokens)
+        choice = DecodeChoice(tile, double_from=FIXED_DOUBLE_FROM)
+        launch_decode(q, k_cache, v_cache, batch, scale, out, choice, sinks=sinks, v_scale=v_scale)
+        return
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
     on_hopper = GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
     choice = DecodeChoice(decode_hopper.TILE if on_hopper else tile, on_hopper)

@@ -339,15 +339,15 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
 
 def launch_prefill_hopper(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor,
-    *, skip_decodes: bool, sinks: Tensor | None = None, v_scale: Tensor | None = None,
+    *, skip_decodes: bool, sinks: Tensor | None = None, v_scale: Tensor | None = None, is_shared: bool | None = None,
 ) -> None:  # fmt: skip
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
-    ``takes``. The scale is positive."""
+    ``takes``. The scale is positive. ``is_shared`` overrides ``shares_rows``."""
     check_layout(q, k_cache, v_cache, out)
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads
-    is_shared = shares_rows(q, k_cache)
+    is_shared = shares_rows(q, k_cache) if is_shared is None else is_shared
     tokens = block_tokens(group) // (2 if is_shared else 1)
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
     blocks = num_rows // tokens + (num_seqs if batch.mixed is None else batch.mixed.max_prefills) + 1

@@ -16,9 +16,10 @@ from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
 from weft.ops.padding import clear_padding, settle_padding
+from weft.ops.rows import by_chunk, by_row
 
 
-@with_kernel("weft.ops.convolution.prefill")
+@with_kernel("weft.ops.convolution.prefill", by_chunk("x", states=("conv_state",)))
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -154,7 +155,7 @@ def _shifted(old: Tensor, x: Tensor) -> Tensor:
     return new
 
 
-@with_kernel("weft.ops.convolution.decode")
+@with_kernel("weft.ops.convolution.decode", by_row("x", "state_slots"))
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,
@@ -204,7 +205,7 @@ def short_conv(
     return clear_padding(y.mul_(gate_out), batch.num_tokens)
 
 
-@with_kernel("weft.ops.convolution.decode")
+@with_kernel("weft.ops.convolution.decode", by_row("projected", "state_slots"))
 def short_conv_decode(
     projected: Tensor,
     weight: Tensor,

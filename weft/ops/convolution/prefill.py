@@ -246,7 +246,7 @@ def _conv_kernel(
         )  # fmt: skip
 
 
-@launches(causal_conv1d)
+@launches(causal_conv1d, invariant={})
 def causal_conv1d_triton(x, weight, bias, conv_state, batch, *, silu, tile: Tile | None = None) -> Tensor:
     """Triton kernel of ``causal_conv1d``. The chunk table says which tokens form which sequence.
 

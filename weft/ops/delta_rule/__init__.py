@@ -34,9 +34,10 @@ from weft.ops.convolution import causal_conv1d_update_reference
 from weft.ops.device_work import device_work
 from weft.ops.norm import gated_rms_norm
 from weft.ops.padding import settle_padding
+from weft.ops.rows import by_chunk, by_row
 
 
-@with_kernel("weft.ops.delta_rule.gdn_prefill")
+@with_kernel("weft.ops.delta_rule.gdn_prefill", by_row("a", "b"))
 def gdn_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False, backend: Backend
 ) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ def recurrent_gated_delta_rule_reference(
 # --- prefill ---------------------------------------------------------------------------------------------------------
 
 
-@with_kernel("weft.ops.delta_rule.gdn_prefill")
+@with_kernel("weft.ops.delta_rule.gdn_prefill", by_chunk("q", "k", "g", "beta", "v", states=("state",)))
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -212,7 +213,7 @@ class DeltaWeights(NamedTuple):
     eps: float
 
 
-@with_kernel("weft.ops.delta_rule.decode")
+@with_kernel("weft.ops.delta_rule.decode", by_row("projected", "state_slots"))
 def gdn_decode(
     projected: Tensor,
     weights: DeltaWeights,

@@ -245,7 +245,7 @@ def _gdn_decode_kernel(
         )  # fmt: skip
 
 
-@launches(gdn_decode)
+@launches(gdn_decode, invariant={"alone": True})
 def gdn_decode_triton(
     projected,
     weights,
@@ -256,14 +256,16 @@ def gdn_decode_triton(
     *,
     out,
     shape: Shape | None = None,
+    alone: bool = False,
 ) -> Tensor:
     """Triton kernel of ``gdn_decode``; all arithmetic in float32, rounded at the stores only.
 
-    ``shape`` overrides the choice of ``choose_shape`` (tests and measurements).
+    ``shape`` overrides the choice of ``choose_shape`` (tests and measurements). ``alone``: any number of rows runs in
+    this kernel, whose shapes all sum in the same order.
     """
     num_rows, g = projected.shape[0], geometry
     conv_weight, A_log, dt_bias, norm_weight, eps = weights
-    if shape is None and out is None and serves_decodes(state, projected.dtype, num_rows):
+    if shape is None and out is None and not alone and serves_decodes(state, projected.dtype, num_rows):
         return gdn_verify_triton(projected, weights, conv_state, state, state_slots, state_slots[:, None], geometry)
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()

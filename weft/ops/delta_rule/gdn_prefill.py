@@ -117,7 +117,7 @@ def l2_normalize(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + _L2_EPS)
 
 
-@launches(chunk_gated_delta_rule)
+@launches(chunk_gated_delta_rule, invariant={})
 def chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, *, tile: Tile | None = None) -> Tensor:
     """Triton kernels of ``chunk_gated_delta_rule``; float32 inputs are multiplied with float32's accuracy.
 
@@ -171,7 +171,7 @@ def _gates_kernel(
     tl.store(beta + tokens * HV + heads, sigmoid(y) * BETA, mask=mask)
 
 
-@launches(gdn_gates)
+@launches(gdn_gates, invariant={})
 def gdn_gates_triton(a, b, A_log, dt_bias, *, negative_eigenvalues) -> tuple[Tensor, Tensor]:
     """``gdn_gates`` of ``weft/ops/delta_rule``."""
     assert a.shape == b.shape and a.stride(1) == b.stride(1) == 1, f"a {tuple(a.shape)}, b {tuple(b.shape)}"

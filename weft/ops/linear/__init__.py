@@ -17,6 +17,7 @@ from weft.ops.activation import silu_and_mul
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
+from weft.ops.rows import by_row
 from weft.ops.traced import traced_op
 
 
@@ -33,6 +34,19 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return linear_triton(x, weight, bias)
 
 
+@traced_op(linear_reference)
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear`` whose rows have the same bits for any number of rows."""
+    from weft.ops.linear.invariant import invariant_linear_triton
+
+    return invariant_linear_triton(x, weight, bias)
+
+
+def _rows_alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear`` of every row by itself."""
+    return by_row("x")(linear_reference, x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Backend) -> Tensor:
     """``x W^T + b``, accumulated in float32.
 
@@ -44,7 +58,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Ba
     Returns:
         ``[..., N]`` in x's dtype. A row's values depend on that row and the number of rows alone.
     """
-    return linear_reference(x, weight, bias) if backend is Backend.TORCH else skinny_linear(x, weight, bias)
+    match backend:
+        case Backend.TORCH:
+            return linear_reference(x, weight, bias)
+        case Backend.TRITON:
+            return skinny_linear(x, weight, bias)
+        case Backend.INVARIANT_TORCH:
+            return _rows_alone(x, weight, bias)
+        case Backend.INVARIANT_TRITON:
+            return invariant_linear(x, weight, bias)
 
 
 @with_kernel("weft.ops.linear.skinny")
@@ -63,6 +85,12 @@ def linear_parts(x: Tensor, weight: Tensor, peers: PeerBuffers | None = None, *,
     return linear_reference(x, weight)
 
 
+@with_kernel("weft.ops.linear.invariant", by_row("x"))
+def invariant_linear_parts(x: Tensor, weight: Tensor, *, backend: Backend) -> Tensor:
+    """``linear_parts`` without peers, whose rows have the same bits for any number of rows."""
+    return linear_reference(x, weight)
+
+
 def linear_silu_mul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Torch reference of ``linear_silu_mul``."""
     return silu_and_mul.reference(F.linear(x, weight, bias))
@@ -76,6 +104,14 @@ def skinny_linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None
     return linear_silu_mul_triton(x, weight, bias)
 
 
+@traced_op(linear_silu_mul_reference)
+def invariant_linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear_silu_mul`` whose rows have the same bits for any number of rows."""
+    from weft.ops.linear.invariant import invariant_linear_triton
+
+    return invariant_linear_triton(x, weight, bias, gated=True)
+
+
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Backend) -> Tensor:
     """``silu(x G^T) * (x U^T)`` with the gate and up projections in one matrix.
 
@@ -87,9 +123,15 @@ def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     Returns:
         ``[..., I]`` in x's dtype; the reference rounds both projections to that dtype first, the kernel does not.
     """
-    if backend is Backend.TORCH:
-        return linear_silu_mul_reference(x, weight, bias)
-    return skinny_linear_silu_mul(x, weight, bias)
+    match backend:
+        case Backend.TORCH:
+            return linear_silu_mul_reference(x, weight, bias)
+        case Backend.TRITON:
+            return skinny_linear_silu_mul(x, weight, bias)
+        case Backend.INVARIANT_TORCH:
+            return silu_and_mul(_rows_alone(x, weight, bias), backend=backend)
+        case Backend.INVARIANT_TRITON:
+            return invariant_linear_silu_mul(x, weight, bias)
 
 
 @traced_op()

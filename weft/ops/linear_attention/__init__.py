@@ -24,6 +24,7 @@ from weft.ops.backend import Backend, with_kernel
 from weft.ops.chunks import ChunkWalk
 from weft.ops.device_work import device_work
 from weft.ops.padding import settle_padding
+from weft.ops.rows import by_chunk, by_row, whole
 
 
 def linear_attention_step_reference(
@@ -63,7 +64,7 @@ def _skipped(out: Tensor, values: Tensor, skip: Tensor | None) -> Tensor:
     return out if skip is None else out.addcmul_(skip.float()[:, None], values)
 
 
-@with_kernel("weft.ops.linear_attention.prefill")
+@with_kernel("weft.ops.linear_attention.prefill", by_chunk("q", "k", "g", "beta", "v", states=("state",)))
 def chunk_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -153,10 +154,11 @@ def lightning_attention_step(
     Returns:
         ``[N, H, D]`` in q's dtype.
     """
-    if backend is not Backend.TORCH:
+    if not backend.is_torch:
         from weft.ops.linear_attention.decode import linear_attention_step
 
         return linear_attention_step(q, k, v, log_decay, state, state_slots, out=out)
+    step = by_row("q", "k", "v", "g", "state_slots") if backend.is_invariant else whole
     g = log_decay.expand(q.shape[0], -1)
-    y = linear_attention_step_reference(q, k, v, g, None, None, state, state_slots)
+    y = step(linear_attention_step_reference, q, k, v, g, None, None, state, state_slots)
     return settle_padding(y, state_slots, out)

@@ -198,7 +198,7 @@ def choose_tile(num_rows: int, head_k_dim: int, head_v_dim: int, dtype: torch.dt
     return Tile(min(64, widest), 4, 2 if fits else 1)
 
 
-@launches(chunk_linear_attention)
+@launches(chunk_linear_attention, invariant={})
 def chunk_linear_attention_triton(q, k, v, g, beta, skip, state, batch, *, tile: Tile | None = None) -> Tensor:
     """Triton kernels of ``chunk_linear_attention``; float32 inputs are multiplied with float32's accuracy.
 

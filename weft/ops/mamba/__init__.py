@@ -28,6 +28,7 @@ from weft.ops.device_work import device_work
 from weft.ops.linear_attention import linear_attention_step_reference
 from weft.ops.norm import gated_group_norm
 from weft.ops.padding import settle_padding
+from weft.ops.rows import by_chunk, by_row
 
 
 class ScanWeights(NamedTuple):
@@ -43,7 +44,7 @@ class ScanWeights(NamedTuple):
     D: Tensor
 
 
-@with_kernel("weft.ops.mamba.scan")
+@with_kernel("weft.ops.mamba.scan", by_row("x", "z", "dt", "b", "c", "state_slots"))
 def selective_scan_step(
     x: Tensor,
     z: Tensor,
@@ -86,7 +87,7 @@ def _step(
     return new, y * F.silu(z.float())
 
 
-@with_kernel("weft.ops.mamba.scan")
+@with_kernel("weft.ops.mamba.scan", by_chunk("z", "dt", "b", "c", "x", states=("state",)))
 def selective_scan(
     x: Tensor,
     z: Tensor,
@@ -159,7 +160,7 @@ def split_heads(xbc: Tensor, geometry: Mamba2Config) -> tuple[Tensor, Tensor, Te
     return x.unflatten(-1, (geometry.num_heads, geometry.head_dim)), b.unflatten(-1, shape), c.unflatten(-1, shape)
 
 
-@with_kernel("weft.ops.mamba.mamba2")
+@with_kernel("weft.ops.mamba.mamba2", by_row("dt"))
 def mamba2_gates(
     dt: Tensor, A_log: Tensor, dt_bias: Tensor, limit: tuple[float, float], *, backend: Backend
 ) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ def mamba2_gates(
     return step * -A_log.float().exp(), step
 
 
-@with_kernel("weft.ops.mamba.mamba2")
+@with_kernel("weft.ops.mamba.mamba2", by_row("projected", "state_slots"))
 def mamba2_decode(
     projected: Tensor,
     weights: Mamba2Weights,

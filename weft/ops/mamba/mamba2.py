@@ -42,7 +42,7 @@ def _gates_kernel(
     tl.store(step + tokens * H + heads, x, mask=mask)
 
 
-@launches(mamba2_gates)
+@launches(mamba2_gates, invariant={})
 def mamba2_gates_triton(dt, A_log, dt_bias, limit) -> tuple[Tensor, Tensor]:
     """Triton kernel of ``mamba2_gates``."""
     assert dt.stride(1) == 1 and A_log.is_contiguous() and dt_bias.is_contiguous()
@@ -58,7 +58,7 @@ def mamba2_gates_triton(dt, A_log, dt_bias, limit) -> tuple[Tensor, Tensor]:
     return g, step
 
 
-@launches(mamba2_decode)
+@launches(mamba2_decode, invariant={})
 def mamba2_decode_triton(projected, weights, conv_state, state, state_slots, geometry, *, out) -> Tensor:
     """Triton kernels of ``mamba2_decode``; all arithmetic in float32, rounded between the launches."""
     w = weights

@@ -141,7 +141,7 @@ def _selective_scan_kernel(
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
 
 
-@launches(selective_scan_step)
+@launches(selective_scan_step, invariant={})
 def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, out) -> Tensor:
     """Triton kernel of ``selective_scan_step``."""
     (num_rows, channels), size = x.shape, b.shape[1]
@@ -159,15 +159,16 @@ def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, o
     return out
 
 
-@launches(selective_scan)
-def selective_scan_triton(x, z, dt, b, c, weights, state, batch) -> Tensor:
-    """Triton kernel of ``selective_scan``."""
+@launches(selective_scan, invariant={"fixed": True})
+def selective_scan_triton(x, z, dt, b, c, weights, state, batch, *, fixed: bool = False) -> Tensor:
+    """Triton kernel of ``selective_scan``. ``fixed``: one order of a channel's states for any number of sequences."""
     chunks, (num_rows, channels), size = batch.chunk_table, x.shape, b.shape[1]
     dt_bias, A_log, D = weights
     _check(x, z, dt, b, c, A_log, state)
     out = x.new_empty(x.shape)
     if GLUON_IS_KNOWN and gluon.takes(x, b):
-        gluon.launch_selective_scan(x, z, dt, b, c, weights, state, out, batch)
+        shape = gluon.choose_shape(1) if fixed else None
+        gluon.launch_selective_scan(x, z, dt, b, c, weights, state, out, batch, shape)
         return out
     block = min(_BLOCK_C, next_power_of_2(channels))
     _selective_scan_kernel[(cdiv(channels, block), chunks.max_seqs)](

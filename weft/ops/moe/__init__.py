@@ -8,7 +8,7 @@ shared experts, or how experts are sharded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from weft.ops.backend import Backend, with_kernel
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.linear import fp8_linear
+from weft.ops.rows import by_row
 from weft.ops.traced import traced_op
 
 
@@ -46,8 +47,15 @@ class RoutingRule(NamedTuple):
 SOFTMAX = RoutingRule()
 
 
+def _router_rows(reference: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The router row by row, then padding."""
+    num_tokens = kwargs.pop("num_tokens")
+    weights, ids = by_row("logits", "shared_gate")(reference, *args, num_tokens=1, **kwargs)
+    return _without_padding(weights, ids, num_tokens)
+
+
 @traced_op()
-@with_kernel("weft.ops.moe.router")
+@with_kernel("weft.ops.moe.router", _router_rows)
 def topk_router(
     logits: Tensor,
     top_k: int,
@@ -229,7 +237,7 @@ NO_EXTRAS = ExpertExtras()
 
 
 @traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
-@with_kernel("weft.ops.moe.experts")
+@with_kernel("weft.ops.moe.experts", by_row("x", "weights", "ids", "shared", "shared_gate"))
 def fused_moe(
     x: Tensor,
     gate_up: Tensor,

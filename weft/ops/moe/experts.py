@@ -228,7 +228,7 @@ def moe_tiles(num_pairs: int, num_experts: int, element_size: int, width: int) -
     return Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4))
 
 
-@launches(fused_moe)
+@launches(fused_moe, invariant={})
 def fused_moe_triton(
     x, gate_up, down, weights, ids, *, extras, shared, shared_gate, tiles: Tiles | None = None
 ) -> Tensor:

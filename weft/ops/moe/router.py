@@ -187,7 +187,7 @@ def _router_kernel(
     _store_chosen(weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids, FIXED)
 
 
-@launches(topk_router)
+@launches(topk_router, invariant={})
 def topk_router_triton(
     logits, top_k, *, renormalize, num_tokens, first_expert, num_experts, shared_expert, shared_gate, rule
 ) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.backend import Backend, with_kernel
+from weft.ops.rows import by_row
 from weft.ops.traced import traced_op
 
 
@@ -24,7 +25,7 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]: ...
 @traced_op(fusible=True)
-@with_kernel("weft.ops.norm.kernels")
+@with_kernel("weft.ops.norm.kernels", by_row("x", "residual"))
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -62,7 +63,7 @@ def rms_norm(
 rms_norm_reference = rms_norm.reference  # type: ignore[attr-defined]  # of overloads mypy knows calls alone
 
 
-@with_kernel("weft.ops.norm.kernels")
+@with_kernel("weft.ops.norm.kernels", by_row("x", "gate"))
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu", backend: Backend
 ) -> Tensor:
@@ -83,7 +84,7 @@ def gated_rms_norm(
     return y.mul_(factor).to(x.dtype)
 
 
-@with_kernel("weft.ops.norm.kernels")
+@with_kernel("weft.ops.norm.kernels", by_row("x", "gate"))
 def gated_group_norm(
     x: Tensor,
     gate: Tensor,
@@ -116,7 +117,7 @@ def gated_group_norm(
     return (y * factor if norm_before_gate else y).to(x.dtype)
 
 
-@with_kernel("weft.ops.norm.kernels")
+@with_kernel("weft.ops.norm.kernels", by_row("x"))
 def split_rms_norm(
     x: Tensor, weight: Tensor, eps: float, sizes: tuple[int, int, int], *, backend: Backend
 ) -> tuple[Tensor, ...]:

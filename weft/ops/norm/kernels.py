@@ -42,9 +42,11 @@ def _rms_norm_kernel(
     tl.store(y + row * WIDTH + columns, (values * inverse * scale).to(y.dtype.element_ty), mask=mask)
 
 
-@launches(rms_norm)
-def rms_norm_triton(x, weight, eps, *, zero_centered, residual) -> Tensor | tuple[Tensor, Tensor]:
-    """``rms_norm`` of ``weft/ops/norm``."""
+@launches(rms_norm, invariant={"as_parts": True})
+def rms_norm_triton(
+    x, weight, eps, *, zero_centered, residual, as_parts: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """``rms_norm`` of ``weft/ops/norm``. ``as_parts``: add whole rows in the order in which partial sums would be."""
     width, like = x.shape[-1], x if residual is None else residual
     parts = len(x) if x.dim() > like.dim() else 1
     rows, other = x.reshape(-1, width), like.reshape(-1, width)
@@ -56,7 +58,7 @@ def rms_norm_triton(x, weight, eps, *, zero_centered, residual) -> Tensor | tupl
     _rms_norm_kernel[(count,)](
         rows, other, weight, y, total, eps, rows.stride(0), part, other.stride(0),
         WIDTH=width, PARTS=parts, ZERO_CENTERED=zero_centered, RESIDUAL=residual is not None, BLOCK=block,
-        num_warps=max(1, min(8, block // (256 if parts == 1 else 128))), **early_launch(x.device),
+        num_warps=max(1, min(8, block // (128 if parts > 1 or as_parts else 256))), **early_launch(x.device),
     )  # fmt: skip
     return y if residual is None else (y, total)
 
@@ -102,7 +104,7 @@ def _gated_rms_norm_kernel(
     tl.store(out + inside, y.to(out.dtype.element_ty), mask=mask)
 
 
-@launches(gated_rms_norm)
+@launches(gated_rms_norm, invariant={"tile": Tile(2048, 4, 64)})
 def gated_rms_norm_triton(x, gate, weight, eps, *, activation, tile: Tile | None = None) -> Tensor:
     """Triton kernel of ``gated_rms_norm``.
 
@@ -160,7 +162,7 @@ def _group_norm_kernel(
     tl.store(p_out, y.to(out.dtype.element_ty), mask=mask)
 
 
-@launches(gated_group_norm)
+@launches(gated_group_norm, invariant={})
 def gated_group_norm_triton(
     x, gate, weight, eps, num_groups, *, norm_before_gate, state_slots: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -214,7 +216,7 @@ def _split_norm_kernel(
         _norm_part(x, weight, third, i_row, stride_x, eps, A + B, C, BLOCK_C)
 
 
-@launches(split_rms_norm)
+@launches(split_rms_norm, invariant={})
 def split_rms_norm_triton(x, weight, eps, sizes) -> tuple[Tensor, ...]:
     """Triton kernel of ``split_rms_norm``."""
     assert x.stride(1) == 1 and weight.is_contiguous() and x.shape[1] == sum(sizes)

@@ -20,6 +20,7 @@ from weft.errors import UnsupportedModelError
 from weft.ops.attention import store_kv
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.norm import rms_norm_reference
+from weft.ops.rows import by_row
 
 
 def inverse_frequencies(rope: RopeConfig, max_position_embeddings: int) -> tuple[Tensor, float]:
@@ -175,7 +176,7 @@ class CacheSlots(NamedTuple):
     v_scale: Tensor | None = None
 
 
-@with_kernel("weft.ops.rotary.kernels")
+@with_kernel("weft.ops.rotary.kernels", by_row("qkv", "positions", "cache.slot_mapping"))
 def qk_norm_rope(
     qkv: Tensor,
     heads: QkvHeads,

@@ -213,7 +213,7 @@ def _qk_norm_rope_kernel(
     _store((v_cache + stored)[:, None] + dims, values.to(tl.float32) * v_factor, inner)
 
 
-@launches(qk_norm_rope)
+@launches(qk_norm_rope, invariant={"tile": Tile(2, 8, 4, 96)})
 def qk_norm_rope_triton(
     qkv, heads, norms, cos_sin, positions, cache, *, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor | None]:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend, with_kernel
+from weft.ops.rows import by_row
 from weft.sampling_params import GREEDY_BELOW
 
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B
@@ -170,7 +171,9 @@ def _top_k_top_p_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, candida
     return torch.where(filtered, likeliest.gather(1, last), -torch.inf)
 
 
-@with_kernel("weft.ops.sampling.kernels")
+@with_kernel(
+    "weft.ops.sampling.kernels", by_row("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+)
 def sample(
     logits: Tensor,
     temperature: Tensor,

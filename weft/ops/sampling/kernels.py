@@ -348,7 +348,7 @@ def _choose_kernel(
         tl.store(out + index, tl.min(tl.where(wins, tokens, _NO_TOKEN), 0).to(tl.int64))
 
 
-@launches(sample)
+@launches(sample, invariant={})
 def sample_triton(
     logits,
     temperature,

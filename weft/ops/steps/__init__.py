@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend, with_kernel
+from weft.ops.rows import whole
 
 
-@with_kernel("weft.ops.steps.inputs")
+@with_kernel("weft.ops.steps.inputs", whole)
 def load_step_inputs(
     host: Tensor,
     block: Tensor,
@@ -50,7 +51,7 @@ NUM_RESULTS = 5
 """Arrays of results that a step may have."""
 
 
-@with_kernel("weft.ops.steps.results")
+@with_kernel("weft.ops.steps.results", whole)
 def store_step_results(
     host: Tensor,
     token_ids: Tensor,

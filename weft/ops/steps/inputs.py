@@ -42,7 +42,7 @@ def _load_kernel(
         tl.store(block + at, tl.load(host + at, mask=mask), mask=mask)
 
 
-@launches(load_step_inputs)
+@launches(load_step_inputs, invariant={})
 def load_step_inputs_triton(host, block, page_table, num_arrays, stride, num_tokens, num_updates) -> None:
     """``load_step_inputs`` of ``weft/ops/steps``, with one launch."""
     size = block.shape[0]

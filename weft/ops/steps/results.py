@@ -36,7 +36,7 @@ def _store_kernel(
     tl.store(host + 4 * stride + at, next_drafts, mask=at < num_drafts)
 
 
-@launches(store_step_results)
+@launches(store_step_results, invariant={})
 def store_step_results_triton(host, token_ids, failed, counted, prefill_failed, drafts) -> None:
     """``store_step_results`` of ``weft/ops/steps``, with one launch."""
     results = (token_ids, failed, counted, prefill_failed, drafts)
