@@ -18,7 +18,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-speculation fuzz-drafts mutate lint types docs install clean
+.PHONY: demo test test-all test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-speculation fuzz-drafts fuzz-deterministic mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -58,6 +58,10 @@ fuzz-images: $(INSTALLED)
 # 10,000 random requests at whole engines with drafts (20 processor minutes, in JOBS processes).
 fuzz-speculation: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine --drafts --requests 10000 --seconds 3600 --jobs $(JOBS)
+
+# 10,000 random requests at deterministic engines: the bits of each are those of the request alone (an hour).
+fuzz-deterministic: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_deterministic --requests 10000 --seconds 7200
 
 # 10,000 random requests with drafts through scheduler and cache, without a model (two minutes).
 fuzz-drafts: $(INSTALLED)

@@ -477,7 +477,53 @@ def readme_whole_table() -> Table:
     return [], ("", "bf16, two H200s", "vLLM", "FP8, one H200", "vLLM"), rows
 
 
+DETERMINISTIC = "deterministic-h200"
+
+
+def _deterministic() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Model, and its figures without the mode and with it."""
+    rows = {(row["model"], row["deterministic"]): row for row in read(DETERMINISTIC).get("rows", [])}
+    return [(letter, rows[name, False], rows[name, True]) for letter, name in MODELS.items() if (name, True) in rows]
+
+
+def deterministic_cost_table() -> Table:
+    """Figures without the mode, with it, and their ratio; more than 1 is slower."""
+    rows = []
+    for model, plain, fixed in _deterministic():
+        for what, key in (("decoding", "decode_ms"), ("first token", "first_token_ms")):
+            for size, before in plain["cost"][key].items():
+                after = fixed["cost"][key][size]
+                rows.append([f"{model}, {what} at {int(size):,}", shown(before), shown(after), f"{after / before:.2f}"])
+        before, after = (row["cost"]["w1_tokens_per_s"] for row in (plain, fixed))
+        rows.append([f"{model}, tokens per second", shown(before), shown(after), f"{before / after:.2f}"])
+    return [DETERMINISTIC] * bool(rows), ["model and figure", "without", "with", "times"], rows
+
+
+def deterministic_company_table() -> Table:
+    """Shares of equal bits."""
+    rows = []
+    for model, *both in _deterministic():
+        for name, row in zip(("without", "with"), both, strict=True):
+            shares = [f"{row['company'][key]:.1%}" for key in ("batch_of_8", "prefix_hit", "chunks_of_256")]
+            rows.append([f"{model} {name}", *shares])
+    return [DETERMINISTIC] * bool(rows), ["model", "in a batch of 8", "after a prefix hit", "in chunks of 256"], rows
+
+
+def deterministic_scoring_table() -> Table:
+    """Generated log probabilities beside those of scoring."""
+    rows = []
+    for model, *both in _deterministic():
+        for name, row in zip(("without", "with"), both, strict=True):
+            found = row["scoring"]
+            others = [f"{found[key]:.1e}" for key in ("mean_difference", "largest_difference", "kl")]
+            rows.append([f"{model} {name}", f"{found['equal_share']:.1%}", *others])
+    return [DETERMINISTIC] * bool(rows), ["model", "equal bits", "mean difference", "largest difference", "KL"], rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
+    "deterministic-cost": deterministic_cost_table,
+    "deterministic-company": deterministic_company_table,
+    "deterministic-scoring": deterministic_scoring_table,
     "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
     "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
     "prefix": prefix_table, "tuned": tuned_table, "router": router_table, "server-load": server_load_table,

@@ -216,7 +216,9 @@ def open_engine(
     kind: type[Poisoned] = Poisoned, **more: Any,
 ) -> Iterator[Poisoned]:  # fmt: skip
     reference = references[arch]
-    settings: dict[str, Any] = {"cuda_graph_mode": mode, "enable_overlap": overlap == "overlap"}
+    settings: dict[str, Any] = {
+        "cuda_graph_mode": mode, "enable_overlap": overlap == "overlap", "page_size": PAGE_SIZE,
+    }  # fmt: skip
     if mode not in ("NONE", "PIECEWISE"):
         settings["cuda_graph_bs"] = [1, 2, 4]
     if source != "capture":
@@ -225,7 +227,6 @@ def open_engine(
     with LLM(
         str(reference.folder),
         skip_tokenizer_init=True,
-        page_size=PAGE_SIZE,
         num_kv_pages=420,
         max_num_seqs=5,
         max_num_batched_tokens=BUDGET,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
+from tests.mutation.determinism import DETERMINISM
 from tests.mutation.doors import DOORS
 from tests.mutation.fields_and_figures import FIELDS_AND_FIGURES
 from tests.mutation.mutant import mutant as _mutant
@@ -105,7 +106,7 @@ MUTANTS = (
     ),
     _mutant(
         "salt-ignored", "what is stored under one salt is found under no other", "weft/cache/manager.py",
-        "prefix = self.tree.match(tokens, salt)", "prefix = self.tree.match(tokens)", "tests/cache/test_manager.py",
+        "return self.tree.match(tokens, salt)", "return self.tree.match(tokens)", "tests/cache/test_manager.py",
     ),
     _mutant(
         "in-flight-salt-ignored", "a request waits for no prefill under another salt", "weft/cache/state_plan.py",
@@ -497,6 +498,7 @@ MUTANTS = (
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,
     *CONFIGS_AND_WEIGHTS,
+    *DETERMINISM,
     *FIELDS_AND_FIGURES,
     *WAITS_AND_LEAKS,
 )  # fmt: skip

@@ -45,6 +45,7 @@ from weft.cache.nodes import Checkpoint, Node, Prefix, Tokens, as_tokens
 from weft.cache.policy import EvictionPolicy, make_policy
 from weft.cache.pools import PagePool, StatePool
 from weft.cache.radix_tree import RadixTree
+from weft.cache.reuse_grid import ReuseGrid
 from weft.cache.spec import CacheSpec
 from weft.cache.state_plan import CheckpointPolicy, StatePlan
 from weft.stats import CacheStats
@@ -72,6 +73,7 @@ class Manager:
         enable_prefix_caching: False: nothing is kept, and every match is empty.
         checkpoint_policy: the rule that decides where states are stored.
         eviction: the rule that decides what is evicted first; a policy object or the name of one.
+        grid: only what prefills computed up to its points is reused; None: everything.
 
     Attributes:
         observer: called with every request that has ended, if its whole prompt was computed.
@@ -86,6 +88,7 @@ class Manager:
         enable_prefix_caching: bool = False,
         checkpoint_policy: CheckpointPolicy = "exact",
         eviction: EvictionPolicy | str = "flops",
+        grid: ReuseGrid | None = None,
     ) -> None:
         self.spec = spec
         self.pages = PagePool(num_pages)
@@ -95,7 +98,8 @@ class Manager:
         policy = make_policy(eviction) if isinstance(eviction, str) else eviction
         self.evictor = Evictor(spec, self.tree, self.pages, self.slots, policy)
         self.checkpoint_policy: CheckpointPolicy = checkpoint_policy
-        self.states = StatePlan(spec, checkpoint_policy, keeps=enable_prefix_caching)
+        self._grid = grid
+        self.states = StatePlan(spec, checkpoint_policy, keeps=enable_prefix_caching, grid=grid)
         self.drafts = DraftSlots(spec, self.slots, self.evictor, self.states, self.allocate)
         self.observer: Callable[[EndedRequest], object] | None = None
         self._needs_state = spec.has_states
@@ -127,23 +131,39 @@ class Manager:
 
     # -- a request comes -------------------------------------------------------------------------------------------
 
-    def match(self, token_ids: Sequence[int] | Tokens, salt: str | None = None, *, reuse: bool = True) -> Match:
+    def match(
+        self,
+        token_ids: Sequence[int] | Tokens,
+        salt: str | None = None,
+        *,
+        reuse: bool = True,
+        num_prompt_tokens: int | None = None,
+    ) -> Match:
         """Look up how much of ``token_ids`` can be reused. Changes nothing.
 
         Args:
             token_ids: the prompt, and after a preemption also the generated tokens.
             salt: only entries stored under the same salt match.
             reuse: False for requests that need every position computed (prompt log probabilities).
+            num_prompt_tokens: number of leading tokens that are prompt; None: all.
         """
         tokens = as_tokens(token_ids)
         if not (reuse and self.enable_prefix_caching):
             return Match(tokens, salt, 0, EMPTY_PREFIX, None, self.tree.version, reuse=reuse)
-        prefix = self.tree.match(tokens, salt)
+        prefix = self._stored_prefix(tokens, salt, len(tokens) if num_prompt_tokens is None else num_prompt_tokens)
         limit = min(prefix.num_tokens, len(tokens) - 1)
         if not self._needs_state:
             return Match(tokens, salt, limit, prefix, None, self.tree.version)
         checkpoint = prefix.nearest_checkpoint(limit)
         return Match(tokens, salt, checkpoint.position if checkpoint else 0, prefix, checkpoint, self.tree.version)
+
+    def _stored_prefix(self, tokens: Tokens, salt: str | None, num_prompt_tokens: int) -> Prefix:
+        """The longest stored prefix; with a grid, up to a point of it."""
+        if self._grid is None:
+            return self.tree.match(tokens, salt)
+        end = self._grid.most_reused(num_prompt_tokens)
+        end = self._grid.floor(self.tree.match(tokens[:end], salt).num_tokens)
+        return self.tree.match(tokens[:end], salt)
 
     def lease(
         self,
@@ -333,9 +353,14 @@ class Manager:
         """
         if lease.is_inserted or lease.node is None:
             return
-        if num_tokens >= len(lease.tokens) or any(p <= num_tokens for p, _ in lease.checkpoints.stored):
-            insert(lease, lease.tokens[:num_tokens], self.tree, self.slots, self.evictor.odds)
-            lease.is_inserted = num_tokens >= len(lease.tokens)
+        whole = len(lease.tokens) if self._grid is None else lease.num_prompt_tokens
+        if num_tokens >= whole or any(p <= num_tokens for p, _ in lease.checkpoints.stored):
+            insert(lease, self._reusable(lease, lease.tokens[:num_tokens]), self.tree, self.slots, self.evictor.odds)
+            lease.is_inserted = num_tokens >= whole
+
+    def _reusable(self, lease: Lease, tokens: Tokens) -> Tokens:
+        """The first of the lease's ``tokens``, as far as others may reuse what was computed of them."""
+        return tokens if self._grid is None else tokens[: self._grid.floor(min(len(tokens), lease.num_prompt_tokens))]
 
     def _unpin_source(self, lease: Lease) -> None:
         if lease.fork_source is not None:
@@ -391,6 +416,8 @@ class Manager:
     def _hand_over(self, lease: Lease, tokens: Tokens, moves_state: bool) -> None:
         """Insert all tokens that were fed, with the working state at exactly these tokens."""
         states, was_fed = lease.checkpoints, lease.num_committed_tokens > lease.num_cached_tokens
+        moves_state = moves_state and self._grid is None  # a request's end is no point of a grid
+        tokens = self._reusable(lease, tokens)
         was_moved = lease.num_cached_tokens > 0 and lease.state_fork is None  # the slot is still the tree's own state
         if lease.state_slot and len(tokens) and moves_state and (was_fed or was_moved):
             states.stored.append((len(tokens), lease.state_slot))

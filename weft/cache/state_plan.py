@@ -18,6 +18,7 @@ from typing import Literal
 from weft.cache.lease import MAX_CHECKPOINTS, Lease, LeaseCheckpoints
 from weft.cache.match import Match
 from weft.cache.nodes import CheckpointKind, common_prefix
+from weft.cache.reuse_grid import ReuseGrid
 from weft.cache.spec import CacheSpec
 
 CheckpointPolicy = Literal["exact", "aligned", "finish_only"]
@@ -30,7 +31,8 @@ class StatePlan:
     """The plan of one manager.
 
     Args:
-        keeps: whether the manager has a prefix cache. The others are arguments of ``Manager``.
+        keeps: whether the manager has a prefix cache. The others are arguments of ``Manager``. With a grid, states are
+            stored at its points alone, by prefills alone.
 
     Attributes:
         at_multiples: a decoding request stores states at multiples of ``alignment``, where a step has to end
@@ -38,11 +40,14 @@ class StatePlan:
         alignment: tokens between these positions.
     """
 
-    def __init__(self, spec: CacheSpec, policy: CheckpointPolicy, *, keeps: bool) -> None:
-        self._needs_state, self.alignment = spec.has_states, spec.alignment
-        self._policy: CheckpointPolicy = policy
+    def __init__(
+        self, spec: CacheSpec, policy: CheckpointPolicy, *, keeps: bool, grid: ReuseGrid | None = None
+    ) -> None:
+        self._needs_state, self.alignment = spec.has_states, spec.alignment if grid is None else grid.size
+        self._policy: CheckpointPolicy = "aligned" if grid is not None and policy == "exact" else policy
+        self._grid = grid
         self._keeps = keeps and spec.has_states
-        self.at_multiples = self._keeps and policy == "aligned"
+        self.at_multiples = self._keeps and policy == "aligned" and grid is None
 
     def takes_snapshot(self, position: int) -> bool:
         """Whether a decoding request stores its state after ``position`` tokens."""
@@ -61,7 +66,7 @@ class StatePlan:
             reused=reused,
             divergence=stored if reused < stored < len(match.tokens) else None,
             boundaries=boundaries,
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens if self._grid is None else num_prompt_tokens - 1,
             alignment=self.alignment,
         )
         return LeaseCheckpoints(positions, kinds, match.checkpoint.lineage + 1 if match.checkpoint is not None else 0)

@@ -35,6 +35,7 @@ ALIASES: Mapping[str, Alias] = {
     "--disable-radix-cache": Alias("enable_prefix_caching", value=False),
     "--mamba-scheduler-strategy": Alias("state_checkpoint_policy"),
     "--mamba-radix-cache-strategy": Alias("state_checkpoint_policy"),
+    "--enable-deterministic-inference": Alias("deterministic", value=True),
     "--profile": Alias("profile_dir"),
     "--speculative-algorithm": Alias("speculative_config", key="algorithm"),
     "--speculative-num-steps": Alias("speculative_config", key="num_steps"),

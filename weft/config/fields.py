@@ -86,6 +86,10 @@ class EngineConfig:
         "text", "auto", "implementation of the operations; auto: Triton kernels on a GPU, torch on the CPU",
         choices=("auto", "torch", "triton"),
     )  # fmt: skip
+    deterministic: bool = _option(
+        "bool", False, "a request gets the same tokens and log probabilities, bit for bit, whatever other requests, "
+        "the prefix cache, steps and graphs do",
+    )  # fmt: skip
     tensor_parallel_size: int = _option("int", 1, "GPUs (or processes, on the CPU) that share one model", low=1)
     data_parallel_size: int = _option(
         "int", 1, "replicas of the model behind one server, each with GPUs of its own (weft serve)", low=1

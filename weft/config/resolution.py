@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.checkpoint import read_checkpoint_config
+from weft.config.determinism import choose_determinism
 from weft.config.draft_choice import choose_drafts, choose_speculation
 from weft.config.effects import explain_no_effects
 from weft.config.fields import OPTIONS, EngineConfig
@@ -84,6 +85,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_graphs(values, reasons, model, given)
     choose_encoder_graphs(values, reasons, model)
     _choose_piece_sizes(values, reasons)
+    choose_determinism(values, reasons, model, given)
     model = choose_drafts(values, reasons, plain, model)
     _explain_pools(values, reasons)
     for warning in explain_no_effects(values, reasons, model, given):

@@ -24,9 +24,11 @@ from msgspec.structs import replace
 
 from weft.cache.manager import EndedRequest, Manager
 from weft.cache.plan import CachePlan
+from weft.cache.reuse_grid import ReuseGrid
 from weft.cache.spec import CacheSpec
 from weft.cache.tuning import AlphaTuner
 from weft.config import EngineConfig
+from weft.config.chunks import CHUNK_SIZE
 from weft.engine.exclusions import no_token_left
 from weft.engine.failures import Failures
 from weft.engine.grammars import Grammars
@@ -41,6 +43,7 @@ from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.scheduler import Scheduler
+from weft.scheduler.step_grid import StepGrid
 from weft.speculation.planner import DraftPlanner
 from weft.stats import EngineStats
 
@@ -70,6 +73,7 @@ class EngineCore:
             policy=config.schedule_policy,
             drafts=_make_drafts(config, self.manager, self.plan.max_model_len),
             encoder=_make_encoder(config),
+            grid=StepGrid(CHUNK_SIZE) if config.deterministic else None,
         )
         self._tuner = _make_tuner(config, self.manager)
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
@@ -252,6 +256,7 @@ def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
         enable_prefix_caching=config.enable_prefix_caching,
         checkpoint_policy=config.state_checkpoint_policy,
         eviction=config.eviction_policy,
+        grid=ReuseGrid(CHUNK_SIZE) if config.deterministic else None,
     )
 
 

@@ -64,7 +64,10 @@ class PrefixLookups:
         if lookup is None:
             lookup = self._lookups[request] = Lookup(as_tokens(request.cache_token_ids))
         wants_all = request.sampling.prompt_logprobs is not None
-        return self._manager.match(lookup.tokens, request.cache_salt, reuse=not wants_all)
+        prompt = request.num_prompt_tokens
+        return self._manager.match(
+            lookup.tokens, request.cache_salt, reuse=not wants_all, num_prompt_tokens=prompt
+        )  # fmt: skip
 
     def awaits_prefill(self, request: Request) -> bool:
         """Whether the request waits for a prefill in flight. A prefill that is aborted soon leaves its part in the

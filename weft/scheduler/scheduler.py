@@ -42,6 +42,7 @@ from weft.scheduler.lookups import PrefixLookups
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
 from weft.scheduler.running import EMPTY, Launched, Planned, Running
 from weft.scheduler.stalls import StallDetector
+from weft.scheduler.step_grid import StepGrid
 from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
 
@@ -60,6 +61,7 @@ class Scheduler:
         policy: SchedulePolicy = "fcfs",
         drafts: DraftPlanner | None = None,
         encoder: EncoderCache | None = None,
+        grid: StepGrid | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request must be able to decode in one step"
         self.manager = manager
@@ -67,6 +69,7 @@ class Scheduler:
         self.policy: SchedulePolicy = policy
         self.drafts = drafts
         self.encoder = encoder
+        self._grid = grid
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._order = FairOrder()
         self._waiting = WaitingQueue(policy, self._order)
@@ -182,7 +185,7 @@ class Scheduler:
             is_decode = wanted == 1
             # Decodes always fit; chunks of prefill get the rest of the budget.
             num_tokens = 1 if is_decode else min(wanted, budget - decoding)
-            if request.media:
+            if request.media or self._grid is not None:
                 num_tokens = self._reach(request, num_tokens)
             if num_tokens <= 0:
                 continue
@@ -236,6 +239,8 @@ class Scheduler:
                 continue
             if not self._free_rows or budget <= 0:
                 break
+            if self._grid is not None and not self._grid.reach(request, match.num_tokens, budget):
+                break
             lease = self.manager.lease(
                 match,
                 request.num_tokens,
@@ -251,17 +256,24 @@ class Scheduler:
             num_tokens = self._reach(request, min(request.num_tokens_to_compute, budget))
             if num_tokens == 0:
                 continue  # its image is encoded in a later step
-            pages = self.manager.allocate(lease, request.num_computed_tokens + num_tokens)
+            # Generated tokens are replayed one by one. Their pages are allocated before another request takes them.
+            is_replay = self._grid is not None and request.num_tokens > request.num_prompt_tokens
+            pages = self.manager.allocate(
+                lease, request.num_tokens if is_replay else request.num_computed_tokens + num_tokens
+            )
             assert pages is not None, "the lease promised room"
             budget -= num_tokens
             planned.append(Planned(running, num_tokens))
 
     def _reach(self, request: Request, num_tokens: int) -> int:
-        """How many of the request's next ``num_tokens`` tokens can run, up to the first image that has to wait."""
-        if not request.media or num_tokens <= 0:
-            return num_tokens
-        assert self.encoder is not None, "a request with images came to a model without a vision tower"
-        return self.encoder.reach(request.media, request.num_computed_tokens, num_tokens)
+        """How many of the request's next ``num_tokens`` tokens can run, up to the first image that has to wait, and to
+        the last point of the grid."""
+        if request.media and num_tokens > 0:
+            assert self.encoder is not None, "a request with images came to a model without a vision tower"
+            num_tokens = self.encoder.reach(request.media, request.num_computed_tokens, num_tokens)
+        if self._grid is not None:
+            num_tokens = self._grid.reach(request, request.num_computed_tokens, num_tokens)
+        return num_tokens
 
     def _admit(self, request: Request, lease: Lease) -> Running:
         running = Running(request, self._free_rows.pop(), lease)

@@ -1,0 +1,78 @@
+"""Settings of deterministic inference: what asks for it, what it chooses, and what it refuses by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_checkpoint
+from weft.cli import main
+from weft.config import resolve
+from weft.config.determinism import VLLM_VARIABLE
+from weft.errors import ConfigError
+
+
+def settings(folder: Path, **more: Any) -> Any:
+    return resolve(model=str(folder), skip_tokenizer_init=True, device="cpu", **more)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("Qwen3NextForCausalLM", tmp_path_factory.mktemp("tiny"))
+
+
+def test_off_unless_asked_for(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not settings(hybrid).deterministic
+    monkeypatch.setenv(VLLM_VARIABLE, "1")
+    config = settings(hybrid)
+    assert config.deterministic and config.reasons["deterministic"].startswith("VLLM_BATCH_INVARIANT=1: the same bits")
+    assert not settings(hybrid, deterministic=False).deterministic
+    monkeypatch.setenv(VLLM_VARIABLE, "0")
+    assert not settings(hybrid).deterministic
+
+
+def test_states_stay_in_float32(tmp_path: Path) -> None:
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path, mamba_ssm_dtype="bfloat16")
+    assert settings(folder).mamba_ssm_dtype == "bfloat16"
+    config = settings(folder, deterministic=True)
+    assert config.mamba_ssm_dtype == "float32" and "round" in config.reasons["mamba_ssm_dtype"]
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"max_num_batched_tokens": 99, "max_num_seqs": 36}, "max_num_batched_tokens=99.*give 100 or more"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'.*use float32"),
+        ({"quantization": "fp8"}, "FP8 weights"),
+        ({"enable_torch_compile": True, "cuda_graph_mode": "FULL"}, "enable_torch_compile"),
+        (
+            {"enable_piecewise_cuda_graph": True, "piecewise_cuda_graph_compiler": "eager"},
+            "piecewise_cuda_graph_compiler='eager'.*use capture",
+        ),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(hybrid: Path, more: dict[str, Any], problem: str) -> None:
+    settings(hybrid, **more)
+    with pytest.raises(ConfigError, match=f"(?s)deterministic=True is not possible with .*{problem}"):
+        settings(hybrid, deterministic=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("arch", "problem"),
+    [("GptOssForCausalLM", "SlidingWindow"), ("KimiLinearForCausalLM", "KimiDelta, LatentAttention")],
+)
+def test_layers_without_a_fixed_order_are_refused(arch: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"layers of {arch} \({problem}\)"):
+        settings(make_checkpoint(arch, tmp_path), deterministic=True)
+
+
+def test_names_of_other_engines(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["config", "--model", str(hybrid), "--skip-tokenizer-init", "--enable-deterministic-inference"]
+    assert main(flags) == 0
+    assert "slower products" in capsys.readouterr().out, "weft config says what the mode costs"
+    with pytest.raises(ConfigError, match="deterministic"):
+        settings(hybrid, enable_deterministic_inference=True)

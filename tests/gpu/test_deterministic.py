@@ -1,0 +1,73 @@
+"""``tests/test_deterministic.py`` with real kernels and graphs, in bfloat16, with the heads of real models.
+
+Layers and experts are few, so that engines start in seconds. Weights are dummies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deterministic import PATHS, Alone, InCompany, check, open_company
+from tests.gpu.test_churn import Churn
+from tests.x_matrix import PHASES, make_reference, part
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+SMALL = {"vocab_size": 8192, "max_position_embeddings": 1200}
+FEW: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {"num_hidden_layers": 3},
+    "qwen3-next-12l": {"num_hidden_layers": 4, "num_experts": 64},
+    "granite-4.0-h-tiny": {"num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "jamba-mini-8l": {"num_experts": 4, "intermediate_size": 2048},
+    "lfm2-8b-a1b": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "nemotron-h-8b": {"num_hidden_layers": 6, "hybrid_override_pattern": "M-M*M-"},
+}
+SETTINGS: dict[str, Any] = {"device": "cuda", "load_format": "dummy"}
+TINY = {"device": "cuda", "dtype": "bfloat16"}
+COLUMNS = [
+    ("qwen3-next-12l", "NONE"), ("qwen3-next-12l", "FULL_AND_PIECEWISE"), ("qwen3-next-12l", "FULL"),
+    ("qwen3-0.6b", "NONE"), ("qwen3-0.6b", "FULL"),
+    ("granite-4.0-h-tiny", "FULL"), ("jamba-mini-8l", "FULL"), ("lfm2-8b-a1b", "FULL"), ("nemotron-h-8b", "FULL"),
+    ("MiniMaxForCausalLM", "FULL"), ("qwen3-0.6b with FP8 KV", "FULL"),
+]  # fmt: skip
+"""Model and mode. A class names a tiny checkpoint."""
+FP8_KV = " with FP8 KV"
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        if name not in FEW:
+            return make_reference(name, folder).folder
+        config = json.loads((CONFIGS / name / "config.json").read_text()) | SMALL | FEW[name]
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module", params=COLUMNS, ids="-".join)
+def engine(request: pytest.FixtureRequest, folder_of: Any) -> Iterator[InCompany]:
+    (name, mode), more = request.param, dict[str, Any]()
+    if name.endswith(FP8_KV):
+        name, more = name.removesuffix(FP8_KV), {"kv_cache_dtype": "fp8"}
+    settings = (SETTINGS if name in FEW else TINY) | more
+    alone = Alone(folder_of(name), **settings, gpu_memory_utilization=0.2)
+    with open_company(name, mode, "overlap", {name: alone}, **settings, page_size=16) as engine:
+        Churn(engine.llm)
+        yield engine
+    alone.shutdown()
+
+
+@pytest.mark.parametrize("length", part(1, 65, 210, 1000))
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("path", PATHS)
+def test_bits_do_not_depend_on_the_company(engine: InCompany, path: str, phase: str, length: int) -> None:
+    check(engine, path, phase, length)

@@ -1,0 +1,94 @@
+"""Bugs to plant in each mechanism that keeps a request's bits independent of its company."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import mutant
+
+MATRIX, GRID, REUSE, ROWS = (
+    "tests/test_deterministic.py", "tests/scheduler/test_step_grid.py", "tests/cache/test_reuse_grid.py",
+    "tests/ops/test_rows.py",
+)  # fmt: skip
+BITS = f"{MATRIX}::test_bits_do_not_depend_on_the_company"
+
+DETERMINISM = (
+    mutant(
+        "products-of-many-rows", "a row's product does not depend on other rows", "weft/ops/linear/__init__.py",
+        'return by_row("x")(linear_reference, x.flatten(0, -2), weight, bias)',
+        "return linear_reference(x.flatten(0, -2), weight, bias)", ROWS,
+    ),
+    mutant(
+        "steps-off-the-grid", "a step of a prompt ends at a point of the grid", "weft/scheduler/step_grid.py",
+        "min(start + num_tokens, prompt - 2) // self.size * self.size - start", "num_tokens", GRID,
+    ),
+    mutant(
+        "a-token-is-left", "a step of a prompt has two tokens at least", "weft/scheduler/step_grid.py",
+        "min(start + num_tokens, prompt - 2)", "min(start + num_tokens, prompt - 1)", GRID,
+    ),
+    mutant(
+        "replays-at-once", "a resumed request feeds its generated tokens one by one", "weft/scheduler/step_grid.py",
+        "            return min(num_tokens, 1)\n", "            return num_tokens\n", GRID,
+    ),
+    mutant(
+        "steps-beyond-the-prompt", "no step goes beyond the prompt's end", "weft/scheduler/step_grid.py",
+        "            return prompt - start\n", "            return num_tokens\n", GRID,
+    ),
+    mutant(
+        "replays-lose-pages", "a resumed request has pages for all its tokens", "weft/scheduler/scheduler.py",
+        "is_replay = self._grid is not None and", "is_replay = False and", GRID, MATRIX,
+    ),
+    mutant(
+        "generated-is-reused", "what decodes computed is reused by nobody", "weft/cache/reuse_grid.py",
+        "return num_tokens // self.size * self.size", "return num_tokens", REUSE,
+    ),
+    mutant(
+        "resumed-reuses-answers", "a resumed request reuses its prompt alone", "weft/scheduler/lookups.py",
+        "reuse=not wants_all, num_prompt_tokens=prompt", "reuse=not wants_all", GRID, MATRIX,
+    ),
+    mutant(
+        "ends-are-moved", "a request's last state is no state of a prefill", "weft/cache/manager.py",
+        "moves_state = moves_state and self._grid is None", "moves_state = moves_state", REUSE,
+    ),
+    mutant(
+        "states-anywhere", "a prefill stores states at points of the grid", "weft/cache/state_plan.py",
+        '"aligned" if grid is not None and policy == "exact" else policy', "policy", REUSE,
+    ),
+    mutant(
+        "decodes-store-states", "a decode stores no state for others", "weft/cache/state_plan.py",
+        'policy == "aligned" and grid is None', 'policy == "aligned"', REUSE,
+    ),
+    mutant(
+        "last-row-decodes", "a prompt's last token is no decode in the last layer", "weft/layers/attention.py",
+        "if self._backend.is_invariant:", "if False:", BITS,
+    ),
+    mutant(
+        "attention-by-step", "attention of a token does not depend on its step", "weft/ops/attention/__init__.py",
+        '"weft.ops.attention.paged", by_token)',
+        '"weft.ops.attention.paged", lambda f, *args, **kwargs: f(*args, **kwargs))', ROWS, BITS,
+    ),
+    mutant(
+        "chunks-together", "a chunk's bits depend on no other chunk", "weft/ops/delta_rule/__init__.py",
+        'by_chunk("q", "k", "g", "beta", "v", states=("state",))',
+        "lambda f, *args, **kwargs: f(*args, **kwargs)", BITS,
+    ),
+    mutant(
+        "gates-together", "a gate's bits depend on no other row", "weft/ops/delta_rule/__init__.py",
+        'by_row("a", "b"))', "lambda f, *args, **kwargs: f(*args, **kwargs))", BITS,
+    ),
+    mutant(
+        "states-are-rounded", "states stay in float32", "weft/config/determinism.py",
+        '        values["mamba_ssm_dtype"] = "float32"\n', "        pass\n", "tests/config/test_determinism.py",
+    ),
+    mutant(
+        "drafts-are-accepted", "what cannot be promised is refused", "weft/config/determinism.py",
+        'if values["speculative_config"] is not None:', "if False:", "tests/config/test_determinism.py",
+    ),
+    mutant(
+        "silent-operations", "an operation that states nothing refuses the mode", "weft/ops/backend.py",
+        "            if fixed is None:\n", "            if False:\n", "tests/ops/test_backend.py",
+    ),
+    mutant(
+        "one-span", "a weight with few rows is cut into spans", "weft/ops/linear/invariant.py",
+        "(blocks * splits < _ENOUGH_PROGRAMS or inner // splits > _LONGEST_SPAN)", "False",
+        "tests/ops/linear/test_invariant.py",
+    ),
+)  # fmt: skip

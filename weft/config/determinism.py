@@ -1,0 +1,94 @@
+"""Deterministic inference (``deterministic``): its choices of other settings, and its refusals.
+
+Job: decide for which settings a request's bits can be independent of its company. Owns: the list of refusals. Does
+not know: how kernels, steps and the cache keep the promise (``docs/determinism.md``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from weft.config.attention import AttentionConfig
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.lightning_attention import LightningAttentionConfig
+from weft.config.mamba import MambaConfig
+from weft.config.mamba2 import Mamba2Config
+from weft.config.model import ModelConfig
+from weft.config.short_conv import ShortConvConfig
+from weft.errors import ConfigError
+
+VLLM_VARIABLE = "VLLM_BATCH_INVARIANT"
+"""An environment variable of vLLM that asks for the same. ``deterministic`` has precedence."""
+
+_MIXERS = (AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MambaConfig, LightningAttentionConfig, ShortConvConfig)
+_ACTIVATIONS = ("silu", "relu2")
+_COST = (
+    "the same bits whatever else runs; slower products, reuse up to multiples of 64 prompt tokens, none of generated "
+    "tokens"
+)
+
+
+def choose_determinism(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig, given: Set[str]) -> None:
+    """Switch the mode on if the environment asks for it, choose open settings, and refuse impossible ones.
+
+    Raises:
+        ConfigError: the bits of a request would depend on its company.
+    """
+    if "deterministic" not in given and os.environ.get(VLLM_VARIABLE) == "1":
+        values["deterministic"] = True
+        reasons["deterministic"] = f"{VLLM_VARIABLE}=1"
+    if not values["deterministic"]:
+        return
+    reasons["deterministic"] = f"{reasons.get('deterministic', 'given')}: {_COST}"
+    if values["mamba_ssm_dtype"] == "bfloat16" and "mamba_ssm_dtype" not in given:
+        values["mamba_ssm_dtype"] = "float32"
+        reasons["mamba_ssm_dtype"] = "deterministic: a step's end must not round the state"
+    problems = [*_problems_of_settings(values), *_problems_of_model(values, model)]
+    if problems:
+        raise ConfigError(f"deterministic=True is not possible with {'; nor with '.join(problems)}")
+
+
+def _problems_of_settings(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each impossible setting with its reason and the remedy."""
+    if values["device"] == "cuda":
+        yield "device='cuda': the mode is not proven on a GPU yet; use device='cpu'"
+    budget, least = values["max_num_batched_tokens"], values["max_num_seqs"] + CHUNK_SIZE
+    if budget < least:
+        yield (
+            f"max_num_batched_tokens={budget}: a step needs room for {CHUNK_SIZE + 1} tokens of a prompt beside "
+            f"max_num_seqs={values['max_num_seqs']} decodes; give {least} or more"
+        )
+    if values["device"] == "cuda" and values["backend"] == "torch":
+        yield "backend='torch' on a GPU: the matrix library chooses by the number of rows; use backend='triton'"
+    if values["device"] == "cuda" and values["dtype"] != "bfloat16":
+        yield f"dtype={values['dtype']!r} on a GPU: its kernels were measured in bfloat16; use dtype='bfloat16'"
+    if values["tensor_parallel_size"] > 1:
+        yield "tensor_parallel_size above 1: the sum over ranks has no fixed order; use data_parallel_size"
+    if values["speculative_config"] is not None:
+        yield "speculative_config: verification sums in another order than decoding; leave it out"
+    if values["mamba_ssm_dtype"] == "bfloat16":
+        yield "mamba_ssm_dtype='bfloat16': a step's end would round the state; use float32"
+    if values["enable_torch_compile"]:
+        yield "enable_torch_compile=True: compiled decodes round elsewhere than other steps; leave it out"
+    if values["enable_piecewise_cuda_graph"] and values["piecewise_cuda_graph_compiler"] != "capture":
+        yield (
+            f"piecewise_cuda_graph_compiler={values['piecewise_cuda_graph_compiler']!r}: traced pieces may round "
+            "elsewhere than other steps; use capture"
+        )
+
+
+def _problems_of_model(values: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+    """Yield each impossible property of the checkpoint with its reason and the remedy."""
+    mixers = {type(mixer) for modules in model.mixers.values() for mixer in modules.values()}
+    others = sorted(mixer.__name__.removesuffix("Config") for mixer in mixers if mixer not in _MIXERS)
+    if others:
+        yield f"layers of {model.architecture} ({', '.join(others)}): there is no kernel with a fixed order of sums"
+    if model.activation not in _ACTIVATIONS:
+        yield f"the activation {model.activation!r} of {model.architecture}; allowed are {', '.join(_ACTIVATIONS)}"
+    if model.quantization is not None:
+        yield "FP8 weights: their kernels follow the number of rows; use an unquantised checkpoint"
+    if model.runs_vision:
+        yield "images: the vision tower's products follow the images of a step; set language_model_only=True"
