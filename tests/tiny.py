@@ -42,6 +42,7 @@ MAMBA_ARCHITECTURES = (
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
     "Mamba2ForCausalLM",
+    "MambaForCausalLM",
     "MiniMaxForCausalLM",
     "NemotronHForCausalLM",
 )
@@ -242,6 +243,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "BambaForCausalLM": ("BambaConfig", _WITHOUT_HEAD_DIM | _BAMBA),
     "FalconH1ForCausalLM": ("FalconH1Config", _WITHOUT_HEAD_DIM | _MAMBA2_LAYER | _NO_TOKENS | _FALCON_H1),
     "FalconMambaForCausalLM": ("FalconMambaConfig", _FALCON_MAMBA),
+    "MambaForCausalLM": ("MambaConfig", {k: v for k, v in _FALCON_MAMBA.items() if k != "mixer_rms_eps"}),
     "JambaForCausalLM": ("JambaConfig", _WITHOUT_HEAD_DIM | _NO_TOKENS | _JAMBA),
     "MiniMaxForCausalLM": ("MiniMaxConfig", _BASE | _MINIMAX),
     "GraniteMoeHybridForCausalLM": (

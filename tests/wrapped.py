@@ -20,17 +20,44 @@ _SIGLIP = {
 }
 _MINICPM = {"vision_config": _SIGLIP, "insert_layer_id": 1}
 _LFM2_VL = {"vision_config": _SIGLIP | {"model_type": "siglip2_vision_model"}, "projector_hidden_size": 16}
+_RADIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "image_size": 32,
+    "max_img_size": 64,
+    "video_temporal_patch_size": 2,
+}
+_SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TRANSCRIBE = {
+    "audio_config": {
+        "asr_config": _SMALL,
+        "diarization_config": {
+            "model_type": "nemotron3_diarization",
+            "audio_config": {"num_hidden_layers": 1, "intermediate_size": 16},
+        },
+    },
+    "word_timestamp_config": _SMALL | {"vocab_size": 20, "blank_token_id": 19},
+}
 _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniCPMV4_6ForConditionalGeneration": ("MiniCPMV4_6Config", _MINICPM),
     "MiniCPMV4_7ForConditionalGeneration": ("MiniCPMV4_7Config", _MINICPM),
     "MiniCPMOcrForConditionalGeneration": ("MiniCPMOcrConfig", _MINICPM),
     "Lfm2VlForConditionalGeneration": ("Lfm2VlConfig", _LFM2_VL),
+    "NemotronH_Omni_Reasoning_V3": (
+        "NemotronH_Omni_Reasoning_V3_Config",
+        {"vision_config": _RADIO, "projector_hidden_size": 16, "vision_hidden_size": 16},
+    ),
+    "Nemotron3_5TranscribeForConditionalGeneration": ("Nemotron3_5TranscribeConfig", _TRANSCRIBE),
 }
 WRAPPED_TEXTS = {
     "MiniCPMV4_6ForConditionalGeneration": ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     "MiniCPMV4_7ForConditionalGeneration": ("Qwen3_5ForCausalLM",),
     "MiniCPMOcrForConditionalGeneration": ("Qwen3_5ForCausalLM",),
     "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+    "NemotronH_Omni_Reasoning_V3": ("NemotronHForCausalLM",),
+    "Nemotron3_5TranscribeForConditionalGeneration": ("NemotronHForCausalLM",),
 }
 """Wrapper -> the text models with which it is tested."""
 

@@ -112,7 +112,12 @@ def test_jamba_periods_and_automatic_rank(tmp_path: Path) -> None:
         ("BambaForCausalLM", {"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu'"),
         ("NemotronHForCausalLM", {"mamba_hidden_act": "gelu"}, UnsupportedModelError, "mamba_hidden_act='gelu'"),
         ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, UnsupportedModelError, "supported is 'relu2'"),
-        ("NemotronHForCausalLM", {"moe_latent_size": 8}, UnsupportedModelError, "moe_latent_size=8"),
+        (
+            "NemotronHForCausalLM",
+            {"moe_latent_size": 8, "mlp_bias": True},
+            UnsupportedModelError,
+            "mlp_bias=True is not supported with moe_latent_size",
+        ),
         ("NemotronHForCausalLM", {"n_group": 4}, ConfigError, "n_group=4 is not valid"),
         ("NemotronHForCausalLM", {"num_experts_per_tok": 5}, ConfigError, "that leaves 5 in topk_group groups"),
         ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, UnsupportedModelError, "'rope' and"),

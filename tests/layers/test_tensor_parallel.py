@@ -114,6 +114,7 @@ def run_layer(name: str) -> Run:
         ("FalconH1ForCausalLM", "model.layers.0.mamba", {"projectors_bias": True, "mamba_n_groups": 4} | MAMBA),
         ("NemotronHForCausalLM", "model.layers.3.mlp", NEMOTRON),
         ("NemotronHForCausalLM", "model.layers.1.mlp", NEMOTRON | {"mlp_bias": True}),
+        ("NemotronHForCausalLM", "model.layers.3.mlp", NEMOTRON | {"moe_latent_size": 20}),
         ("GraniteMoeHybridForCausalLM", "model.layers.0.mlp", MAMBA | {"mamba_n_groups": 4}),
         ("Qwen3MoeForCausalLM", "model.layers.0.mlp", {}),
         ("Lfm2MoeForCausalLM", "model.layers.2.mlp", {}),
@@ -154,6 +155,7 @@ def test_layers(arch: str, name: str, overrides: dict[str, Any], size: int, tmp_
     [
         ("JambaForCausalLM", "model.layers.0.mamba", {"mamba_proj_bias": True}),
         ("FalconMambaForCausalLM", "model.layers.0.mamba", {}),
+        ("MambaForCausalLM", "model.layers.0.mamba", {}),
         ("MiniMaxForCausalLM", "model.layers.1.self_attn", {}),
         ("OlmoHybridForCausalLM", "model.layers.3.self_attn", LINEAR | {"num_key_value_heads": 2}),
     ],

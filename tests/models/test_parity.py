@@ -29,7 +29,7 @@ HYBRID = (
     ),
     *MAMBA_ARCHITECTURES,
 )
-LEAVE_NO_SUMS = ("FalconH1", "FalconMamba", "Gemma3", "GptOss", "Mamba2", "MiniMax", "OlmoHybrid")
+LEAVE_NO_SUMS = ("FalconH1", "FalconMamba", "Gemma3", "GptOss", "Mamba", "MiniMax", "OlmoHybrid")
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
 mixers that leave no sums."""
 
@@ -186,6 +186,7 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
      | {"mamba_n_heads": 5, "mamba_d_head": 24, "num_attention_heads": 5, "num_key_value_heads": 1}),
     (GRANITE, {"tie_word_embeddings": True, "attention_bias": True, "mamba_proj_bias": True, "num_local_experts": 3}),
     (NEMOTRON, {"mlp_bias": True, "use_bias": True, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+    (NEMOTRON, {"moe_latent_size": 20}),
     (NEMOTRON, {"layers_block_type": ["mlp", "linear_attention", "full_attention"], "time_step_min": 0.4}),
     (JAMBA, {"num_experts": 1, "num_experts_per_tok": 1, "mamba_proj_bias": True, "mamba_conv_bias": False}),
     (JAMBA, {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_conv": 2, "mamba_expand": 3, "hidden_size": 60}),

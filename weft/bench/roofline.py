@@ -72,11 +72,11 @@ class Roofline:
         self._linear_bytes = linear_weight_bytes(model, dtypes.model)
         self._router_weights = router_weights(model)
         self._head_weights = model.hidden_size * model.vocab_size
-        expert_weights, chosen = self._expert_weights(), 0
+        chosen = 0
         if model.moe is not None:
             chosen = model.moe.num_experts_per_tok * len(model.moe.sparse_layers)
         # Every token uses what one token uses, except its experts.
-        self._common_weights = self._spec.weights_per_token - chosen * expert_weights
+        self._common_weights = self._spec.weights_per_token - chosen * model.expert_weights
         # The FLOPs of one token with quantised weights.
         self._fp8_flops = 2.0 * (self._spec.weights_per_token - self._router_weights) if model.quantization else 0.0
 
@@ -125,7 +125,7 @@ class Roofline:
 
     def _weights_read(self, num_tokens: int) -> float:
         """Bytes of the weights that ``num_tokens`` tokens use, the output head included."""
-        experts = self._experts_hit(num_tokens) * self._expert_weights()
+        experts = self._experts_hit(num_tokens) * self._model.expert_weights
         plain = self._router_weights + self._head_weights
         return self._linear_bytes * (self._common_weights - self._router_weights + experts) + self._plain_bytes * plain
 
@@ -136,11 +136,6 @@ class Roofline:
             return 0.0
         missed = (1.0 - moe.num_experts_per_tok / moe.num_experts) ** num_tokens
         return len(moe.sparse_layers) * moe.num_experts * (1.0 - missed)
-
-    def _expert_weights(self) -> int:
-        """Number of weights of one expert."""
-        model = self._model
-        return 0 if model.moe is None else model.mlp_matrices * model.hidden_size * model.moe.intermediate_size
 
 
 def ceilings_of(device: str) -> Ceilings | None:

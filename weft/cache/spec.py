@@ -12,7 +12,7 @@ from weft.config import EngineConfig
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.layer_spec import CacheDtypes, LayerSpec
 from weft.config.model import ModelConfig
-from weft.config.weights import router_weights
+from weft.config.weights import mlp_weights, router_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,4 @@ def cache_dtypes(config: EngineConfig) -> CacheDtypes:
 
 def _mlp_weights(model: ModelConfig) -> int:
     """Weights of the MLPs that one token uses: the dense ones, the chosen experts, and the router."""
-    width = model.num_dense_mlps * model.intermediate_size
-    if model.moe is not None:
-        moe = model.moe
-        chosen = moe.num_experts_per_tok * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
-        width += model.num_sparse_mlps * chosen
-    return model.mlp_matrices * model.hidden_size * width + router_weights(model)
+    return mlp_weights(model, 0 if model.moe is None else model.moe.num_experts_per_tok) + router_weights(model)

@@ -17,7 +17,8 @@ class MambaConfig:
         dt_rank: size of the vector from which the time steps of all channels are projected.
         conv_bias: whether the convolution has a bias.
         bias: whether the input and output projections have a bias.
-        norm_weights: whether the RMSNorms over dt, B and C have weights (Jamba) or not (FalconMamba).
+        norm_weights: whether the RMSNorms over dt, B and C have weights (Jamba) or not (FalconMamba); None: no such
+            norms (Mamba).
         norm_eps: epsilon of those norms.
     """
 
@@ -27,7 +28,7 @@ class MambaConfig:
     conv_kernel: int
     conv_bias: bool
     bias: bool
-    norm_weights: bool
+    norm_weights: bool | None
     norm_eps: float
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
@@ -48,8 +49,8 @@ class MambaConfig:
         divide(self.num_channels, tp_size, "mamba channels (mamba_expand * hidden_size)")
 
 
-def read_mamba(text: JsonObject, *, norm_weights: bool) -> MambaConfig:
-    """Read the ``mamba_*`` keys (Jamba; FalconMamba renames its own to these).
+def read_mamba(text: JsonObject, *, norm_weights: bool | None) -> MambaConfig:
+    """Read the ``mamba_*`` keys (Jamba; Mamba and FalconMamba rename their own to these).
 
     Args:
         norm_weights: a fixed property of the architecture.

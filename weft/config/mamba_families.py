@@ -84,11 +84,9 @@ def read_nemotron_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
     sparse = frozenset(i for i, kind in enumerate(types) if kind == "moe")
     if not sparse:
         return None
-    if text.given("moe_latent_size"):
-        raise UnsupportedModelError(
-            f"{text.where}: moe_latent_size={text.raw('moe_latent_size')!r} (experts in a smaller space) is not "
-            "supported; supported are checkpoints without it"
-        )
+    latent_size = text.integer("moe_latent_size") if text.given("moe_latent_size") else None
+    if latent_size is not None and text.boolean("mlp_bias", False):
+        raise text.unsupported("mlp_bias", " with moe_latent_size; supported is false")
     num_experts, top_k = read_experts(text)
     groups, top_groups = text.integer("n_group", 1), text.integer("topk_group", 1)
     if num_experts % groups or top_groups > groups or top_k > top_groups * (num_experts // groups):
@@ -102,6 +100,7 @@ def read_nemotron_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
         sparse,
         shared_expert_gate=False,
         sigmoid=SigmoidRouting(True, groups, top_groups, text.number("routed_scaling_factor", 1.0)),
+        latent_size=latent_size,
     )
 
 
@@ -300,6 +299,14 @@ MAMBA_FAMILIES: dict[str, Family] = {
     # FalconMamba (arXiv 2410.05355): Mamba alone, with plain norms over B, C and the time steps; no KV cache.
     "FalconMambaForCausalLM": Family(
         {"linear_attention": {"mamba": partial(read_mamba, norm_weights=False)}},
+        layer_types=lambda _, num_layers: ("linear_attention",) * num_layers,
+        without_mlp=("linear_attention",),
+        intermediate_size=lambda _: 0,
+        keys=_FALCON_MAMBA_KEYS,
+    ),
+    # Mamba (arXiv 2312.00752): FalconMamba without the norms over B, C and the time steps.
+    "MambaForCausalLM": Family(
+        {"linear_attention": {"mamba": partial(read_mamba, norm_weights=None)}},
         layer_types=lambda _, num_layers: ("linear_attention",) * num_layers,
         without_mlp=("linear_attention",),
         intermediate_size=lambda _: 0,

@@ -157,6 +157,21 @@ class ModelConfig:
         return 2 if self.activation == "relu2" else 3
 
     @property
+    def expert_weights(self) -> int:
+        """Number of weights of one routed expert; 0 without experts."""
+        if self.moe is None:
+            return 0
+        return self.mlp_matrices * (self.moe.latent_size or self.hidden_size) * self.moe.intermediate_size
+
+    @property
+    def shared_moe_weights(self) -> int:
+        """Number of weights that every token uses in a layer with experts, without the router's."""
+        if self.moe is None:
+            return 0
+        shared = self.mlp_matrices * (self.moe.shared_expert_intermediate_size or 0)
+        return self.hidden_size * (shared + 2 * (self.moe.latent_size or 0))
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether any layer keeps a recurrent state."""
         mixers = (mixer for modules in self.mixers.values() for mixer in modules.values())

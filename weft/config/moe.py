@@ -48,6 +48,7 @@ class MoeConfig:
         sigmoid: sigmoid routing; None: scores are a softmax over all experts.
         biases: whether the router and every projection of the experts have a bias.
         clamped: the experts' activation if it differs from the model's.
+        latent_size: width of the vectors that routed experts read and write, if it is not the model's (Nemotron-H).
         interleaved: checkpoints store the experts' matrices transposed, with gate and up columns in turn.
     """
 
@@ -62,6 +63,7 @@ class MoeConfig:
     biases: bool = False
     clamped: ClampedSwiGLU | None = None
     interleaved: bool = False
+    latent_size: int | None = None
 
 
 def read_moe(

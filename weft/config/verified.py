@@ -62,6 +62,7 @@ VERIFIED: dict[str, Verified] = {
     "NemotronHForCausalLM": Verified(True, Ranks.LAYERS),
     "JambaForCausalLM": Verified(True, Ranks.ENGINE),
     "FalconMambaForCausalLM": Verified(True, Ranks.LAYERS),
+    "MambaForCausalLM": Verified(False, Ranks.LAYERS),
     "MiniMaxForCausalLM": Verified(True, Ranks.ENGINE),
     "Mamba2ForCausalLM": Verified(True, Ranks.LAYERS),
     "Gemma3ForCausalLM": Verified(True, Ranks.ENGINE),

@@ -44,9 +44,10 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
 
 def _mlp_weights(model: ModelConfig) -> int:
     """Weights of the dense MLPs, of all experts and of the shared ones."""
-    width = model.num_dense_mlps * model.intermediate_size
-    if model.moe is not None:
-        moe = model.moe
-        experts = moe.num_experts * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
-        width += model.num_sparse_mlps * experts
-    return model.mlp_matrices * model.hidden_size * width
+    return mlp_weights(model, 0 if model.moe is None else model.moe.num_experts)
+
+
+def mlp_weights(model: ModelConfig, num_experts: int) -> int:
+    """Weights of the dense MLPs, of ``num_experts`` routed experts in each layer that has some, and of shared ones."""
+    dense = model.num_dense_mlps * model.mlp_matrices * model.hidden_size * model.intermediate_size
+    return dense + model.num_sparse_mlps * (num_experts * model.expert_weights + model.shared_moe_weights)

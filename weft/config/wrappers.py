@@ -24,6 +24,7 @@ class Wrapper:
         keys: names of the text config in ``config.json``, in order of precedence.
         tied: whether embeddings are tied if the file does not say. A key of the text config has no effect.
         renames: leading part of the text model's tensor names in the checkpoint -> leading part of Weft's names.
+        patterns: see ``WeightTable.patterns``.
     """
 
     texts: Mapping[str, str]
@@ -31,6 +32,7 @@ class Wrapper:
     keys: tuple[str, ...] = ("text_config",)
     tied: bool = False
     renames: dict[str, str] = field(default_factory=lambda: {"model.language_model.": "model."})
+    patterns: dict[str, str] = field(default_factory=dict)
 
     def unwrap(self, top: JsonObject, name: str) -> tuple[JsonObject, JsonObject, str]:
         """Return the whole config with its defaults, the text config, and the text model's architecture.
@@ -64,6 +66,24 @@ WRAPPERS: dict[str, Wrapper] = {
         {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"},
         others=("model.vision_tower.*", "model.multi_modal_projector.*"),
         tied=True,
+    ),
+    # Nemotron-H Omni: Nemotron-H behind RADIO and Parakeet towers.
+    "NemotronH_Omni_Reasoning_V3": Wrapper(
+        {"nemotron_h": "NemotronHForCausalLM"},
+        others=("vision_model.*", "mlp1.*", "sound_encoder.*", "sound_projection.*"),
+        keys=("text_config", "llm_config"),
+        renames={"language_model.backbone.": "model.", "language_model.": ""},
+    ),
+    # Nemotron 3.5 Transcribe: Nemotron-H behind a speech encoder, in NeMo's names.
+    "Nemotron3_5TranscribeForConditionalGeneration": Wrapper(
+        {"nemotron_h": "NemotronHForCausalLM"},
+        others=("perception.*", "ctc_timestamp.*", "llm.mtp.*"),
+        renames={"llm.model.embed_tokens.": "model.embeddings.", "llm.model.norm.": "model.norm_f.", "llm.": ""},
+        patterns={
+            r"\.mixer\._fp32_params\.": ".mixer.",
+            r"\.experts\.gate_and_up_projs$": ".experts.gate_up_proj",
+            r"\.experts\.down_projs$": ".experts.down_proj",
+        },
     ),
 }
 """By the class name in ``config.json``."""

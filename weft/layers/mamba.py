@@ -1,9 +1,10 @@
-"""Mamba, the recurrent token mixer of Jamba and FalconMamba (arXiv 2312.00752).
+"""Mamba, the recurrent token mixer of Mamba, Jamba and FalconMamba (arXiv 2312.00752).
 
 Job: one input projection ``x | z``, and a short convolution over x. B, C and the time steps are projected from the
-result and normalised. The selective scan (one step for decoding rows, chunks for the rest) and the output projection
-follow. Owns: the layer's weights, sharded by channel; B, C and the time steps need all channels, so they are summed
-over the ranks. Does not know: how states are allocated or forked; the forward context has them by the layer's name.
+result, and normalised in Jamba and FalconMamba. The selective scan (one step for decoding rows, chunks for the rest)
+and the output projection follow. Owns: the layer's weights, sharded by channel; B, C and the time steps need all
+channels, so they are summed over the ranks. Does not know: how states are allocated or forked; the forward context has
+them by the layer's name.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from weft.ops.norm import split_rms_norm
 
 
 class PartNorms(WeightModule):
-    """The weights of the norms over dt, B and C, one after the other; all one where the architecture has none."""
+    """The norms over dt, B and C, if the architecture has them. Their weights are in one vector, and all one if the
+    architecture has norms without weights."""
 
     def __init__(self, geometry: MambaConfig, context: ModelContext) -> None:
         super().__init__()
         self.sizes = (geometry.dt_rank, geometry.state_size, geometry.state_size)
-        self._backend, self._eps, self._learned = context.backend, geometry.norm_eps, geometry.norm_weights
+        self._backend, self._eps, self._learned = context.backend, geometry.norm_eps, bool(geometry.norm_weights)
+        self._has_norms = geometry.norm_weights is not None
         if self._learned:
             self.weight: Tensor = empty_parameter(sum(self.sizes), dtype=context.dtype, device=context.device)
         else:
@@ -41,6 +44,8 @@ class PartNorms(WeightModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """``[T, dt | B | C] -> dt, B, C``."""
+        if not self._has_norms:
+            return tuple(part.contiguous() for part in x.split(self.sizes, dim=-1))
         return split_rms_norm(x, self.weight, self._eps, self.sizes, backend=self._backend)
 
     def layouts(self) -> tuple[WeightLayout, ...]:

@@ -19,7 +19,7 @@ from weft.config.sharding import divide
 from weft.forward_context import get_forward_context, serves_any_num_tokens
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.linear import LinearBase, MergedReplicatedLinear
+from weft.layers.linear import LinearBase, MergedReplicatedLinear, PackedLinear
 from weft.layers.mlp import MLP, dense_mlp
 from weft.layers.quant_method import QuantMethod
 from weft.layers.weight import (
@@ -32,6 +32,7 @@ from weft.layers.weight import (
     WeightPiece,
     empty_parameter,
     whole,
+    whole_rows,
 )
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.moe import SOFTMAX, RoutingRule, topk_router
@@ -203,7 +204,8 @@ class SparseMoe(WeightModule):
         self.correction_bias: nn.Parameter | None = None
         if moe.sigmoid is not None and moe.sigmoid.correction_bias:
             self.correction_bias = empty_parameter(moe.num_experts, dtype=torch.float32, device=context.device)
-        self.experts = Experts(moe, config.hidden_size, context, gated=config.activation == "silu")
+        width = moe.latent_size or config.hidden_size
+        self.experts = Experts(moe, width, context, gated=config.activation == "silu")
         self.shared_expert = None
         if shared_size is not None:
             self.shared_expert = dense_mlp(config, shared_size, context)
@@ -260,6 +262,32 @@ class SparseMoe(WeightModule):
     def initial_range(self, name: str) -> tuple[float, float]:
         """Biases that change some choices: scores lie between 0 and 1."""
         return -0.1, 0.1
+
+
+class LatentMoe(SparseMoe):
+    """Routed experts between two projections, into a smaller space and back (Nemotron-H). The router and the shared
+    expert read the model's own vectors. Both projections are whole on every rank, so the result is this rank's part of
+    the sum."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(config, context)
+        assert self._moe.latent_size is not None
+        sizes = config.hidden_size, self._moe.latent_size
+        self.latent_in, self.latent_out = (
+            PackedLinear(columns, {"": whole_rows(rows)}, bias=False, context=context)
+            for columns, rows in (sizes, sizes[::-1])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        routes = self._route(self.router(x)[:, : self._moe.num_experts], False, None)
+        out = self.latent_out(self.experts(self.latent_in(x), *routes))
+        return out if self.shared_expert is None else out + self.shared_expert(x)
+
+
+def sparse_moe(config: ModelConfig, context: ModelContext) -> SparseMoe:
+    """The model's kind of mixture of experts."""
+    is_latent = config.moe is not None and config.moe.latent_size is not None
+    return (LatentMoe if is_latent else SparseMoe)(config, context)
 
 
 def _as_one_expert(shared: nn.Module, experts: Experts) -> dict[str, LinearBase] | None:

@@ -33,7 +33,7 @@ from weft.layers.lightning_attention import LightningAttention
 from weft.layers.mamba import Mamba
 from weft.layers.mamba2 import Mamba2
 from weft.layers.mlp import dense_mlp
-from weft.layers.moe import SparseMoe
+from weft.layers.moe import SparseMoe, sparse_moe
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
 from weft.layers.short_conv import ShortConv
 from weft.layers.sliding_window import SlidingWindowAttention
@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
             self.add_module(module, MIXERS[type(geometry)](geometry, config, context, f"{place.name}.{module}"))
         self.mlp: nn.Module
         if place.sparse:
-            self.mlp = SparseMoe(config, context)
+            self.mlp = sparse_moe(config, context)
         elif place.has_mlp:
             self.mlp = dense_mlp(config, config.intermediate_size, context)
         self.kind = (place.layer_type, place.sparse, place.partial_input and context.tp.size > 1)

@@ -122,6 +122,8 @@ _NEMOTRON_H = WeightTable(  # whatever a layer has is its ``mixer``, and it has 
         "self_attn": "mixer",
         "mlp": "mixer",
         "shared_expert": "shared_experts",
+        "latent_in": "fc1_latent_proj",
+        "latent_out": "fc2_latent_proj",
     },
     ignorable=("mtp.*",),
 )
@@ -166,6 +168,7 @@ WEIGHT_TABLES = {
     "FalconH1ForCausalLM": _BAMBA,
     "JambaForCausalLM": _JAMBA,
     "FalconMambaForCausalLM": _MAMBA2,
+    "MambaForCausalLM": _MAMBA2,
     "MiniMaxForCausalLM": _MINIMAX,
     "Mamba2ForCausalLM": _MAMBA2,
 }
@@ -181,7 +184,8 @@ def weight_table(config: ModelConfig) -> WeightTable:
     if config.wrapper is None:
         return table
     wrapper = WRAPPERS[config.wrapper]
-    return replace(table, renames=wrapper.renames, ignorable=(*table.ignorable, *wrapper.others))
+    patterns, ignorable = table.patterns | wrapper.patterns, (*table.ignorable, *wrapper.others)
+    return replace(table, renames=wrapper.renames, patterns=patterns, ignorable=ignorable)
 
 
 def _with_head_after_layers(table: WeightTable, config: ModelConfig) -> WeightTable:

@@ -157,6 +157,7 @@ def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[
         if pattern is not None:
             ignored[pattern] = ignored.get(pattern, 0) + 1
             continue
+        checkpoint.check_dtype(stored)
         name = table.module_name(stored)
         if name in tensors:
             raise WeightsError(

@@ -28,7 +28,7 @@ class SafetensorsFolder:
 
     Raises:
         WeightsError: on entry. The folder has no files or only pickle files, the index names absent files or tensors,
-            or a tensor is in two files. A file is truncated, is not safetensors, or has an unsupported dtype.
+            or a tensor is in two files. A file is truncated or is not safetensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,6 +61,14 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> str:
         """The dtype as safetensors writes it: ``BF16``, ``F8_E4M3``."""
         return str(self._tensors[name].get_dtype())
+
+    def check_dtype(self, name: str) -> None:
+        """Raise WeightsError if Weft reads no tensors of this dtype. Tensors that nobody reads may have any dtype."""
+        if self.dtype(name) not in _DTYPES:
+            raise WeightsError(
+                f"{self.folder}: tensor {name} has dtype {self.dtype(name)}; supported are {', '.join(_DTYPES)} "
+                "(of quantised checkpoints, FP8 ones in e4m3)"
+            )
 
     def read(self, name: str, source: tuple[slice, ...]) -> Tensor:
         """Read ``tensor[source]`` to the CPU. Only these bytes are read."""
@@ -121,11 +129,6 @@ class SafetensorsFolder:
             if name in self._tensors:
                 raise WeightsError(
                     f"{self.folder}: tensor {name} is in {path.name} and in another file; remove one of them"
-                )
-            if tensor.get_dtype() not in _DTYPES:
-                raise WeightsError(
-                    f"{path}: tensor {name} has dtype {tensor.get_dtype()}; supported are {', '.join(_DTYPES)} "
-                    "(of quantised checkpoints, FP8 ones in e4m3)"
                 )
             self._tensors[name] = tensor
 
