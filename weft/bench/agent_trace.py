@@ -2,9 +2,9 @@
 
 Job: draw sessions whose contexts grow turn by turn. Owns: the distributions. Does not know: servers.
 
-The means are those of TraceLab (Zhu et al., arXiv 2606.30560), a public record of 4,265 sessions of two coding agents
-with 357,161 steps: 84 steps in a session, 523 output tokens in a step, and 95.8% of all input tokens read from a cache.
-Sessions are shorter by default, and contexts end at ``max_context``, where an agent begins anew with a summary.
+TraceLab (Zhu et al., arXiv 2606.30560) is a public record of 4,265 sessions of two coding agents. Its means are 84
+steps in a session, 523 output tokens in a step, and 95.8% of all input tokens read from a cache. Sessions are shorter
+here by default. Contexts end at ``max_context``, where an agent begins anew with a summary.
 """
 
 from __future__ import annotations
