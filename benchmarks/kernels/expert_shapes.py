@@ -33,9 +33,10 @@ EXPERTS = {
     "jamba-mini": (16, 2, 4096, 14336),
 }
 """Experts of a layer, experts of a token, hidden size, width of an expert on one rank."""
-TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
-UP = ((16, 32, 128, 4, 4), (16, 32, 256, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 32, 256, 8, 4))
-DOWN = ((16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 128, 128, 4, 2), (16, 128, 128, 4, 3), (16, 64, 256, 4, 2))
+TOKENS: tuple[int, ...] = (1, 8, 32, 128, 512, 2048, 8192)
+Shapes = tuple[tuple[int, int, int, int, int], ...]
+UP: Shapes = ((16, 32, 128, 4, 4), (16, 32, 256, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 32, 256, 8, 4))
+DOWN: Shapes = ((16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 128, 128, 4, 2), (16, 64, 256, 4, 2))
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 if not ON_GPU:
     EXPERTS, TOKENS = {"tiny": (8, 2, 32, 32)}, (1, 8)
