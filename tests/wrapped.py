@@ -45,6 +45,13 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniCPMV4_7ForConditionalGeneration": ("MiniCPMV4_7Config", _MINICPM),
     "MiniCPMOcrForConditionalGeneration": ("MiniCPMOcrConfig", _MINICPM),
     "Lfm2VlForConditionalGeneration": ("Lfm2VlConfig", _LFM2_VL),
+    "Lfm3VlForConditionalGeneration": (
+        "Lfm3VlConfig",
+        {
+            "vision_config": _SMALL | {"num_hidden_layers": 3, "num_key_value_heads": 2, "patch_size": 8},
+            "projector_hidden_size": 16,
+        },
+    ),
     "NemotronH_Omni_Reasoning_V3": (
         "NemotronH_Omni_Reasoning_V3_Config",
         {"vision_config": _RADIO, "projector_hidden_size": 16, "vision_hidden_size": 16},
@@ -56,6 +63,7 @@ WRAPPED_TEXTS = {
     "MiniCPMV4_7ForConditionalGeneration": ("Qwen3_5ForCausalLM",),
     "MiniCPMOcrForConditionalGeneration": ("Qwen3_5ForCausalLM",),
     "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+    "Lfm3VlForConditionalGeneration": ("Lfm3ForCausalLM",),
     "NemotronH_Omni_Reasoning_V3": ("NemotronHForCausalLM",),
     "Nemotron3_5TranscribeForConditionalGeneration": ("NemotronHForCausalLM",),
 }

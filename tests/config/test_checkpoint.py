@@ -46,7 +46,13 @@ def test_qwen3_5_moe_multimodal(tmp_path: Path) -> None:
     assert config.eos_token_ids == (248044,) and not config.tie_word_embeddings
 
 
-READ_BELOW = ("KimiLinearForCausalLM", "BailingHybridForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM")
+READ_BELOW = (
+    "Lfm3ForCausalLM",
+    "KimiLinearForCausalLM",
+    "BailingHybridForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+)
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a not in READ_BELOW])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.config.published import attention, read, tiny
+from weft.config.attention import AttentionConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.moe import ClampedSwiGLU, MoeConfig, SigmoidRouting
 from weft.config.rope import RopeConfig
+from weft.config.short_conv import ShortConvConfig
 from weft.config.sliding_window import SlidingWindowConfig
 from weft.errors import ConfigError, UnsupportedModelError
 
@@ -130,6 +133,43 @@ def test_an_empty_config_of_kimi_linear(tmp_path: Path) -> None:
     assert config.moe is not None and len(config.moe.sparse_layers) == reference.mlp_layer_types.count("sparse")
     for key in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"):
         assert getattr(config, key) == getattr(reference, key), key
+
+
+LFM3 = "Lfm3ForCausalLM"
+
+
+def test_lfm3_empty_and_as_transformers_writes_it(tmp_path: Path) -> None:
+    import transformers
+
+    config, reference = read(tmp_path, {"architectures": [LFM3]}), transformers.Lfm3Config()
+    assert list(config.layer_types) == reference.layer_types and config.tie_word_embeddings
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
+        assert getattr(config, key) == getattr(reference, key), key
+    assert config.rms_norm_eps == reference.norm_eps and set(config.norm_placement.values()) == {"sandwich"}
+    assert config.mixers["conv"]["conv"] == ShortConvConfig(2048, 7, False)
+    rope = RopeConfig(1e6, 128, "proportional", {"angles": 32, "factor": 1.0})
+    full = AttentionConfig(16, 4, 128, rope, qk_norm=True, head_gate=True)
+    assert attention(config) == full
+    window = SlidingWindowConfig(dataclasses.replace(full, rope=RopeConfig(1e4, 128)), 256)
+    assert config.mixers["sliding_attention"]["self_attn"] == window
+    written = json.loads(reference.to_json_string())
+    assert read(tmp_path, written | {"architectures": [LFM3]}) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_sandwich_norm": False}, "use_sandwich_norm=False is not supported"),
+        ({"rope_parameters": {"rope_theta": 5e3}}, "an object with an entry 'full_attention'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+            "a share of head_dim=16 that is at least one pair",
+        ),
+    ],
+)
+def test_what_lfm3_does_not_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        read(tmp_path, tiny(LFM3, **changes))
 
 
 LING = "BailingHybridForCausalLM"

@@ -120,6 +120,8 @@ def run_layer(name: str) -> Run:
         ("Lfm2MoeForCausalLM", "model.layers.2.mlp", {}),
         ("GptOssForCausalLM", "model.layers.1.self_attn", {}),
         ("GptOssForCausalLM", "model.layers.1.mlp", {}),
+        ("Lfm3ForCausalLM", "model.layers.1.self_attn", {}),
+        ("Lfm3ForCausalLM", "model.layers.3.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.0.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {"q_lora_rank": 18}),

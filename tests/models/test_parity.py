@@ -24,12 +24,12 @@ HYBRID = (
         a
         for a in PLAIN
         if a.startswith(
-            ("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "KimiLinear", "BailingHybrid", "Gemma3", "GptOss")
+            ("Qwen3Next", "Qwen3_5", "Lfm2", "Lfm3", "OlmoHybrid", "KimiLinear", "BailingHybrid", "Gemma3", "GptOss")
         )
     ),
     *MAMBA_ARCHITECTURES,
 )
-LEAVE_NO_SUMS = ("FalconH1", "FalconMamba", "Gemma3", "GptOss", "Mamba", "MiniMax", "OlmoHybrid")
+LEAVE_NO_SUMS = ("FalconH1", "FalconMamba", "Gemma3", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid")
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
 mixers that leave no sums."""
 
@@ -154,6 +154,11 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
 }
+LFM3 = "Lfm3ForCausalLM"
+LFM3_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.3, "factor": 2.0},
+    "sliding_attention": {"rope_type": "linear", "rope_theta": 70.0, "factor": 4.0},
+}
 KIMI, LING = "KimiLinearForCausalLM", "BailingHybridForCausalLM"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
@@ -174,6 +179,9 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (LLAMA, {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None, "tie_word_embeddings": True}),
     (LFM2, {"conv_L_cache": 2, "conv_bias": True, "tie_word_embeddings": True, "block_auto_adjust_ff_dim": False}),
     (LFM2, {"conv_L_cache": 4, "layer_types": None, "full_attn_idxs": [1, 3], "block_ffn_dim_multiplier": 1.5}),
+    (LFM3, {"conv_bias": True, "attention_bias": True, "use_attention_gate": False, "tie_word_embeddings": True}),
+    (LFM3, {"rope_parameters": LFM3_ROPE, "num_attention_heads": 6, "num_key_value_heads": 1, "conv_L_cache": 4}),
+    (LFM3, {"rope_parameters": None, "layer_types": None, "num_hidden_layers": 5}),
     (LFM2, {"num_attention_heads": 3, "num_key_value_heads": 1, "layer_types": ["conv"] * 4}),
     (LFM2_MOE, {"num_experts": 7, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "num_dense_layers": 0}),
     (LFM2_MOE, {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True, "num_dense_layers": 3}),

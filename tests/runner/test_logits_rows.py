@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 FAMILIES = (  # each placement of norms, and each kind of mixer that a last layer is
     "Qwen3ForCausalLM", "Qwen3NextForCausalLM", "OlmoHybridForCausalLM", "Gemma3ForCausalLM", "MiniMaxForCausalLM",
-    "NemotronHForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM",
+    "NemotronHForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
 )  # fmt: skip
 LAST_LAYERS: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]},

@@ -23,6 +23,7 @@ class AttentionConfig:
         output_gate: the output is gated by a sigmoid of a second half of ``q_proj`` (Qwen3-Next, Qwen3.5).
         scale: the factor of the scores; None: ``head_dim ** -0.5``.
         sinks: every query head has a learned score that takes part in the softmax and has no value (gpt-oss).
+        head_gate: the output of each head is gated by a sigmoid of the hidden states (LFM3).
         in_multiplier, out_multiplier: factors of the layer's input and output (Falcon-H1).
     """
 
@@ -39,6 +40,7 @@ class AttentionConfig:
     in_multiplier: float = 1.0
     out_multiplier: float = 1.0
     sinks: bool = False
+    head_gate: bool = False
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
         """The tensors ``k`` and ``v``, one entry per token. Heads are split over ranks, or replicated if there are
@@ -48,7 +50,7 @@ class AttentionConfig:
         entry = (self.num_kv_heads, self.head_dim)
         return LayerSpec(
             paged=tuple(CacheTensor(name, entry, dtypes.kv, sharded_dim=0) for name in ("k", "v")),
-            num_weights=hidden_size * (q_rows + 2 * kv_size) + q_size * hidden_size,
+            num_weights=hidden_size * (q_rows + 2 * kv_size + q_size + self.num_heads * self.head_gate),
             flops_per_pair=4.0 * q_size,
         )
 

@@ -23,6 +23,7 @@ from weft.config.kimi import (
     read_kimi_delta,
     read_latent_attention,
 )
+from weft.config.lfm3 import LFM3
 from weft.config.mamba_families import MAMBA_FAMILIES
 from weft.config.model import Multipliers
 from weft.config.moe import read_gpt_oss_moe, read_kimi_moe, read_lfm2_moe, read_moe, read_renormalised_moe
@@ -189,6 +190,8 @@ FAMILIES: dict[str, Family] = {
         intermediate_size=lfm2_intermediate_size,
     ),
     "Lfm2MoeForCausalLM": Family(_LFM2_MIXERS, layer_types=lfm2_layer_types, moe=read_lfm2_moe, keys=_LFM2_KEYS),
+    # LFM3: short convolutions, windows and full attention, norms on both sides of each block.
+    "Lfm3ForCausalLM": LFM3,
     # OLMo-Hybrid: three Gated DeltaNet layers to one full-attention layer, whose norms come after it.
     "OlmoHybridForCausalLM": Family(
         {

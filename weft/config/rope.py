@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from weft.config.json_object import JsonObject
 from weft.errors import UnsupportedModelError
 
-SUPPORTED_SCALINGS = ("default", "linear", "llama3", "yarn")
+SUPPORTED_SCALINGS = ("default", "linear", "llama3", "proportional", "yarn")
 NO_ROPE_SCALING = "none"
 """Scaling of an attention without rotary embedding. Its first two dimensions are rotated by zero."""
 
@@ -22,8 +22,8 @@ class RopeConfig:
     """Rotary position embedding (RoFormer, arXiv 2104.09864).
 
     ``rotary_dim`` leading dimensions of each head are rotated (``head_dim * partial_rotary_factor``).
-    ``scaling`` is ``"default"``, ``"linear"``, ``"yarn"``, ``"llama3"`` or ``"none"``; ``parameters`` are the
-    checkpoint's numbers for it, under its names.
+    ``scaling`` is one of ``SUPPORTED_SCALINGS`` or ``"none"``; ``parameters`` are the checkpoint's numbers for it,
+    under its names. ``"proportional"`` turns the first ``angles`` pairs of a head and keeps the others as they are.
     """
 
     theta: float
@@ -51,6 +51,11 @@ def read_rope(
     if "rope_theta" in settings.values and settings.raw("rope_theta") is None:
         return RopeConfig(1.0, 2, NO_ROPE_SCALING)
     theta = settings.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
+    if scaling == "proportional":
+        angles = int(settings.number("partial_rotary_factor", 1.0) * head_dim // 2)
+        if not 0 < angles <= head_dim // 2:
+            raise settings.wrong("partial_rotary_factor", f"a share of head_dim={head_dim} that is at least one pair")
+        return RopeConfig(theta, head_dim, scaling, {"angles": angles, "factor": settings.number("factor", 1.0)})
     rotary_dim = _rotary_dim(config, settings, head_dim, partial_default)
     if scaling == "default":
         return RopeConfig(theta, rotary_dim)

@@ -56,6 +56,7 @@ VERIFIED: dict[str, Verified] = {
     "Qwen3VLMoeForConditionalGeneration": Verified(True, Ranks.LAYERS),
     "Lfm2ForCausalLM": Verified(True, Ranks.LAYERS),
     "Lfm2MoeForCausalLM": Verified(True, Ranks.LAYERS),
+    "Lfm3ForCausalLM": Verified(False, Ranks.LAYERS),
     "BambaForCausalLM": Verified(True, Ranks.LAYERS),
     "FalconH1ForCausalLM": Verified(True, Ranks.LAYERS),
     "GraniteMoeHybridForCausalLM": Verified(True, Ranks.LAYERS),
@@ -73,11 +74,16 @@ VERIFIED: dict[str, Verified] = {
 
 
 def nearest(name: str) -> str:
-    """The supported architecture with the name most similar to ``name``."""
+    """The supported architecture with the name most similar to ``name``, of those with the same first letter if there
+    are some."""
 
     def stem(architecture: str) -> str:
         for suffix in _SUFFIXES:
             architecture = architecture.removesuffix(suffix)
         return architecture.lower()
 
-    return max(VERIFIED, key=lambda known: difflib.SequenceMatcher(None, stem(known), stem(name)).ratio())
+    def similarity(known: str) -> tuple[bool, float]:
+        first, second = stem(known), stem(name)
+        return first[:1] == second[:1], difflib.SequenceMatcher(None, first, second).ratio()
+
+    return max(VERIFIED, key=similarity)

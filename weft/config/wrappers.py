@@ -67,6 +67,10 @@ WRAPPERS: dict[str, Wrapper] = {
         others=("model.vision_tower.*", "model.multi_modal_projector.*"),
         tied=True,
     ),
+    # LFM3-VL: LFM3 behind a tower of convolutions and attention.
+    "Lfm3VlForConditionalGeneration": Wrapper(
+        {"lfm3": "Lfm3ForCausalLM"}, others=("model.vision_tower.*", "model.multi_modal_projector.*"), tied=True
+    ),
     # Nemotron-H Omni: Nemotron-H behind RADIO and Parakeet towers.
     "NemotronH_Omni_Reasoning_V3": Wrapper(
         {"nemotron_h": "NemotronHForCausalLM"},

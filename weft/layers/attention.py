@@ -17,7 +17,7 @@ from weft.config.model import ModelConfig
 from weft.forward_context import Batch, LayerCache, LogitsRows, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.linear import QKVParallelLinear, RowParallelLinear
+from weft.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm, SpanningRMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, split_rows, whole
 from weft.ops.activation import sigmoid_mul
@@ -80,6 +80,11 @@ class Attention(PagedAttention):
             context=context,
             what="num_attention_heads * head_dim",
         )
+        self.g_proj: ColumnParallelLinear | None = None
+        if geometry.head_gate:
+            self.g_proj = ColumnParallelLinear(
+                config.hidden_size, geometry.num_heads, bias=False, context=context, what="num_attention_heads"
+            )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self._norm_spans_heads = geometry.qk_norm_spans_heads
@@ -117,7 +122,7 @@ class Attention(PagedAttention):
         return (-1.0, 1.0) if name == "sinks" else (0.01, 0.02)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._output(self.attend(self._project(hidden_states)))
+        return self._output(self._gate_heads(self.attend(self._project(hidden_states)), hidden_states))
 
     def forward_rows(self, hidden_states: Tensor, rows: LogitsRows) -> Tensor:
         """``[T, hidden_size] -> [N, hidden_size]``: all keys and values into the cache, and the output of ``rows``."""
@@ -126,7 +131,8 @@ class Attention(PagedAttention):
             return self._output(rows.of(self._attended(q, gate, get_forward_context().batch)))
         # Torch's launches, which pick the rows, wait until keys and values are stored: attention reads them early.
         q, gate = rows.of(q), rows.of(gate) if gate is not None else None
-        return self._output(self._attended(q, gate, rows.batch))
+        attended = self._attended(q, gate, rows.batch)
+        return self._output(attended if self.g_proj is None else self._gate_heads(attended, rows.of(hidden_states)))
 
     def attend_rows(self, qkv: Tensor) -> Tensor:
         """``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
@@ -151,6 +157,13 @@ class Attention(PagedAttention):
     def output_projection(self) -> RowParallelLinear | None:
         """Return the linear layer that produces this layer's output; None if its output is scaled."""
         return self.o_proj if self._out_multiplier == 1.0 else None
+
+    def _gate_heads(self, attended: Tensor, hidden_states: Tensor) -> Tensor:
+        """Multiply the heads of ``[T, num_heads * head_dim]`` by their gates, if the layer has them."""
+        if self.g_proj is None:
+            return attended
+        gates = self.g_proj(hidden_states).sigmoid()[..., None]
+        return (attended.unflatten(-1, (-1, self.head_dim)) * gates).flatten(-2)
 
     def _output(self, attended: Tensor) -> Tensor:
         out = self.o_proj(attended)

@@ -31,7 +31,8 @@ class SlidingWindowAttention(Attention):
 
     def forward_rows(self, hidden_states: Tensor, rows: LogitsRows) -> Tensor:
         """``[T, hidden_size] -> [N, hidden_size]``: attention of all rows, the output of ``rows``."""
-        return self._output(rows.of(self.attend(self._project(hidden_states))))
+        attended = rows.of(self.attend(self._project(hidden_states)))
+        return self._output(attended if self.g_proj is None else self._gate_heads(attended, rows.of(hidden_states)))
 
     @split_op("sliding_window", width=lambda layer: layer.output_width)
     def attend(self, qkv: Tensor) -> Tensor:

@@ -41,6 +41,19 @@ _LFM2 = WeightTable(
         "k_norm": "k_layernorm",
     },
 )
+_LFM3 = WeightTable(
+    _LFM2.packed,
+    modules={
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "post_operator_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffn_norm",
+        "norm": "embedding_norm",
+        "mlp": "feed_forward",
+        "down_proj": "w2",
+    },
+    aliases={"gate_proj": "g_proj"},
+)
 _OLMO_HYBRID = WeightTable(
     _PLAIN
     | {
@@ -148,6 +161,7 @@ WEIGHT_TABLES = {
     "Qwen3MoeForCausalLM": WeightTable(_PLAIN | _ROUTER),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": _LFM2,
+    "Lfm3ForCausalLM": _LFM3,
     "OlmoHybridForCausalLM": _OLMO_HYBRID,
     "Gemma3ForCausalLM": WeightTable(_PLAIN),
     "GptOssForCausalLM": WeightTable(_ATTENTION | {"router": ("router",)}),

@@ -45,7 +45,7 @@ def inputs(rows: int, channels: int, kernel: int, bias: bool, device: str) -> li
     return [projected, weight, offset if bias else None, state]
 
 
-@pytest.mark.parametrize(("kernel", "bias"), [(2, True), (3, False), (4, True)])
+@pytest.mark.parametrize(("kernel", "bias"), [(2, True), (3, False), (4, True), (7, True)])
 def test_chunks_and_steps_equal_token_by_token(kernel: int, bias: bool) -> None:
     batch = batch_of(TORCH)
     projected, weight, offset, state = inputs(batch.num_tokens + 3, 6, kernel, bias, "cpu")
@@ -69,7 +69,7 @@ def test_chunks_and_steps_equal_token_by_token(kernel: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("kernel", "bias", "channels"), [(2, True, 40), (3, False, 300)])
+@pytest.mark.parametrize(("kernel", "bias", "channels"), [(2, True, 40), (3, False, 300), (7, True, 40)])
 def test_kernels_equal_the_reference(kernel: int, bias: bool, channels: int, dtype: torch.dtype) -> None:
     batch = batch_of(TRITON)
     tensors = inputs(batch.num_tokens + 3, channels, kernel, bias, DEVICE)
@@ -86,7 +86,9 @@ def test_kernels_equal_the_reference(kernel: int, bias: bool, channels: int, dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize(("kernel", "bias", "channels"), [(2, True, 40), (3, False, 300), (4, True, 256)])
+@pytest.mark.parametrize(
+    ("kernel", "bias", "channels"), [(2, True, 40), (3, False, 300), (4, True, 256), (7, True, 40)]
+)
 def test_decode_kernel_equals_the_reference(
     kernel: int, bias: bool, channels: int, kept: bool, dtype: torch.dtype
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.config.rope import RopeConfig
+from weft.config.rope import SUPPORTED_SCALINGS, RopeConfig
 from weft.errors import UnsupportedModelError
 from weft.ops.attention import store_kv
 from weft.ops.backend import Backend, with_kernel
@@ -34,7 +34,7 @@ def inverse_frequencies(rope: RopeConfig, max_position_embeddings: int) -> tuple
         ``[rotary_dim / 2]`` float32 on the CPU, and the attention factor (1.0 but for YaRN).
 
     Raises:
-        UnsupportedModelError: a scaling other than default, linear, llama3 and yarn.
+        UnsupportedModelError: a scaling that is not in ``SUPPORTED_SCALINGS``.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     inv_freq = 1.0 / rope.theta**exponents
@@ -46,12 +46,15 @@ def inverse_frequencies(rope: RopeConfig, max_position_embeddings: int) -> tuple
             return torch.zeros_like(inv_freq), 1.0
         case "linear":
             return inv_freq / parameters["factor"], 1.0
+        case "proportional":
+            inv_freq[parameters["angles"] :] = 0.0
+            return inv_freq / parameters["factor"], 1.0
         case "llama3":
             return _llama3(inv_freq, parameters), 1.0
         case "yarn":
             return _yarn(inv_freq, rope, parameters, max_position_embeddings)
     raise UnsupportedModelError(
-        f"rope scaling {rope.scaling!r} is not supported; supported: default, linear, llama3, yarn"
+        f"rope scaling {rope.scaling!r} is not supported; supported: {', '.join(SUPPORTED_SCALINGS)}"
     )
 
 
