@@ -18,7 +18,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-speculation fuzz-drafts fuzz-deterministic mutate lint types docs install clean
+.PHONY: demo test test-all test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-tiers fuzz-speculation fuzz-drafts fuzz-deterministic mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -54,6 +54,10 @@ fuzz-options: $(INSTALLED)
 # Random traffic with images and videos at 30 engines, against transformers (half a minute).
 fuzz-images: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_images --count 30 --seconds 900
+
+# Random traffic at 60 engines with a tier in host memory, against transformers (two minutes).
+fuzz-tiers: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_tiers --count 60 --seconds 900
 
 # 10,000 random requests at whole engines with drafts (20 processor minutes, in JOBS processes).
 fuzz-speculation: $(INSTALLED)

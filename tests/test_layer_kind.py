@@ -74,3 +74,11 @@ def test_a_stored_state_is_that_of_a_run_that_stops_there(
         for state in layer.states:
             stored, expected = (harness.caches[name][state.name][slot] for slot in (target, stopped.slot))
             torch.testing.assert_close(stored, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_after_a_restore(kind: LayerKind, references: dict[str, matrix.Reference]) -> None:
+    """States of the kind leave the device for host memory and come back."""
+    settings = {"kv_offloading_size": 0.05}
+    with matrix.open_engine(kind.architecture, "NONE", "overlap", "capture", references, **settings) as engine:  # type: ignore[arg-type]
+        matrix.check(engine, "restored", "mixed", 65)
+        assert engine.llm.stats().num_external_hit_tokens

@@ -33,7 +33,7 @@ LEVELS: list[tuple[str, ...]] = [
         "forward_context",
     ),
     ("text", "ops", "cache", "parallel", "graph"),
-    ("speculation", "scheduler", "layers", "quantization"),
+    ("offload", "speculation", "scheduler", "layers", "quantization"),
     ("models", "weights", "pieces"),
     ("runner",),
     ("executor",),

@@ -23,6 +23,7 @@ from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint, make_model
 from tests.x_matrix import Poisoned, Reference, check, check_drafts, open_engine, prompt_of, runner_of
 from weft.engine.prompts import PreparedPrompt
+from weft.messages import SchedulerOutput
 from weft.multimodal.items import MediaItem
 from weft.request import Request
 
@@ -90,8 +91,8 @@ class PoisonedImages(Poisoned):
         return super().add(prompt, count, salt)
 
     @torch.inference_mode()
-    def poison(self) -> None:
-        super().poison()
+    def poison(self, step: SchedulerOutput) -> None:
+        super().poison(step)
         encoder, media = self.llm._core.scheduler.encoder, runner_of(self.llm).media
         assert encoder is not None and media is not None
         owned = torch.zeros(len(media.embeddings), dtype=torch.bool)

@@ -18,6 +18,7 @@ from tests.engine.simulator import greedy
 from tests.late_device import LateDevice
 from tests.speculation.conftest import make_repeating_checkpoint
 from tests.tiny import make_model
+from tests.unread import Unread
 from weft import LLM, SamplingParams
 from weft.executor.multi_process import MultiProcessExecutor
 from weft.messages import SchedulerOutput
@@ -90,14 +91,15 @@ class Poisoned:
     policy: str = "exact"
 
     def __post_init__(self) -> None:
+        self.unread = Unread(self.llm)
         if self.is_late:
-            LateDevice(self.llm, before=lambda step: self.poison())
+            LateDevice(self.llm, before=self.poison)
         executor = self.llm._core._executor
         launch = executor.launch
 
         def poisoned(step: SchedulerOutput, *processors: Any) -> Any:
             if not self.is_late:
-                self.poison()
+                self.poison(step)
             self.steps.append(step)
             return launch(step, *processors)
 
@@ -107,11 +109,13 @@ class Poisoned:
         return prompt_of(length)
 
     @torch.inference_mode()
-    def poison(self) -> None:
+    def poison(self, step: SchedulerOutput) -> None:
+        """Fill memory without an owner with NaN, just before ``step`` runs."""
         manager = self.llm._core.manager
         runner = runner_of(self.llm)
-        pages = torch.tensor([0, *manager.pages._free], device=runner.device)
-        slots = torch.tensor([0, *manager.slots._free], device=runner.device)
+        unread_pages, unread_slots = self.unread.before(step)
+        pages = torch.tensor([0, *(set(manager.pages._free) - unread_pages)], device=runner.device)
+        slots = torch.tensor([0, *(set(manager.slots._free) - unread_slots)], device=runner.device)
         for name, spec in runner.spec.layers.items():
             for tensors, unowned in ((spec.paged, pages), (spec.states, slots)):
                 for tensor in tensors:
@@ -167,6 +171,11 @@ class Poisoned:
         """Evict enough of what other cases left for a case to keep what it primes, whatever ran before it."""
         manager = self.llm._core.manager
         assert manager.evictor.make_room(min(CASE_PAGES, manager.pages.num_free + manager.pages.num_evictable))
+
+    def evict_all(self) -> None:
+        """Evict everything from the device, down to the tier below."""
+        manager = self.llm._core.manager
+        assert manager.evictor.make_room(manager.pages.num_free + manager.pages.num_evictable)
 
     def take_free_memory(self) -> None:
         """Empty the cache and hold every page that no request uses."""
@@ -264,6 +273,11 @@ def prime(engine: Poisoned, path: str, prompt: list[int], salt: str) -> int:
         for other in (201, 202):  # the second one leaves the first and so stores the state there
             engine.run([*prompt[:at], other, *prompt[:9]], 2, salt)
         return at
+    if path == "restored":
+        engine.run(prompt, 2, salt)
+        engine.evict_all()
+        has_states = engine.llm._core.manager.spec.has_states
+        return min(len(prompt) - 1, len(prompt) if has_states else len(prompt) // PAGE_SIZE * PAGE_SIZE)
     return 0
 
 

@@ -80,6 +80,23 @@ class Encoding(msgspec.Struct, frozen=True):
     row: int
 
 
+class Transfer(msgspec.Struct, frozen=True):
+    """A copy between the device and the tier in host memory, in one direction.
+
+    Attributes:
+        number: its number. Numbers are unique and need not ascend.
+        pages: ``(source, target)`` pages.
+        states: ``(source, target, page)``. A state's place in host memory also holds the KV of a device page; 0: the
+            state has no partial page.
+        after: number of the last copy to the host whose results this one reads; 0 if these are done.
+    """
+
+    number: int
+    pages: list[tuple[int, int]] = []
+    states: list[tuple[int, int, int]] = []
+    after: int = 0
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # created for every request of every step
     """One request's part of a step.
 
@@ -141,6 +158,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     ``encodings`` run first, and may overwrite rows of the encoder cache that earlier steps read. ``token_masks[row]``
     has, for each token that the row samples, the bits of the allowed tokens, lowest bit first. Rows without a mask may
     sample any token.
+
+    With a tier in host memory, ``stores`` run before everything else, since the step may overwrite what they read.
+    ``restores`` follow and do not hold back the step. The requests of the step may read the results of ``restored``,
+    copies of earlier steps. A step without requests only moves copies on.
     """
 
     step: int
@@ -151,6 +172,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     page_copies: list[tuple[int, int]] = []
     token_masks: dict[int, list[bytes]] = {}
     encodings: list[Encoding] = []
+    stores: list[Transfer] = []
+    restores: list[Transfer] = []
+    restored: list[int] = []
 
     @property
     def num_decodes(self) -> int:
@@ -187,7 +211,8 @@ class ModelOutput(msgspec.Struct, frozen=True):
 
     ``mode`` is the mode of the step (NONE, PIECEWISE, FULL). ``num_padding_tokens`` counts padding tokens.
     ``draft_token_ids`` are drafts made on the device, to follow the tokens of a row that sampled. ``encoder_seconds``
-    is the time for encoding the step's images.
+    is the time for encoding the step's images. ``transfers`` has number and seconds of each copy, of this or an earlier
+    step, that is known to be done now.
     """
 
     step: int
@@ -200,3 +225,4 @@ class ModelOutput(msgspec.Struct, frozen=True):
     num_padding_tokens: int = 0
     draft_token_ids: dict[int, list[int]] = {}
     encoder_seconds: float = 0.0
+    transfers: list[tuple[int, float]] = []

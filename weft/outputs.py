@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 
@@ -85,6 +85,9 @@ class CacheReport:
         num_reused_tokens: tokens that need not be computed.
         num_recomputed_tokens: number of tokens computed again although their KV was stored.
         reason: the reason why not everything was reused, in one or two sentences; empty if all but the last token was.
+        num_restored_tokens: number of reused tokens that came from a tier below the device for this request.
+        restored_from: name of that tier.
+        restore_seconds: time from the order of the restore to its end.
     """
 
     num_prompt_tokens: int
@@ -93,8 +96,26 @@ class CacheReport:
     num_reused_tokens: int
     num_recomputed_tokens: int
     reason: str
+    num_restored_tokens: int = 0
+    restored_from: str = ""
+    restore_seconds: float = 0.0
+
+    def restored(self, num_tokens: int, tier: str, seconds: float) -> CacheReport:
+        """The report of a request for which ``num_tokens`` of the reused tokens were restored."""
+        return replace(self, num_restored_tokens=num_tokens, restored_from=tier, restore_seconds=seconds)
 
     def __str__(self) -> str:
+        found = self._found()
+        if not self.num_restored_tokens:
+            return found
+        what = "KV" if self.state_position is None else "KV and state"
+        num_computed = self.num_prompt_tokens - self.num_reused_tokens
+        return (
+            f"{what} of {self.num_restored_tokens:,} tokens restored from {self.restored_from} in "
+            f"{1e3 * self.restore_seconds:.3g} ms; {num_computed:,} tokens computed; {found}"
+        )
+
+    def _found(self) -> str:
         parts = [f"KV matched {self.num_kv_tokens:,} of {self.num_prompt_tokens:,} tokens"]
         if self.state_position is not None:
             parts.append(f"nearest state at {self.state_position:,}")

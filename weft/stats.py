@@ -36,8 +36,27 @@ class SchedulerStats(CacheStats, frozen=True, kw_only=True):
     ``num_encoder_queries`` and ``num_encoder_hits`` count images and videos whose embeddings a step needed, and those
     that were cached. ``encoder_seconds`` is the time for encoding the others. ``encoder_cache_tokens``: tokens whose
     embeddings are cached now.
+
+    With a tier in host memory, ``host_*`` are places there. ``num_external_query_tokens`` counts prompt tokens that the
+    device did not have, and ``num_external_hit_tokens`` the restored ones, which also count as hits of the device.
+    Bytes and seconds of copies are those of one rank, to the host (``stored``) and back (``restored``).
     """
 
+    host_pages: int = 0
+    host_states: int = 0
+    host_pages_in_use: int = 0
+    host_states_in_use: int = 0
+    num_host_evicted_pages: int = 0
+    num_host_evicted_states: int = 0
+    num_external_query_tokens: int = 0
+    num_external_hit_tokens: int = 0
+    num_restores: int = 0
+    num_refused_restores: int = 0
+    num_failed_restores: int = 0
+    stored_bytes: int = 0
+    stored_seconds: float = 0.0
+    restored_bytes: int = 0
+    restored_seconds: float = 0.0
     num_waiting: int = 0
     num_running: int = 0
     num_preemptions: int = 0
@@ -64,7 +83,7 @@ class EngineStats(SchedulerStats, frozen=True, kw_only=True):
 
 GAUGES = (
     "num_free_pages", "num_evictable_pages", "num_free_slots", "num_evictable_slots", "num_waiting", "num_running",
-    "encoder_cache_tokens",
+    "encoder_cache_tokens", "host_pages", "host_states", "host_pages_in_use", "host_states_in_use",
 )  # fmt: skip
 """Fields that hold a current value. All other fields count events since the engine started."""
 

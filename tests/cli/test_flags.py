@@ -223,3 +223,11 @@ def test_the_list_of_verbs_loads_none_of_them() -> None:
 def test_a_verb_is_listed_with_the_words_of_its_parser() -> None:
     whole = build_parser().format_help()
     assert whole == build_parser("serve").format_help() == build_parser("").format_help()
+
+
+@pytest.mark.parametrize("flag", ["--enable-hierarchical-cache", "--hicache-size=8", "--hicache-ratio=2"])
+def test_flags_of_sglangs_tier_name_the_remedy(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", flag])
+    assert "is a flag of SGLang that Weft does not have: " in (found := capsys.readouterr().err)
+    assert "give --kv-offloading-size" in found

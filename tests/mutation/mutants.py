@@ -16,6 +16,7 @@ from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
 from tests.mutation.settings_and_ends import SETTINGS_AND_ENDS
 from tests.mutation.settings_and_reuse import SETTINGS_AND_REUSE
 from tests.mutation.steps_and_images import STEPS_AND_IMAGES
+from tests.mutation.tiers import TIERS
 from tests.mutation.waits_and_leaks import WAITS_AND_LEAKS
 
 MUTANTS = (
@@ -497,6 +498,7 @@ MUTANTS = (
     *DOORS,
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,
+    *TIERS,
     *CONFIGS_AND_WEIGHTS,
     *DETERMINISM,
     *FIELDS_AND_FIGURES,

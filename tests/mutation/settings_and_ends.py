@@ -41,7 +41,8 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "follow-starves-waiting", "who comes is admitted between steps that follow each other",
-        "weft/scheduler/scheduler.py", "        if self._waiting and self._free_rows:\n            return None\n", "",
+        "weft/scheduler/scheduler.py",
+        "        if len(self._waiting) > num_blocked and self._free_rows:\n            return None\n", "",
         "tests/speculation/test_traffic.py::test_who_comes_is_admitted_between_steps_that_follow_each_other",
     ),
     mutant(

@@ -19,6 +19,7 @@ from weft.cache.policy import EvictionPolicy, ReuseOdds
 from weft.cache.pools import PagePool, StatePool
 from weft.cache.radix_tree import RadixTree
 from weft.cache.spec import CacheSpec
+from weft.cache.tier import Tier
 
 Item = TypeVar("Item", Node, Checkpoint)
 
@@ -71,12 +72,13 @@ class LazyHeap(Generic[Item]):
 
 
 class Evictor:
-    """Evicts from one tree into its pools. It is the watcher of the tree."""
+    """Evicts from one tree into its pools. It is the watcher of the tree. ``tier``: is offered what is evicted."""
 
     def __init__(
         self, spec: CacheSpec, tree: RadixTree, pages: PagePool, slots: StatePool, policy: EvictionPolicy
     ) -> None:
         self.policy = policy
+        self.tier: Tier | None = None
         self.num_evicted_pages = 0
         self.num_evicted_states = 0
         self._spec = spec
@@ -126,6 +128,8 @@ class Evictor:
         assert checkpoint is not None, "evictable states are miscounted"
         self.policy.observe_eviction(self._tree.clock - checkpoint.last_used)
         self.num_evicted_states += 1
+        if self.tier is not None:
+            self.tier.state_leaves(checkpoint)
         # The slot changes its owner without passing through the pool.
         return self._tree.take_checkpoint(checkpoint, lost=True)
 
@@ -135,9 +139,17 @@ class Evictor:
         by_pages = (last_page - pages_needed + 1) * self._spec.page_size
         self.policy.observe_eviction(self._tree.clock - leaf.last_used)
         free_before, states_before = self._pages.num_free, self._tree.num_checkpoints
+        if self.tier is not None:
+            self._offer_tail(self.tier, leaf, max(inner, by_pages))
         self._tree.trim(leaf, max(inner, by_pages))
         self.num_evicted_pages += self._pages.num_free - free_before
         self.num_evicted_states += states_before - self._tree.num_checkpoints
+
+    def _offer_tail(self, tier: Tier, leaf: Node, end: int) -> None:
+        tier.kv_leaves(leaf, end)
+        for position, checkpoint in leaf.checkpoints.items():
+            if position > end:
+                tier.state_leaves(checkpoint)
 
     def _follow_policy(self) -> None:
         self._until_rebuild -= 1

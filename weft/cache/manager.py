@@ -48,6 +48,7 @@ from weft.cache.radix_tree import RadixTree
 from weft.cache.reuse_grid import ReuseGrid
 from weft.cache.spec import CacheSpec
 from weft.cache.state_plan import CheckpointPolicy, StatePlan
+from weft.cache.tier import Tier
 from weft.stats import CacheStats
 
 EMPTY_PREFIX = Prefix(None, 0)
@@ -74,6 +75,7 @@ class Manager:
         checkpoint_policy: the rule that decides where states are stored.
         eviction: the rule that decides what is evicted first; a policy object or the name of one.
         grid: only what prefills computed up to its points is reused; None: everything.
+        tier: a tier below the device, which keeps what is evicted.
 
     Attributes:
         observer: called with every request that has ended, if its whole prompt was computed.
@@ -89,14 +91,16 @@ class Manager:
         checkpoint_policy: CheckpointPolicy = "exact",
         eviction: EvictionPolicy | str = "flops",
         grid: ReuseGrid | None = None,
+        tier: Tier | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self.tier = spec, tier
         self.pages = PagePool(num_pages)
         self.slots = StatePool(num_slots)
         self.tree = RadixTree(spec.page_size, self.pages, self.slots)
         self.enable_prefix_caching = enable_prefix_caching
         policy = make_policy(eviction) if isinstance(eviction, str) else eviction
         self.evictor = Evictor(spec, self.tree, self.pages, self.slots, policy)
+        self.evictor.tier = tier
         self.checkpoint_policy: CheckpointPolicy = checkpoint_policy
         self._grid = grid
         self.states = StatePlan(spec, checkpoint_policy, keeps=enable_prefix_caching, grid=grid)
@@ -124,10 +128,16 @@ class Manager:
         )
 
     def reset(self) -> bool:
-        """Drop every cached prefix and state. Returns False, and changes nothing, while a request holds a lease."""
+        """Drop every cached prefix and state, in all tiers. Returns False, and changes nothing, while a request holds a
+        lease."""
         if self._leases:
             return False
-        return self.evictor.make_room(self.pages.capacity)
+        self.evictor.tier = None
+        self.evictor.make_room(self.pages.capacity)
+        self.evictor.tier = self.tier
+        if self.tier is not None:
+            self.tier.clear()
+        return True
 
     # -- a request comes -------------------------------------------------------------------------------------------
 
@@ -152,10 +162,10 @@ class Manager:
             return Match(tokens, salt, 0, EMPTY_PREFIX, None, self.tree.version, reuse=reuse)
         prefix = self._stored_prefix(tokens, salt, len(tokens) if num_prompt_tokens is None else num_prompt_tokens)
         limit = min(prefix.num_tokens, len(tokens) - 1)
-        if not self._needs_state:
-            return Match(tokens, salt, limit, prefix, None, self.tree.version)
-        checkpoint = prefix.nearest_checkpoint(limit)
-        return Match(tokens, salt, checkpoint.position if checkpoint else 0, prefix, checkpoint, self.tree.version)
+        checkpoint = prefix.nearest_checkpoint(limit) if self._needs_state else None
+        num_tokens = (checkpoint.position if checkpoint is not None else 0) if self._needs_state else limit
+        below = self.tier.look_up(tokens, salt, prefix, num_tokens) if self.tier is not None else None
+        return Match(tokens, salt, num_tokens, prefix, checkpoint, self.tree.version, below=below)
 
     def _stored_prefix(self, tokens: Tokens, salt: str | None, num_prompt_tokens: int) -> Prefix:
         """The longest stored prefix; with a grid, up to a point of it."""
@@ -207,7 +217,7 @@ class Manager:
         self, match: Match, num_tokens: int, reserve_pages: int, num_prompt_tokens: int, boundaries: Sequence[int]
     ) -> Lease | None:
         report = explain(match, needs_state=self._needs_state)
-        node = self._lock_prefix(match)
+        node = self.lock_prefix(match)
         num_shared, copied = divmod(match.num_kv_tokens, self.spec.page_size)
         needed = self.spec.pages_for(num_tokens) - num_shared
         fits = needed + reserve_pages <= self.pages.num_free + self.pages.num_evictable
@@ -228,6 +238,8 @@ class Manager:
             self.evictor.odds.use(source.kind, source.lineage, source.num_uses)
         if node is not None:
             self._touch(match, node)
+            if self.tier is not None and match.num_tokens:
+                self.tier.reused(node, match.num_tokens, source if is_fork else None)
         return Lease(
             tokens=match.tokens,
             salt=match.salt,
@@ -246,7 +258,7 @@ class Manager:
             num_committed_tokens=match.num_tokens,
         )
 
-    def _lock_prefix(self, match: Match) -> Node | None:
+    def lock_prefix(self, match: Match) -> Node | None:
         """Lock exactly the matched path. Returns None if nothing is ever inserted."""
         if not self.enable_prefix_caching:
             return None
@@ -275,6 +287,8 @@ class Manager:
         slot = self.evictor.take_slot()
         self.tree.unpin(source)
         if slot is None and not source.pins:
+            if self.tier is not None:
+                self.tier.state_leaves(source)
             slot = self.tree.take_checkpoint(source, lost=False)
         return slot
 
@@ -383,6 +397,8 @@ class Manager:
             self.drafts.rewind(lease, len(tokens))
         fed = lease.num_committed_tokens
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
+        if not keep and cached and self.tier is not None:
+            self.tier.forget(tokens[:fed], lease.salt)
         if not keep and cached and (node := self.tree.match(tokens[:fed], lease.salt).node) is not None:
             self.tree.remove_path(node)  # drop the states of every prefix, and the KV that no other sequence needs
         if keep and self.observer is not None and fed >= len(lease.tokens):
@@ -401,6 +417,10 @@ class Manager:
         fed = lease.num_committed_tokens
         if lease.node is not None and keep:
             self._hand_over(lease, tokens[:fed], moves_state and len(tokens) >= fed)
+        self._free(lease)
+
+    def _free(self, lease: Lease) -> None:
+        """Free what the lease still holds."""
         for slot in [*lease.checkpoints.slots(), *lease.drafts.slots(), lease.state_slot]:
             if slot:
                 self.slots.release(slot)
@@ -427,6 +447,19 @@ class Manager:
             states.stored.append(states.snapshot)
             states.snapshot = None
         insert(lease, tokens, self.tree, self.slots, self.evictor.odds)
+
+    # -- a prefix comes up from the tier below ---------------------------------------------------------------------
+
+    def hold(self, lease: Lease) -> None:
+        """Count a lease that no request has, for a restore."""
+        self._leases.add(lease)
+
+    def restored(self, lease: Lease, *, keep: bool) -> None:
+        """End such a lease, and insert its KV and state into the tree if ``keep``."""
+        self._leases.remove(lease)
+        if keep:
+            insert(lease, lease.tokens, self.tree, self.slots, self.evictor.odds)
+        self._free(lease)
 
     def check(self) -> None:
         """Assert the invariants: every page and slot has one owner, and nothing leased can be evicted."""

@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from weft.cache.nodes import Checkpoint, Prefix, Tokens
+from weft.cache.tier import Below
 from weft.multimodal.items import media_name
 from weft.outputs import CacheReport
 
@@ -22,6 +23,7 @@ class Match(msgspec.Struct, frozen=True):
         prefix: the stored prefix. Its KV may be longer than ``num_tokens``.
         checkpoint: the state after ``num_tokens`` tokens; None if none is needed or there is none.
         reuse: False if the request asked for none; then ``num_tokens`` is 0.
+        below: a longer prefix that the tier below the device has.
     """
 
     tokens: Tokens
@@ -31,6 +33,7 @@ class Match(msgspec.Struct, frozen=True):
     checkpoint: Checkpoint | None
     version: int
     reuse: bool = True
+    below: Below | None = None
 
     @property
     def num_kv_tokens(self) -> int:
@@ -45,6 +48,8 @@ def explain(match: Match, *, needs_state: bool) -> CacheReport:
         reasons.append(_why_no_state(match))
     if match.reuse and kv < len(match.tokens) - 1:
         reasons.append(_why_no_kv(match))
+    if match.below is not None and match.below.refused:
+        reasons.append(f"host memory has {match.below.num_tokens:,} tokens, but {match.below.refused}")
     return CacheReport(
         num_prompt_tokens=len(match.tokens),
         num_kv_tokens=kv,

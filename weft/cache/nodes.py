@@ -61,7 +61,8 @@ class Checkpoint:
 class Node:
     """A span of tokens with its KV pages and checkpoints. ``locks`` counts the leases at or below it.
 
-    A root has no parent, no tokens, and the ``salt`` of the sequences below it.
+    A root has no parent, no tokens, and the ``salt`` of the sequences below it. ``page_keys`` belongs to the tier below
+    the device: a key for each whole page that ends inside the span, or fewer if they were not needed yet.
     """
 
     parent: Node | None
@@ -76,6 +77,7 @@ class Node:
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     lost_states: dict[int, float] = field(default_factory=dict)
     lost_continuations: dict[int, float] = field(default_factory=dict)
+    page_keys: list[bytes] = field(default_factory=list)
 
     @property
     def end(self) -> int:

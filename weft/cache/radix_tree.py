@@ -126,6 +126,8 @@ class RadixTree:
             if node.locks:
                 self._pages.pin(kept[:1])
         node.parent.children[int(node.tokens[0])] = upper
+        num_keys = position // self.page_size - first
+        upper.page_keys, node.page_keys = node.page_keys[:num_keys], node.page_keys[num_keys:]
         node.parent, node.start, node.tokens, node.pages = upper, position, node.tokens[cut:], kept
         upper.children[int(node.tokens[0])] = node
         _move_states(node, upper, position)
@@ -262,6 +264,7 @@ class RadixTree:
             self._drop_if_empty_root(parent)
         else:
             leaf.tokens, leaf.pages = leaf.tokens[: end - leaf.start], leaf.pages[:kept]
+            leaf.page_keys = leaf.page_keys[: end // self.page_size - leaf.start // self.page_size]
             leaf.lost_states = {p: when for p, when in leaf.lost_states.items() if p <= end}
             self._offer_leaf(leaf)
         self.version += 1

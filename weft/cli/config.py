@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.bench import report
 from weft.cli.flags import add_engine_flags, engine_settings
@@ -20,7 +20,10 @@ from weft.config.layer_spec import DTYPE_BYTES
 from weft.config.model import Mixers
 from weft.config.resolution import resolve_settings
 from weft.config.weights import rank_weight_bytes, tower_bytes
-from weft.errors import CapacityError
+from weft.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from weft.cache.spec import CacheSpec
 
 MEASURED = "measured when the engine starts: what the GPU has left beside weights, the largest step and graphs"
 
@@ -81,6 +84,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
     if config.encoder_cache_size is not None:
         costs["vision_tower_bytes"] = tower_bytes(config.model_config, config.dtype)
         costs["encoder_cache_bytes"] = encoder_cache_bytes(config)
+    costs |= _host_tier(config, spec)
     if config.device != "cpu":
         measured = {"num_kv_pages": MEASURED, "num_state_slots": MEASURED}
         return costs | on_gpu(weights, config.gpu_memory_utilization, gpu_bytes()) | {"reasons": measured}
@@ -98,6 +102,19 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
         "full_contexts": plan.num_full_contexts(spec.page_size),
         "reasons": plan.reasons,
     }
+
+
+def _host_tier(config: EngineConfig, spec: CacheSpec) -> dict[str, Any]:
+    """The places of the tier in host memory, if there is one."""
+    if not config.kv_offloading_size:
+        return {}
+    from weft.offload.plan import plan_tier
+
+    try:
+        plan = plan_tier(config, spec)
+    except ConfigError as error:
+        return {"host_reasons": {"host_error": str(error)}}
+    return {"host_pages": plan.num_pages, "host_states": plan.num_slots, "host_reasons": plan.reasons}
 
 
 def encoder_cache_bytes(config: EngineConfig) -> int:
@@ -168,6 +185,9 @@ def _capacity_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
             ("bytes of the vision tower", f"{found['vision_tower_bytes']:,}", "among the weights, on every rank")
         )
         rows.append(("bytes of images' embeddings", f"{found['encoder_cache_bytes']:,}", "encoder_cache_size"))
+    titles = {"host_pages": "KV pages in host memory", "host_states": "states in host memory", "host_error": "no tier"}
+    for name, reason in found.get("host_reasons", {}).items():
+        rows.append((titles[name], f"{found[name]:,}" if name in found else "", reason))
     if "error" in found:
         return [*rows, ("nothing fits", "", found["error"])]
     names = {

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from weft.config.aliases import ALIASES, SERVER_FLAGS
+from weft.config.aliases import ALIASES, REFUSED_FLAGS, SERVER_FLAGS
 from weft.config.fields import OPTIONS, Option
 from weft.config.flag_names import flag_name
 from weft.config.vllm_settings import VLLM_SETTINGS
@@ -46,6 +46,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False, p
     name = "trust_remote_code"
     help = f"no effect: {VLLM_SETTINGS[name].why}"
     group.add_argument(flag_name(name), dest=prefix + name, action="store_true", default=argparse.SUPPRESS, help=help)
+    for flag, why in REFUSED_FLAGS.items():
+        group.add_argument(flag, action=_Refused, nargs="?", const=why, help=argparse.SUPPRESS)
     for flag in () if server else SERVER_FLAGS:
         group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
 
@@ -118,6 +120,15 @@ class _Key(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         value = int(values) if values.isdecimal() else values
         setattr(namespace, self.dest, (getattr(namespace, self.dest, None) or {}) | {self.const: value})
+
+
+class _Refused(argparse.Action):
+    """Refuses a flag of another engine; ``const`` is the remedy."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None
+    ) -> NoReturn:
+        parser.error(f"{option} is a flag of SGLang that Weft does not have: {self.const}")
 
 
 class _ServerFlag(argparse.Action):

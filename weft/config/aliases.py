@@ -36,6 +36,7 @@ ALIASES: Mapping[str, Alias] = {
     "--mamba-scheduler-strategy": Alias("state_checkpoint_policy"),
     "--mamba-radix-cache-strategy": Alias("state_checkpoint_policy"),
     "--enable-deterministic-inference": Alias("deterministic", value=True),
+    "--hicache-write-policy": Alias("kv_offloading_policy"),
     "--profile": Alias("profile_dir"),
     "--speculative-algorithm": Alias("speculative_config", key="algorithm"),
     "--speculative-num-steps": Alias("speculative_config", key="num_steps"),
@@ -44,6 +45,15 @@ ALIASES: Mapping[str, Alias] = {
     "--speculative-ngram-min-match-window-size": Alias("speculative_config", key="ngram_min_match_window_size"),
     "--speculative-ngram-max-match-window-size": Alias("speculative_config", key="ngram_max_match_window_size"),
 }
+
+_SIZE = "give --kv-offloading-size, the GiB of host memory over all ranks"
+
+REFUSED_FLAGS: Mapping[str, str] = {
+    "--enable-hierarchical-cache": _SIZE,
+    "--hicache-size": f"it counts GB of each rank; {_SIZE}",
+    "--hicache-ratio": f"it counts multiples of the device's memory; {_SIZE}",
+}
+"""Flags of SGLang without an equal meaning here, each with the remedy."""
 
 SERVER_FLAGS = ("--api-key", "--host", "--port")
 """Flags of ``weft serve``. The other verbs refuse them by name and do not call them unknown."""

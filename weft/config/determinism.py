@@ -69,6 +69,8 @@ def _problems_of_settings(values: Mapping[str, Any]) -> Iterator[str]:
         yield "tensor_parallel_size above 1: the sum over ranks has no fixed order; use data_parallel_size"
     if values["speculative_config"] is not None:
         yield "speculative_config: verification sums in another order than decoding; leave it out"
+    if values["kv_offloading_size"]:
+        yield "kv_offloading_size: what comes back may have been computed in other pieces; leave it out"
     if values["mamba_ssm_dtype"] == "bfloat16":
         yield "mamba_ssm_dtype='bfloat16': a step's end would round the state; use float32"
     if values["enable_torch_compile"]:

@@ -43,6 +43,8 @@ def _without_effect(
     if values["language_model_only"]:
         why = reasons["language_model_only"].replace("asked for", "language_model_only=True")
         yield from ((name, why) for name in _MEDIA)
+    if not values["kv_offloading_size"]:
+        yield "kv_offloading_policy", "kv_offloading_size gives no memory"
     if not states:
         yield from ((name, f"{model.architecture} has no recurrent layers") for name in _STATES)
     if values["skip_tokenizer_init"]:

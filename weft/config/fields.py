@@ -190,6 +190,14 @@ class EngineConfig:
         "text", "flops", "what is evicted first: flops (old entries that save few FLOPs per byte) or lru",
         choices=("flops", "lru"),
     )  # fmt: skip
+    kv_offloading_size: float | None = _option(
+        "float", None, "GiB of host memory, over all ranks, for KV and states that leave the device; default: none",
+        low=0.0,
+    )  # fmt: skip
+    kv_offloading_policy: Literal["write_back", "write_through_selective"] = _option(
+        "text", "write_back", "when entries are copied to host memory: write_back (when they are evicted) or "
+        "write_through_selective (once a request has reused them)", choices=("write_back", "write_through_selective"),
+    )  # fmt: skip
     # graphs
     enforce_eager: bool = _option("bool", False, "run without CUDA graphs")
     cuda_graph_mode: str = _option(

@@ -105,8 +105,8 @@ def _check_cache_settings(values: dict[str, Any], given: Set[str]) -> None:
     """Refuse settings that have no effect without the prefix cache."""
     if values["enable_prefix_caching"]:
         return
-    for name in ("state_checkpoint_policy", "eviction_policy"):
-        if name in given:
+    for name in ("state_checkpoint_policy", "eviction_policy", "kv_offloading_size"):
+        if name in given and values[name]:
             raise ConfigError(
                 f"{name}={values[name]!r} has no effect with enable_prefix_caching=False; leave one of them out"
             )

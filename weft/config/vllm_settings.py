@@ -52,7 +52,7 @@ VLLM_SETTINGS: Mapping[str, Elsewhere] = {
     "enable_lora": Elsewhere((False,), "LoRA is not supported; merge the adapter into the checkpoint"),
     "pipeline_parallel_size": Elsewhere((1,), "use tensor_parallel_size or data_parallel_size"),
     "cpu_offload_gb": Elsewhere((0,), "weights stay on the device; use quantization, or tensor_parallel_size"),
-    "kv_offloading_size": Elsewhere((0,), "the cache stays on the device"),
+    "kv_offloading_backend": Elsewhere(("native",), "give kv_offloading_size alone; the tier is Weft's own"),
     "tokenizer_mode": Elsewhere(("auto", "hf"), "the checkpoint's tokenizer.json is read"),
     "config_format": Elsewhere(("auto", "hf"), "Hugging Face checkpoints are read"),
     "task": Elsewhere(("auto", "generate"), "models generate; no embeddings, scores or classes"),

@@ -49,6 +49,8 @@ from weft.stats import EngineStats
 
 if TYPE_CHECKING:
     from weft.layers.sampler import LogitsProcessor
+    from weft.offload.restores import Restores
+    from weft.offload.tier import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,9 @@ class EngineCore:
         self.startup: dict[str, float] = dict(self._executor.startup)
         for name, reason in self.plan.reasons.items():
             logger.info("%s: %s", name, reason)
-        self.manager = _make_manager(config, self.plan)
+        spec = CacheSpec.of(config)
+        tier = _make_tier(config, spec)
+        self.manager = _make_manager(config, spec, self.plan, tier)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=self.plan.max_num_seqs,
@@ -74,6 +78,7 @@ class EngineCore:
             drafts=_make_drafts(config, self.manager, self.plan.max_model_len),
             encoder=_make_encoder(config),
             grid=StepGrid(CHUNK_SIZE) if config.deterministic else None,
+            restores=_make_restores(config, self.manager, tier),
         )
         self._tuner = _make_tuner(config, self.manager)
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
@@ -158,6 +163,8 @@ class EngineCore:
             self._end_broken(scheduler_output, error)
             raise
         self._inspection.steps.ended(scheduler_output, launched, output.mode, output.num_padding_tokens)
+        if self.scheduler.restores is not None:
+            self.scheduler.restores.computed(scheduler_output, self._inspection.steps.steps[-1].seconds)
         return output
 
     def _no_token_left(self, request: Request, sampled: list[int]) -> tuple[int, str] | None:
@@ -247,16 +254,34 @@ def _make_encoder(config: EngineConfig) -> EncoderCache | None:
     return EncoderCache(config.encoder_cache_size, config.max_num_encoder_input_tokens)
 
 
-def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
+def _make_tier(config: EngineConfig, spec: CacheSpec) -> HostTier | None:
+    """Make the tier below the device, if the settings have one."""
+    if not config.kv_offloading_size:
+        return None
+    from weft.offload.build import make_tier
+
+    return make_tier(config, spec)
+
+
+def _make_restores(config: EngineConfig, manager: Manager, tier: HostTier | None) -> Restores | None:
+    if tier is None:
+        return None
+    from weft.offload.build import make_restores
+
+    return make_restores(manager, tier, config)
+
+
+def _make_manager(config: EngineConfig, spec: CacheSpec, plan: CachePlan, tier: HostTier | None) -> Manager:
     """Make the cache manager over pools of the planned sizes."""
     return Manager(
-        CacheSpec.of(config),
+        spec,
         num_pages=plan.num_pages,
         num_slots=plan.num_slots,
         enable_prefix_caching=config.enable_prefix_caching,
         checkpoint_policy=config.state_checkpoint_policy,
         eviction=config.eviction_policy,
         grid=ReuseGrid(CHUNK_SIZE) if config.deterministic else None,
+        tier=tier,
     )
 
 

@@ -35,6 +35,8 @@ class Failures:
         rows = [scheduled.row for scheduled in scheduler_output.requests]
         if self._scheduler.encoder is not None:
             self._scheduler.encoder.discard(scheduler_output.encodings)
+        if self._scheduler.restores is not None:
+            self._scheduler.restores.broke(scheduler_output)
         self._requests += self._scheduler.update(ModelOutput(scheduler_output.step, [], [], failed_rows=rows))
 
     def end_all(self, in_flight: Iterable[SchedulerOutput], held_back: Iterable[Request]) -> None:

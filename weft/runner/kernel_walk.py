@@ -28,6 +28,8 @@ def walk_kernels(runner: StartingRunner) -> None:
         _walk(runner, slow_steps(limits, slot))
         walk_captured_steps(runner)
         _walk(runner, covering_steps(limits, slot))
+        if runner.steps.transfers is not None:
+            runner.steps.transfers.walk()
         if runner.media is not None:
             runner.media.run_smallest()
             runner.launch(image_step(slot, runner.media.merge))

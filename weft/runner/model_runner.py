@@ -61,6 +61,7 @@ from weft.weights import load_weights
 
 if TYPE_CHECKING:
     from weft.pieces.model_compiler import ModelCompiler
+    from weft.runner.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class ModelRunner:
         with explained_out_of_memory("loading the weights", config):
             with stage("model"):
                 self._make_model()
+            self.host = _make_host_memory(config, self.spec, self.device)
             with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
                 load_weights(self.model, config.model_config, config.model_path, config.load_format, config.seed)
         with explained_out_of_memory("the largest step", config), stage("memory"):
@@ -181,7 +183,7 @@ class ModelRunner:
         """Make caches, rows and buffers of the planned sizes."""
         max_tokens = self.capture_sizes(plan).max_tokens
         self.steps = StepRunner(
-            self.model, self._layers, self.config, self.spec, plan, self._backend, max_tokens, self.media
+            self.model, self._layers, self.config, self.spec, plan, self._backend, max_tokens, self.media, self.host
         )
 
     def _capture_graphs(self) -> None:
@@ -239,6 +241,16 @@ def _measured_modes(config: EngineConfig) -> MeasuredModes | None:
     from weft.pieces.mode_table import ModeTable
 
     return ModeTable.of(read_profile(Path(config.graph_profile)))
+
+
+def _make_host_memory(config: EngineConfig, spec: CacheSpec, device: torch.device) -> HostMemory | None:
+    """Allocate the memory of the tier below the device, if the settings have one."""
+    if not config.kv_offloading_size:
+        return None
+    from weft.offload.plan import plan_tier
+    from weft.runner.host_memory import HostMemory
+
+    return HostMemory(plan_tier(config, spec), device)
 
 
 def _make_compiler(config: EngineConfig, model: nn.Module) -> ModelCompiler | None:

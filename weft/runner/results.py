@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from weft.ops.steps import NUM_RESULTS, store_step_results
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.sampling.step_sampler import StepTokens
+
+if TYPE_CHECKING:
+    from weft.runner.host_memory import Transfers
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -77,6 +81,8 @@ class ResultMemory:
     ) -> ResultBlock:
         """Start writing what there is, as ``store_step_results`` takes it, to the host."""
         block = ResultBlock(self._free.pop() if self._free else self._allocate(), self._free)
+        if token_ids is None and prefill_failed is None:
+            return block  # a step without requests
         ints, flags = self._no_ints, self._no_flags
         store_step_results(
             block.host,
@@ -133,6 +139,7 @@ class PendingStep:
         mode: the graph mode in which the step runs.
         num_padding_tokens: padding rows that the step computes.
         encoder_time: time of the vision tower; None if the step encodes no images.
+        transfers: copies between the device and a tier in host memory; None without one.
     """
 
     step: int
@@ -148,6 +155,7 @@ class PendingStep:
     mode: str = "NONE"
     num_padding_tokens: int = 0
     encoder_time: EncoderTime | None = None
+    transfers: Transfers | None = None
 
     def __post_init__(self) -> None:
         if self.block.done is not None:
@@ -180,7 +188,14 @@ class PendingStep:
             self.num_padding_tokens,
             self._drafts(drafts[: math.prod(shape)].reshape(shape)),
             self.encoder_time.seconds() if self.encoder_time is not None else 0.0,
+            self._finished_transfers(self.transfers) if self.transfers is not None else [],
         )
+
+    def _finished_transfers(self, transfers: Transfers) -> list[tuple[int, float]]:
+        """The copies that are done by now. A step without requests waits for one."""
+        if not (self.rows or self.prefill_rows):
+            transfers.wait()
+        return transfers.finished()
 
     def _drafts(self, drafts: np.ndarray) -> dict[int, list[int]]:
         """The drafts by row, without rows that have none."""

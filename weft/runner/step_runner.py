@@ -6,7 +6,8 @@ whose a page is; how the model was loaded or the caches were sized.
 
 One step, in the order that ``messages.py`` promises:
 
-1. Encode images, free finished rows, add new rows, copy pages, fork states, and load the rows of images.
+1. Copy evicted entries to the host, encode images, free finished rows, add new rows, copy pages, fork states, and load
+   the rows of images.
 2. Lay the step out, choose a graph, build the batch.
 3. Run the forward pass, sample, store the tokens.
 """
@@ -14,7 +15,7 @@ One step, in the order that ``messages.py`` promises:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
@@ -46,6 +47,9 @@ from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_layout import LayoutRules
 
+if TYPE_CHECKING:
+    from weft.runner.host_memory import HostMemory
+
 
 class StepRunner:
     """Steps of one model over newly made caches.
@@ -55,6 +59,7 @@ class StepRunner:
         spec, plan: of the caches.
         max_captured_tokens: of the largest forward pass that will be captured.
         media: of the model, if it reads images.
+        host: memory of a tier below the device.
 
     Attributes:
         caches: by layer name.
@@ -74,6 +79,7 @@ class StepRunner:
         backend: Backend,
         max_captured_tokens: int,
         media: MediaInputs | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self._model, self._media, self._drafts_on_device = model, media, config.drafts_on_device
         device, model_config = torch.device(config.device), config.model_config
@@ -86,6 +92,7 @@ class StepRunner:
 
         self.context = context
         self.copier = CacheCopier(spec.layers, caches, backend, device)
+        self.transfers = host.transfers(spec, caches, device, backend) if host is not None else None
         self.rows = _row_table(config, spec, plan, device, reads_images=media is not None)
         self.builder = _batch_builder(config, spec, plan, self.rows, backend, reads_images=media is not None)
         self.sampler = StepSampler(config, self.builder, self.rows, backend)
@@ -133,9 +140,15 @@ class StepRunner:
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> PendingStep:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
+        if self.transfers is not None:
+            self.transfers.begin(scheduler_output)
         encodings = scheduler_output.encodings
         encoder_time = self._media.encode(encodings) if self._media is not None and encodings else None
         self.prepare(scheduler_output)
+        if not scheduler_output.requests:
+            pending = pending_step(self._results, scheduler_output, None)
+            pending.transfers = self.transfers
+            return pending
         if self._media is not None and self.rows.rope_positions:
             self._media.load(scheduler_output.requests, self.rows)
         edits = NO_EDITS
@@ -155,7 +168,7 @@ class StepRunner:
             pending = self._run_mixed(scheduler_output, shape, choice, needs_all_rows, edits)
         self.builder.mark_sent()
         pending.mode, pending.num_padding_tokens = str(choice.mode), padded.num_tokens - shape.num_tokens
-        pending.encoder_time = encoder_time
+        pending.encoder_time, pending.transfers = encoder_time, self.transfers
         return pending
 
     def _choose(self, shape: BatchDescriptor, needs_all_rows: bool) -> Choice:

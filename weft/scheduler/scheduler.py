@@ -16,6 +16,9 @@ resumes from what is left by then. Nothing is admitted in a step with a preempti
 its known tokens fit and every running request can still grow by a page; otherwise it would soon be preempted again. The
 first running request is never preempted: alone it always finds pages.
 
+A waiting request lets others pass while its prefix is restored from a tier below the device
+(``weft/offload/restores.py``).
+
 A waiting request that shares a long prefix with a prefill in flight lets others pass until that prefill is done, and
 then reuses it (``MIN_IN_FLIGHT_MATCH``). Prompts that arrive together are thus computed once.
 
@@ -28,6 +31,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
@@ -46,6 +50,9 @@ from weft.scheduler.step_grid import StepGrid
 from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
 
+if TYPE_CHECKING:
+    from weft.offload.restores import Restores
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,6 +69,7 @@ class Scheduler:
         drafts: DraftPlanner | None = None,
         encoder: EncoderCache | None = None,
         grid: StepGrid | None = None,
+        restores: Restores | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request must be able to decode in one step"
         self.manager = manager
@@ -70,6 +78,7 @@ class Scheduler:
         self.drafts = drafts
         self.encoder = encoder
         self._grid = grid
+        self.restores = restores
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._order = FairOrder()
         self._waiting = WaitingQueue(policy, self._order)
@@ -102,6 +111,8 @@ class Scheduler:
             return False
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.status is RequestStatus.WAITING:
+            if self.restores is not None:
+                self.restores.ended(request)
             self._waiting.remove(request)
             self._lookups.remove(request)
             self._end(request)
@@ -121,7 +132,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request waits, runs, or has a step in flight."""
-        return bool(self._waiting or self._running or self._launched)
+        return bool(self._waiting or self._running or self._launched) or self._restores_now
+
+    @property
+    def _restores_now(self) -> bool:
+        """Whether a prefix is being restored."""
+        return self.restores is not None and self.restores.is_active
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -131,6 +147,7 @@ class Scheduler:
             num_stalls=self._stalls.num_stalls,
             **(self.drafts.stats() if self.drafts is not None else {}),
             **(self.encoder.stats() if self.encoder is not None else {}),
+            **(self.restores.stats() if self.restores is not None else {}),
             **asdict(self.manager.stats()),
         )
 
@@ -160,11 +177,12 @@ class Scheduler:
             if self.drafts is not None:
                 planned, budget = add_drafts(self.drafts, planned, budget)
             self._plan_waiting(planned, budget)
-        return self._make_scheduler_output(planned) if planned else None
+        return self._make_scheduler_output(planned) if planned or self._restores_now else None
 
     def _follow(self, planner: DraftPlanner) -> SchedulerOutput | None:
         """Plan a step while the accepted drafts of the previous step are unknown; None if the plan needs them."""
-        if self._waiting and self._free_rows:
+        num_blocked = self.restores.num_blocked if self.restores is not None else 0
+        if len(self._waiting) > num_blocked and self._free_rows:
             return None
         planned = following_step(planner, self.manager, self._running, self._launched, self.max_num_batched_tokens)
         return self._make_scheduler_output(planned) if planned else None
@@ -200,6 +218,10 @@ class Scheduler:
     def _grow(self, running: Running, num_tokens: int) -> bool:
         """Allocate pages for ``num_tokens`` tokens in all, preempting other requests if needed."""
         while self.manager.allocate(running.lease, num_tokens) is None:
+            if self.restores is not None and self.restores.is_active:
+                if not self.restores.give_up():
+                    return False
+                continue
             victim = self._running[-1]
             if victim.in_flight or self._leaving:
                 return False  # a launched step frees room when it is done, so this request just waits
@@ -241,10 +263,14 @@ class Scheduler:
                 break
             if self._grid is not None and not self._grid.reach(request, match.num_tokens, budget):
                 break
+            if self.restores is not None:
+                if self.restores.waits(request, match, len(self._running)):
+                    continue
+                match = self._lookups.match(request)
             lease = self.manager.lease(
                 match,
                 request.num_tokens,
-                reserve_pages=len(self._running),
+                reserve_pages=self._num_reserved_pages,
                 num_prompt_tokens=request.num_prompt_tokens,
                 boundaries=request.checkpoint_positions,
             )
@@ -265,6 +291,12 @@ class Scheduler:
             budget -= num_tokens
             planned.append(Planned(running, num_tokens))
 
+    @property
+    def _num_reserved_pages(self) -> int:
+        """Pages that an admission must leave for others."""
+        missing = self.restores.num_missing_pages if self.restores is not None else 0
+        return len(self._running) + missing
+
     def _reach(self, request: Request, num_tokens: int) -> int:
         """How many of the request's next ``num_tokens`` tokens can run, up to the first image that has to wait, and to
         the last point of the grid."""
@@ -279,10 +311,11 @@ class Scheduler:
         running = Running(request, self._free_rows.pop(), lease)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = lease.num_cached_tokens
-        logger.debug("%s: %s", request.request_id, lease.report)
+        report = lease.report if self.restores is None else self.restores.admitted(request, lease)
+        logger.debug("%s: %s", request.request_id, report)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lease.num_cached_tokens
-            request.cache_report = lease.report
+            request.cache_report = report
             request.times.first_scheduled = time.monotonic()
             self._num_admitted += 1
             request.admission = self._num_admitted
@@ -301,6 +334,7 @@ class Scheduler:
             Launched(p.running, e.samples, e.start + e.num_tokens, len(p.drafts), p.num_proposed) for p, e in scheduled
         ]
         finished_rows, self._finished_rows = self._finished_rows, []
+        stores, restores, restored = self.restores.take_orders() if self.restores is not None else (EMPTY, EMPTY, EMPTY)
         return SchedulerOutput(
             self._step,
             [entry for _, entry in scheduled],
@@ -309,6 +343,9 @@ class Scheduler:
             state_forks=[running.lease.state_fork for running in starting if running.lease.state_fork],
             page_copies=[running.lease.page_copy for running in starting if running.lease.page_copy],
             encodings=self.encoder.take_encodings() if self.encoder is not None else [],
+            stores=stores,
+            restores=restores,
+            restored=restored,
         )
 
     def _announce(self, running: Running) -> NewRequest:
@@ -364,6 +401,8 @@ class Scheduler:
         results = dict(zip(output.rows, output.token_ids, strict=True))  # of a row with drafts, the last token only
         if self.encoder is not None:
             self.encoder.seconds += output.encoder_seconds
+        if self.restores is not None:
+            self.restores.done(output.transfers)
         runs = tokens_by_row(output) if self.drafts is not None else {}
         changed: list[Request] = []
         charges: dict[str, int] = {}
@@ -459,6 +498,8 @@ class Scheduler:
         self.manager.check()
         if self.encoder is not None:
             self.encoder.check()
+        if self.restores is not None:
+            self.restores.check()
         assert self._stalls.num_stalls == 0, "a request was preempted twice, and no token was computed in between"
         rows = [r.row for r in self._running + self._leaving]
         assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "a row has two owners"

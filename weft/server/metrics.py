@@ -8,7 +8,7 @@ calls are counted (``request_metrics.py``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,8 @@ class _EngineCollector(Collector):
             yield from _drafts(stats, labels)
         if service.config.model_config.runs_vision:
             yield from _images(stats, labels)
+        if service.config.kv_offloading_size:
+            yield from _host_tier(stats, labels)
         yield _gauge("weft:kv_pages", "KV pages in all", pages, labels)
         yield _gauge("weft:kv_pages_free", "KV pages that hold nothing", stats.num_free_pages, labels)
         yield _gauge("weft:kv_pages_cached", "KV pages kept for reuse only", stats.num_evictable_pages, labels)
@@ -166,6 +168,26 @@ def _images(stats: EngineStats, labels: dict[str, str]) -> Iterable[Any]:
     yield _counter("weft:encoder_hits", "of these, those whose embeddings were kept", hits, labels)
     yield _counter("weft:encoder_seconds", "seconds of encoding the others", stats.encoder_seconds, labels)
     yield _gauge("weft:encoder_cache_tokens", "tokens whose embeddings are kept", stats.encoder_cache_tokens, labels)
+
+
+def _host_tier(stats: EngineStats, labels: dict[str, str]) -> Iterable[Any]:
+    """The tier in host memory, under vLLM's names where there are some."""
+    name, help = "vllm:external_prefix_cache", "prompt tokens that the device did not have"
+    yield _counter(f"{name}_queries", help, stats.num_external_query_tokens, labels)
+    help = "of these, tokens restored from host memory; they also count as hits of the prefix cache"
+    yield _counter(f"{name}_hits", help, stats.num_external_hit_tokens, labels)
+    sizes = {"GPU_to_CPU": stats.stored_bytes, "CPU_to_GPU": stats.restored_bytes}
+    seconds = {"GPU_to_CPU": stats.stored_seconds, "CPU_to_GPU": stats.restored_seconds}
+    yield _counters("vllm:kv_offload_total_bytes", "bytes copied by one rank", "transfer_type", sizes, labels)
+    yield _counters("vllm:kv_offload_total_time", "seconds of these copies", "transfer_type", seconds, labels)
+    restores = {"begun": stats.num_restores, "refused": stats.num_refused_restores, "failed": stats.num_failed_restores}
+    yield _counters("weft:restores", "restores of prefixes from host memory", "kind", restores, labels)
+    yield _gauge("weft:host_pages", "places for KV pages in host memory", stats.host_pages, labels)
+    yield _gauge("weft:host_pages_used", "of these, those in use", stats.host_pages_in_use, labels)
+    yield _gauge("weft:host_states", "places for states in host memory", stats.host_states, labels)
+    yield _gauge("weft:host_states_used", "of these, those in use", stats.host_states_in_use, labels)
+    yield _counter("weft:host_evicted_pages", "KV pages evicted from host memory", stats.num_host_evicted_pages, labels)
+    yield _counter("weft:host_evicted_states", "states evicted from host memory", stats.num_host_evicted_states, labels)
 
 
 def _drafts(stats: EngineStats, labels: dict[str, str]) -> Iterable[Any]:
@@ -216,7 +238,9 @@ def _counter(name: str, help: str, value: float, labels: dict[str, str] | None =
     return family
 
 
-def _counters(name: str, help: str, label: str, values: dict[str, int], labels: dict[str, str]) -> CounterMetricFamily:
+def _counters(
+    name: str, help: str, label: str, values: Mapping[str, float], labels: dict[str, str]
+) -> CounterMetricFamily:
     """One counter for each value of a further label."""
     family = CounterMetricFamily(name, help, labels=[*labels, label])
     for key, value in values.items():

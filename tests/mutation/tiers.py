@@ -1,0 +1,64 @@
+"""Bugs to plant in the tier below the device."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import mutant
+
+TIER, FUZZ, ENGINE = "tests/offload/test_tier.py", "tests/offload/test_tier_fuzz.py", "tests/offload/test_engine.py"
+MATRIX = "tests/test_x_matrix_tiers.py"
+
+TIERS = (
+    mutant(
+        "tier-kv-without-state", "KV comes up with its state, or not at all", "weft/offload/tier.py",
+        "if self._spec.has_states:\n            found", "if not self.states.capacity:\n            found", TIER, FUZZ,
+    ),
+    mutant(
+        "tier-state-without-kv", "a state comes up with all KV before it, or not at all", "weft/offload/tier.py",
+        "                if entry is None:\n                    break\n                pages.append(entry)",
+        "                if entry is not None:\n                    pages.append(entry)", TIER, FUZZ,
+    ),
+    mutant(
+        "tier-salt-ignored", "nothing of one salt is found with another", "weft/offload/keys.py",
+        'text = f"{fingerprint}\\n" if salt is None else f"{fingerprint}\\nsalt {salt}"', "text = fingerprint", TIER,
+    ),
+    mutant(
+        "tier-no-pin-while-evicting", "making room for a restore evicts nothing that it reads",
+        "weft/offload/restores.py", "        self.tier.pin(_entries(below))  #", "        #", FUZZ, TIER,
+    ),
+    mutant(
+        "tier-tail-page-lost", "a state comes with the KV of its partial page", "weft/offload/restores.py",
+        "lease.pages[-1] if has_tail else 0", "0", FUZZ, MATRIX,
+    ),
+    mutant(
+        "tier-keeps-nan", "what NaN has touched is dropped in both tiers", "weft/cache/manager.py",
+        "            self.tier.forget(tokens[:fed], lease.salt)", "            pass", TIER,
+    ),
+    mutant(
+        "tier-keeps-broken-stores", "what a broken step should have stored is dropped", "weft/offload/restores.py",
+        "            lost.update(self.tier.broke(transfer.number))", "            pass", TIER,
+    ),
+    mutant(
+        "tier-stores-too-late", "evicted pages are read before the step writes to them", "weft/runner/step_runner.py",
+        "        if self.transfers is not None:\n            self.transfers.begin(scheduler_output)\n", "", ENGINE,
+    ),
+    mutant(
+        "tier-stores-after-copies", "evicted states are read before forks write to their slots",
+        "weft/runner/step_runner.py",
+        "        self.prepare(scheduler_output)\n        if not scheduler_output.requests",
+        "        self.prepare(scheduler_output)\n        if self.transfers is not None:\n"
+        "            self.transfers.begin(scheduler_output)\n        if not scheduler_output.requests", MATRIX,
+    ),
+    mutant(
+        "tier-admits-before-the-end", "a prefix enters the tree when its last copy is done", "weft/offload/restores.py",
+        "if active is None or active.outstanding or not", "if active is None or not", FUZZ,
+    ),
+    mutant(
+        "tier-last-token-twice", "at least one token of a restored prompt is computed", "weft/offload/tier.py",
+        "prefix.num_tokens, num_tokens, len(tokens) - 1)", "prefix.num_tokens, num_tokens, len(tokens))", TIER, FUZZ,
+    ),
+    mutant(
+        "tier-split-keys", "a split node keeps the keys of its own pages", "weft/cache/radix_tree.py",
+        "node.page_keys[:num_keys], node.page_keys[num_keys:]", "node.page_keys[num_keys:], node.page_keys[:num_keys]",
+        FUZZ,
+    ),
+)  # fmt: skip

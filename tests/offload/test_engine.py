@@ -1,0 +1,56 @@
+"""Whole engines with a tier in host memory: what users see of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from weft import LLM, SamplingParams
+from weft.config import resolve
+from weft.errors import ConfigError
+
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+PROMPTS = [[(i * i + seed) % 300 + 5 for i in range(150)] for seed in range(4)]
+TINY = {"device": "cpu", "num_kv_pages": 24, "num_state_slots": 5, "max_num_seqs": 2, "max_model_len": 256}
+
+
+def serve(llm: LLM, index: int) -> tuple[list[int], str, int]:
+    output = llm.generate({"prompt_token_ids": PROMPTS[index]}, PARAMS, use_tqdm=False)[0]
+    return list(output.outputs[0].token_ids), str(output.cache_report), output.num_cached_tokens
+
+
+def test_a_returning_prompt_says_what_was_restored() -> None:
+    with LLM(**TINY, kv_offloading_size=0.1) as llm:  # type: ignore[arg-type]
+        first = [serve(llm, index) for index in range(4)]
+        again = [serve(llm, index) for index in range(4)]
+        stats = llm.stats()
+        assert llm.reset_prefix_cache()
+        after_reset = serve(llm, 0)
+    assert [tokens for tokens, *_ in again] == [tokens for tokens, *_ in first]
+    assert all(num_cached == 149 for *_, num_cached in again), again
+    assert again[0][1].startswith("KV and state of 149 tokens restored from host memory in ")
+    assert stats.num_external_hit_tokens == 4 * 149 and stats.num_restores == 4
+    assert stats.restored_bytes and stats.stored_bytes >= stats.restored_bytes
+    assert after_reset[2] == 0 and after_reset[0] == first[0][0]
+
+
+def test_too_little_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_offloading_size=1e-06 is too small: .* need at least"):
+        LLM(**TINY, kv_offloading_size=1e-6)  # type: ignore[arg-type]
+
+
+def test_a_tier_needs_the_prefix_cache() -> None:
+    with pytest.raises(ConfigError, match=r"kv_offloading_size=1\.0 has no effect with enable_prefix_caching=False"):
+        resolve(device="cpu", kv_offloading_size=1, enable_prefix_caching=False)
+
+
+def test_engines_without_a_tier_do_not_load_it() -> None:
+    code = (
+        "import sys; from weft import LLM\n"
+        "with LLM(device='cpu', max_model_len=64, num_kv_pages=8, num_state_slots=3, max_num_seqs=1): pass\n"
+        "print([m for m in sys.modules if m.startswith(('weft.offload', 'weft.runner.host'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,195 @@
+"""What the tier in host memory keeps, finds, refuses and drops."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cache.fake_memory import Running
+from tests.cache.test_manager_fuzz import make_spec
+from tests.offload.fake_host import TieredMemory, request
+from weft.cache.manager import Manager
+from weft.messages import SchedulerOutput
+from weft.offload.costs import RestoreCosts
+from weft.offload.restores import Restores
+from weft.offload.tier import HostTier
+
+PROMPT = [i % 7 for i in range(22)]
+
+
+class House:
+    """A manager with a tier, on pages of four tokens."""
+
+    def __init__(
+        self, *, hybrid: bool = True, num_pages: int = 20, host_pages: int = 40, policy: str = "write_back"
+    ) -> None:
+        spec = make_spec(hybrid=hybrid)
+        self.tier = HostTier(
+            spec, num_pages=host_pages, num_slots=8 if hybrid else 0, fingerprint="m",
+            policy=policy, page_budget=3,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.manager = Manager(
+            spec, num_pages=20, num_slots=6 if hybrid else 1, enable_prefix_caching=True, tier=self.tier
+        )
+        self.restores = Restores(self.manager, self.tier, 2)
+        self.memory = TieredMemory(self.manager, restores=self.restores)
+
+    def serve(self, tokens: list[int], salt: str | None = None, *, keep: bool = True) -> None:
+        """Run one request to its end."""
+        lease = self.manager.lease(self.manager.match(tokens, salt))
+        assert lease is not None
+        running = Running(tokens, lease, lease.num_cached_tokens, salt)
+        assert self.memory.launch(running, len(tokens) - lease.num_cached_tokens)
+        self.manager.release(lease, tokens, keep=keep)
+
+    def evict(self) -> None:
+        """Evict everything from the device."""
+        assert self.manager.evictor.make_room(self.manager.pages.capacity)
+        self.memory.flush()
+
+    def found(self, tokens: list[int], salt: str | None = None) -> int:
+        """Number of tokens that a restore would bring."""
+        below = self.manager.match(tokens, salt).below
+        return below.num_tokens if below is not None else 0
+
+
+@pytest.mark.parametrize(("hybrid", "expected"), [(True, 22), (False, 20)])
+def test_an_evicted_prefix_is_found(hybrid: bool, expected: int) -> None:
+    house = House(hybrid=hybrid)
+    house.serve(PROMPT)
+    assert house.found([*PROMPT, 1]) == 0
+    house.evict()
+    assert house.found([*PROMPT, 1]) == expected
+    assert house.found([*PROMPT[:21], 6, 1]) == (21 if hybrid else 20)  # the state at the prompt's end less one
+    assert house.found([9, *PROMPT]) == 0
+
+
+def test_salts_keep_entries_apart() -> None:
+    house = House()
+    house.serve(PROMPT, "a")
+    house.evict()
+    assert house.found([*PROMPT, 1], "a") == 22
+    assert not house.found([*PROMPT, 1], "b") and not house.found([*PROMPT, 1])
+
+
+def test_kv_without_a_state_is_not_restored() -> None:
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    for entry in house.tier.states.entries():
+        house.tier.states.drop(entry)
+    assert len(house.tier.pages) == 5 and house.found([*PROMPT, 1]) == 0
+
+
+def test_a_state_without_kv_is_not_restored() -> None:
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    house.tier.pages.drop(house.tier.pages.entries()[-1])  # the first page, which was used last
+    assert len(house.tier.states) == 2 and house.found([*PROMPT, 1]) == 0
+
+
+def test_a_state_alone_comes_back_to_kv_on_the_device() -> None:
+    house = House()
+    house.serve(PROMPT)
+    for node in list(house.manager.tree.nodes()):
+        for checkpoint in list(node.checkpoints.values()):
+            house.tier.state_leaves(checkpoint)
+            house.manager.slots.release(house.manager.tree.take_checkpoint(checkpoint, lost=True))
+    house.memory.flush()
+    below = house.manager.match([*PROMPT, 1]).below
+    assert below is not None and below.num_tokens == 22 and not below.pages
+
+
+def restore(house: House, tokens: list[int], name: str = "r") -> None:
+    assert house.restores.waits(request(name, tokens), house.manager.match(tokens), 0)
+    while house.restores.is_active:
+        house.memory.flush()
+        while house.memory.in_flight:
+            house.memory.finish()
+    house.memory.check_tree()
+
+
+def test_a_restore_makes_a_hit() -> None:
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    restore(house, [*PROMPT, 1])
+    match = house.manager.match([*PROMPT, 1])
+    assert match.num_tokens == 22 and match.below is None
+    lease = house.manager.lease(match)
+    assert lease is not None
+    report = house.restores.admitted(request("r", [*PROMPT, 1]), lease)
+    assert str(report).startswith("KV and state of 22 tokens restored from host memory in ")
+    assert "1 tokens computed" in str(report)
+    assert house.tier.stats()["num_external_hit_tokens"] == 22
+
+
+def test_entries_of_a_restore_are_not_evicted_meanwhile() -> None:
+    house = House(host_pages=5)
+    house.serve(PROMPT)
+    house.evict()
+    match = house.manager.match([*PROMPT, 1])
+    assert house.restores.waits(request("r", PROMPT), match, 0)
+    house.serve([9] * 20)
+    assert house.manager.evictor.make_room(3)
+    house.memory.flush()
+    assert match.below is not None and all(house.tier.pages.holds(entry) for entry in match.below.pages)
+
+
+def test_nan_drops_the_path_in_both_tiers() -> None:
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    house.serve([*PROMPT, 1, 2], keep=False)
+    assert len(house.tier.pages) == len(house.tier.states) == 0
+
+
+def test_a_broken_step_takes_back_what_it_should_have_stored() -> None:
+    house = House()
+    house.serve(PROMPT)
+    assert house.manager.evictor.make_room(house.manager.pages.capacity)
+    stores, _, _ = house.restores.take_orders()
+    assert house.found([*PROMPT, 1]) == 22
+    house.restores.broke(SchedulerOutput(1, [], stores=stores))
+    assert house.found([*PROMPT, 1]) == 0 and len(house.tier.pages) == 0
+
+
+def test_reset_empties_both_tiers() -> None:
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    assert house.manager.reset() and house.found([*PROMPT, 1]) == 0
+    assert not house.tier.has_orders
+
+
+def test_selective_writes_copy_what_was_reused() -> None:
+    house = House(policy="write_through_selective")
+    house.serve(PROMPT)
+    house.evict()
+    assert house.found([*PROMPT, 1]) == 0  # nobody had reused it
+    house.serve(PROMPT)
+    house.serve([*PROMPT, 1])
+    for _ in range(3):
+        house.memory.flush()
+    assert len(house.tier.pages) == 5
+    house.evict()
+    assert house.found([*PROMPT, 2]) == 22
+
+
+def test_restores_that_take_longer_than_computing_are_refused() -> None:
+    costs = RestoreCosts()
+    assert costs.refusal(10**9, 1.0) == ""  # nothing was measured
+    costs.copied(10**9, 0.1)
+    costs.computed(1e12, 1.0)
+    assert costs.refusal(10**9, 1e12) == ""
+    assert costs.refusal(10**9, 1e10) == "restoring would take 102 ms, computing again 10 ms"
+    house = House()
+    house.tier.costs = costs
+    house.serve(PROMPT)
+    house.evict()
+    match = house.manager.match([*PROMPT, 1])
+    assert match.below is not None and match.below.refused
+    assert not house.restores.waits(request("r", PROMPT), match, 0)
+    assert house.tier.stats()["num_refused_restores"] == 1
+    lease = house.manager.lease(match)
+    assert lease is not None and "host memory has 22 tokens, but restoring would take" in lease.report.reason

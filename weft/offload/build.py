@@ -1,0 +1,41 @@
+"""The tier of one engine, made from its settings."""
+
+from __future__ import annotations
+
+from weft.cache.manager import Manager
+from weft.cache.spec import CacheSpec
+from weft.config import EngineConfig
+from weft.offload.plan import TierPlan, plan_tier
+from weft.offload.restores import Restores
+from weft.offload.tier import HostTier
+
+SLICE_BYTES = 256 * 2**20
+"""Upper bound on the bytes of pages that one step copies in each direction, for restores and for reused prefixes. It
+bounds how long a step waits for the pages of a restore to be evicted."""
+
+
+def make_tier(config: EngineConfig, spec: CacheSpec) -> HostTier:
+    """Make the index of the host tier, empty.
+
+    Raises:
+        ConfigError: the given memory holds nothing.
+    """
+    plan = plan_tier(config, spec)
+    return HostTier(
+        spec,
+        num_pages=plan.num_pages,
+        num_slots=plan.num_slots,
+        fingerprint="",  # the memory holds the entries of this engine alone
+        policy=config.kv_offloading_policy,
+        page_budget=slice_pages(plan),
+    )
+
+
+def make_restores(manager: Manager, tier: HostTier, config: EngineConfig) -> Restores:
+    """Make the restores of the engine's scheduler."""
+    return Restores(manager, tier, slice_pages(plan_tier(config, manager.spec)))
+
+
+def slice_pages(plan: TierPlan) -> int:
+    """Pages that one step copies in each direction."""
+    return max(1, SLICE_BYTES // plan.page_bytes) if plan.page_bytes else 1

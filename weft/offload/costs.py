@@ -1,0 +1,52 @@
+"""The cost of a restore against that of computing again, both from measurements of this engine.
+
+Rates are moving averages. Before the first measurement of a rate, a restore counts as the quicker way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT = 0.2
+"""Weight of a new measurement."""
+
+LATENCY_S = 2e-3
+"""Seconds that a restore takes besides its copies, which one step orders and a later step uses."""
+
+
+@dataclass(slots=True)
+class RestoreCosts:
+    """Rates of one engine.
+
+    Attributes:
+        bytes_per_s: of restores.
+        flops_per_s: of prefills.
+        latency_s: seconds of a restore besides its copies.
+    """
+
+    bytes_per_s: float | None = None
+    flops_per_s: float | None = None
+    latency_s: float = LATENCY_S
+
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        """Note a copy from the host to the device."""
+        if seconds > 0:
+            self.bytes_per_s = _moved(self.bytes_per_s, num_bytes / seconds)
+
+    def computed(self, flops: float, seconds: float) -> None:
+        """Note a step that was a prefill."""
+        if seconds > 0 and flops > 0:
+            self.flops_per_s = _moved(self.flops_per_s, flops / seconds)
+
+    def refusal(self, num_bytes: int, flops: float) -> str:
+        """The reason why computing is quicker; empty if restoring is."""
+        if self.bytes_per_s is None or self.flops_per_s is None:
+            return ""
+        restoring, computing = self.latency_s + num_bytes / self.bytes_per_s, flops / self.flops_per_s
+        if restoring <= computing:
+            return ""
+        return f"restoring would take {1e3 * restoring:.3g} ms, computing again {1e3 * computing:.3g} ms"
+
+
+def _moved(average: float | None, value: float) -> float:
+    return value if average is None else (1 - WEIGHT) * average + WEIGHT * value

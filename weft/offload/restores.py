@@ -1,0 +1,304 @@
+"""Restores: a prefix comes from host memory into the device's prefix tree, and then its request is admitted.
+
+Job: decide when a waiting request gets a restore, order its copies in slices, insert the prefix into the tree when the
+last slice is done. Owns: the restore in flight, and the lease of the pages and the slot that it fills. Does not know:
+tensors, rows, budgets.
+
+A restored prefix becomes a part of the tree, so the request then hits it like any other. Several requests share one
+restore. There is one restore at a time, since a second one would only take bandwidth from the first. Its pages are
+allocated slice by slice: evicting them copies as much to the host as the slice copies from there::
+
+    waiting ──look-up finds a longer prefix below──▶ restore in flight ──last slice done──▶ in the tree ──▶ admitted
+                                                      (waits, others pass)
+
+A request gets one restore per admission. If its prefix is evicted again before that, the request computes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from weft.cache.lease import Lease, LeaseCheckpoints
+from weft.cache.manager import Manager
+from weft.cache.match import Match, explain
+from weft.cache.nodes import Prefix
+from weft.cache.tier import Below
+from weft.messages import SchedulerOutput, Transfer
+from weft.offload.store import Entry
+from weft.offload.tier import HostTier
+from weft.outputs import CacheReport
+from weft.request import Request
+
+MAX_SLICES = 4
+"""Upper bound on slices that are ordered and not done. More would hold back the copies of evicted entries."""
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """A restore in flight.
+
+    Attributes:
+        lease: its locked path, pages and slot.
+        below: what it reads.
+        begun: time of the begin.
+        num_before: tokens that the request could reuse without it.
+        num_ordered: pages that were ordered.
+        is_complete: whether everything was ordered.
+        outstanding: numbers of ordered copies that are not done.
+        failed: whether its content is not to be used.
+    """
+
+    lease: Lease
+    below: Below
+    begun: float
+    num_before: int
+    num_ordered: int = 0
+    is_complete: bool = False
+    outstanding: dict[int, Transfer] = field(default_factory=dict)
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The result of a restore: reusable tokens before and after it, and its seconds."""
+
+    num_before: int
+    num_tokens: int
+    seconds: float
+
+
+class Restores:
+    """Restores of one scheduler.
+
+    Args:
+        slice_pages: most pages of one slice.
+    """
+
+    def __init__(self, manager: Manager, tier: HostTier, slice_pages: int) -> None:
+        self.tier = tier
+        self._manager, self._slice_pages = manager, max(1, slice_pages)
+        self._active: Restore | None = None
+        self._for: str = ""
+        self._had: dict[str, Restored | None] = {}
+        self._blocked: set[str] = set()
+        self._confirmed: list[int] = []
+
+    # -- waiting requests ------------------------------------------------------------------------------------------
+
+    def waits(self, request: Request, match: Match, num_running: int) -> bool:
+        """Whether a waiting request waits for a restore, which may begin now. Others pass it."""
+        waits = self._may_wait(request, match, num_running)
+        (self._blocked.add if waits else self._blocked.discard)(request.request_id)
+        return waits
+
+    def _may_wait(self, request: Request, match: Match, num_running: int) -> bool:
+        below = match.below
+        if self._active is not None and self._for == request.request_id:
+            return True
+        if below is None or request.request_id in self._had:
+            return False
+        if below.refused:
+            self.tier.counts.num_refused_restores += 1
+            self._had[request.request_id] = None
+            return False
+        if self._active is not None:
+            return True
+        self.tier.pin(_entries(below))  # making room on the device evicts entries of the host too
+        lease = self._begin(match, below, request, num_running)
+        if lease is None:
+            self.tier.unpin(_entries(below))
+            return False
+        self._had[request.request_id] = None
+        self._for = request.request_id
+        self._active = Restore(lease, below, time.monotonic(), match.num_tokens)
+        self.tier.touch(below)
+        self.tier.counts.num_restores += 1
+        return True
+
+    def _begin(self, match: Match, below: Below, request: Request, num_running: int) -> Lease | None:
+        """Lock the part of the prefix that the device has, and take a slot. None if the request would not fit."""
+        manager, spec, shared = self._manager, self._manager.spec, below.num_shared_tokens
+        node = match.prefix.node
+        while node is not None and node.parent is not None and node.start >= shared:
+            node = node.parent
+        part = replace(match, prefix=Prefix(node, shared), num_tokens=min(shared, match.num_tokens))
+        locked = manager.lock_prefix(part)
+        assert locked is not None, "a tier without a prefix cache"
+        needed = spec.pages_for(request.num_tokens) - shared // spec.page_size + num_running
+        has_room = needed <= manager.pages.num_free + manager.pages.num_evictable
+        slot = manager.evictor.take_slot() if has_room and below.state is not None else 0
+        if not has_room or slot is None:
+            manager.tree.unlock(locked)
+            return None
+        num_shared_pages = shared // spec.page_size
+        lease = Lease(
+            tokens=match.tokens[: below.num_tokens],
+            salt=match.salt,
+            num_prompt_tokens=below.num_tokens,
+            report=explain(match, needs_state=below.state is not None),
+            num_cached_tokens=0,
+            write_start=shared,
+            page_copy=None,
+            state_fork=None,
+            fork_source=None,
+            pages=manager.tree.page_list(Prefix(locked, shared))[:num_shared_pages],
+            num_shared_pages=num_shared_pages,
+            node=locked,
+            state_slot=0,
+            checkpoints=LeaseCheckpoints(
+                kinds={below.num_tokens: below.kind},
+                stored=[(below.num_tokens, slot)] if below.state is not None else [],
+            ),
+            num_committed_tokens=0,
+        )
+        manager.hold(lease)
+        return lease
+
+    def ended(self, request: Request) -> None:
+        """Forget a request that waits no more."""
+        self._had.pop(request.request_id, None)
+        self._blocked.discard(request.request_id)
+
+    def admitted(self, request: Request, lease: Lease) -> CacheReport:
+        """Count an admission. Returns its report, with what was restored for it."""
+        counts, had = self.tier.counts, self._had.get(request.request_id)
+        before = had.num_before if had is not None else lease.num_cached_tokens
+        counts.num_external_query_tokens += max(0, len(lease.tokens) - before)
+        hits = min(had.num_tokens, lease.num_cached_tokens) - before if had is not None else 0
+        self.ended(request)
+        if had is None or hits <= 0:
+            return lease.report
+        counts.num_external_hit_tokens += hits
+        return lease.report.restored(hits, "host memory", had.seconds)
+
+    @property
+    def num_blocked(self) -> int:
+        """Number of waiting requests that cannot be admitted before a restore is done."""
+        return len(self._blocked)
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        return self._active is not None
+
+    @property
+    def num_missing_pages(self) -> int:
+        """Number of pages that the restore in flight has yet to allocate."""
+        active = self._active
+        if active is None or active.is_complete:
+            return 0
+        return self._manager.spec.pages_for(active.below.num_tokens) - len(active.lease.pages)
+
+    def take_orders(self) -> tuple[list[Transfer], list[Transfer], list[int]]:
+        """The copies that the next step begins with: to the host, from the host; and the restores that are done."""
+        restores = self._order_slices() if self._active is not None else []
+        confirmed, self._confirmed = self._confirmed, []
+        return self.tier.take_stores(), restores, confirmed
+
+    def _order_slices(self) -> list[Transfer]:
+        active, ordered = self._active, []
+        assert active is not None
+        while not (active.failed or active.is_complete) and len(active.outstanding) < MAX_SLICES:
+            transfer = self._next_slice(active)
+            if transfer is None:
+                break
+            ordered.append(transfer)
+        self._end_if_done()
+        return ordered
+
+    def _next_slice(self, active: Restore) -> Transfer | None:
+        """Allocate pages for the next slice. None if there are none now."""
+        below, lease, size = active.below, active.lease, self._manager.spec.page_size
+        entries = below.pages[active.num_ordered : active.num_ordered + self._slice_pages]
+        is_last = active.num_ordered + len(entries) == len(below.pages)
+        first = below.num_shared_tokens // size + active.num_ordered
+        end = below.num_tokens if is_last else (first + len(entries)) * size
+        is_state_only = below.num_shared_tokens == below.num_tokens
+        if not is_state_only and self._manager.allocate(lease, end) is None:
+            return None
+        pages = [(entry.place, lease.pages[first + i]) for i, entry in enumerate(entries)]
+        states = []
+        if is_last and below.state is not None:
+            ((_, slot),) = lease.checkpoints.stored
+            has_tail = below.state.tail and not is_state_only
+            states = [(below.state.place, slot, lease.pages[-1] if has_tail else 0)]
+            entries = [*entries, below.state]
+        after = max((entry.store for entry in entries), default=0)
+        transfer = Transfer(self.tier.next_number(), pages, states, after)
+        active.outstanding[transfer.number] = transfer
+        active.num_ordered += len(pages)
+        active.is_complete = is_last
+        return transfer
+
+    def give_up(self) -> bool:
+        """Stop a restore that has yet to allocate pages, because running requests need pages. Returns whether its
+        pages are free now. Copies in flight have to end first."""
+        if self._active is not None and not self._active.is_complete:
+            self._active.failed = True
+            self._end_if_done()
+        return self._active is None
+
+    def done(self, transfers: Collection[tuple[int, float]]) -> None:
+        """Note copies that are done, with their seconds."""
+        counts, active = self.tier.counts, self._active
+        for number, seconds in transfers:
+            if active is not None and (transfer := active.outstanding.pop(number, None)) is not None:
+                num_bytes = self.tier.num_bytes(transfer)
+                self._confirmed.append(number)
+                counts.restored_bytes += num_bytes
+                counts.restored_seconds += seconds
+                self.tier.costs.copied(num_bytes, seconds)
+            else:
+                self.tier.stored(number, seconds)
+        self._end_if_done()
+
+    def computed(self, step: SchedulerOutput, seconds: float) -> None:
+        """Note the time of a step, if it was mostly prefill."""
+        prefills = [r for r in step.requests if not r.num_decode_tokens]
+        if sum(r.num_tokens for r in prefills) > 4 * (len(step.requests) - len(prefills)):
+            flops = self._manager.spec.prefill_flops
+            self.tier.costs.computed(sum(flops(r.start, r.start + r.num_tokens) for r in prefills), seconds)
+
+    def broke(self, step: SchedulerOutput) -> None:
+        """Note a step that raised: its copies may not have run."""
+        active = self._active
+        lost: set[Entry] = set()
+        for transfer in step.stores:
+            lost.update(self.tier.broke(transfer.number))
+        if active is not None:
+            broken = [t.number for t in step.restores if active.outstanding.pop(t.number, None) is not None]
+            active.failed |= bool(broken) or not lost.isdisjoint(_entries(active.below))
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        active = self._active
+        if active is None or active.outstanding or not (active.is_complete or active.failed):
+            return
+        self._active = None
+        self._manager.restored(active.lease, keep=not active.failed)
+        self.tier.unpin(_entries(active.below))
+        if active.failed:
+            self.tier.counts.num_failed_restores += 1
+        elif self._for in self._had:
+            seconds = time.monotonic() - active.begun
+            self._had[self._for] = Restored(active.num_before, active.below.num_tokens, seconds)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the tier, as ``SchedulerStats`` names them."""
+        return self.tier.stats()
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self.tier.check()
+        active = self._active
+        assert active is None or all(entry.pins for entry in _entries(active.below)), "a restore reads unpinned memory"
+
+
+def _entries(below: Below) -> list[Entry]:
+    return [*below.pages, *([below.state] if below.state is not None else [])]
