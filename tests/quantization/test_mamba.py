@@ -1,4 +1,4 @@
-"""FP8 weights under Mamba layers: quantised while they load, or refused by name."""
+"""FP8 weights of families with Mamba layers, and of LFM3: quantised while they load, or refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def relative_error(folder: Path) -> float:
     return ((results[0] - results[1]).norm() / results[1].norm()).item()
 
 
-@pytest.mark.parametrize("arch", MAMBA_ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*MAMBA_ARCHITECTURES, "Lfm3ForCausalLM"])
 def test_fp8_weights_are_near(arch: str, tmp_path: Path) -> None:
     """As near as rounding weights and inputs to three bits of mantissa leaves such small models."""
     more = {"layers_block_type": ["linear_attention", "mlp", "full_attention"]} if "Nemotron" in arch else {}

@@ -22,6 +22,7 @@ ARCHITECTURES = [
 JOINED = {"shared_expert_intermediate_size": 128}
 """As wide as the others: then the shared expert is one of them, unless inputs' scales are static."""
 CASES = [(arch, "block") for arch in ARCHITECTURES] + [("Qwen3NextForCausalLM", scheme) for scheme in SCHEMES[1:]]
+CASES += [("BailingHybridForCausalLM", "channel-token")]
 LENGTHS = (1, 65, 130)
 ALONE = [("Qwen3NextForCausalLM", "block"), ("Qwen3NextForCausalLM", "tensor-token")]
 EQUAL_ROWS = 0.05 if sums_in_order() else 0.2
@@ -43,7 +44,7 @@ def test_logits(arch: str, scheme: str, tmp_path: Path, monkeypatch: pytest.Monk
     """Rows are equal until a value near a border of the rounding falls to the other side; what follows in the sequence
     then differs a little, and far less than with inputs that are not rounded. Decodes have their sums left to the norms
     that follow, as on a GPU."""
-    overrides = {"num_key_value_heads": 2} if arch == "LlamaForCausalLM" else {}
+    overrides = {"num_key_value_heads": 2} if arch.startswith(("Llama", "Bailing")) else {}
     joined = (arch, scheme) not in ALONE
     harness = Harness(make_fp8_checkpoint(arch, scheme, tmp_path, **overrides, **(JOINED if joined else {})))
     joins = [module.shared_joins for module in harness.model.modules() if isinstance(module, Experts)]
