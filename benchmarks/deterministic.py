@@ -3,7 +3,8 @@
 Usage: ``python -m benchmarks.deterministic --models qwen3-0.6b qwen3-next-12l --json FILE`` (dummy weights; two minutes
 for a model on an H200). Each model runs without the mode and with it, one engine after the other in one process.
 
-- *cost*: milliseconds of decoding steps, milliseconds to the first token, tokens per second of a mixed queue;
+- *cost*: milliseconds of decoding steps, milliseconds to the first token, tokens per second of a mixed queue of 96
+  prompts with 100 to 1,024 tokens in and out;
 - *company*: the share of generated tokens whose log probability has the same bits as when the request runs alone, in a
   batch of eight, after a prefix hit, and with a prompt computed 256 tokens at a time;
 - *scoring*: generated log probabilities beside those of prompt and answer as one prompt (``prompt_logprobs``). The KL
@@ -26,7 +27,7 @@ from weft import LLM, RequestOutput, SamplingParams
 from weft.bench import latency, prefill, report, throughput
 
 CONFIGS = Path(__file__).parent / "configs"
-PROMPT_TOKENS, NEW_TOKENS, NUM_PROMPTS = 700, 64, 8
+PROMPT_TOKENS, NEW_TOKENS, NUM_PROMPTS = 700, 32, 8
 CHUNK = 256
 Prompts = list[list[int]]
 
@@ -42,16 +43,18 @@ def cost(llm: LLM, small: bool) -> dict[str, Any]:
     """Milliseconds and tokens per second, without the prefix cache."""
     llm._core.manager.enable_prefix_caching = False
     sizes, lengths = ((1, 2), (64, 130)) if small else ((1, 8, 32, 128), (512, 2048, 8192))
-    decode = latency.measure(llm, latency.LatencyWorkload(sizes, 256, 8 if small else 96, repeats=3))
+    decode = latency.measure(llm, latency.LatencyWorkload(sizes, 256, 8 if small else 64, repeats=1))
     first = prefill.measure(llm, prefill.PrefillWorkload(lengths, repeats=3 if small else 9))
-    queue = throughput.ThroughputWorkload(4, (10, 20), (5, 9)) if small else throughput.ThroughputWorkload()
+    queue = throughput.ThroughputWorkload(96, warmups=0)
+    if small:
+        queue = throughput.ThroughputWorkload(4, (10, 20), (5, 9))
     llm_queue = throughput.measure(llm, queue)
     llm._core.manager.enable_prefix_caching = True
     return {
         "decode_ms": {str(row["batch_size"]): row["interval_ms"] for row in decode},
         "first_token_ms": {str(row["prompt_len"]): row["first_token_ms"] for row in first},
-        "w1_tokens_per_s": llm_queue["output_tokens_per_s"],
-        "rows": {"decode": decode, "first_token": first, "w1": llm_queue},
+        "queue_tokens_per_s": llm_queue["output_tokens_per_s"],
+        "rows": {"decode": decode, "first_token": first, "queue": llm_queue},
     }
 
 
@@ -145,8 +148,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         for name in ("decode_ms", "first_token_ms"):
             ratios = {k: round(fixed["cost"][name][k] / v, 3) for k, v in plain["cost"][name].items()}
             print(plain["model"], name, plain["cost"][name], fixed["cost"][name], ratios)
-        speeds = [row["cost"]["w1_tokens_per_s"] for row in (plain, fixed)]
-        print(plain["model"], "w1_tokens_per_s", speeds, round(speeds[0] / speeds[1], 3))
+        speeds = [row["cost"]["queue_tokens_per_s"] for row in (plain, fixed)]
+        print(plain["model"], "queue_tokens_per_s", speeds, round(speeds[0] / speeds[1], 3))
 
 
 def main() -> None:
@@ -159,9 +162,12 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
     target = report.open_json(args.json)
-    rows = [measure(model, deterministic, args) for model in args.models for deterministic in (False, True)]
-    show(rows)
-    report.write_json(target, {"benchmark": "deterministic", **report.provenance(args.device), "rows": rows})
+    rows: list[dict[str, Any]] = []
+    for model in args.models:
+        for deterministic in (False, True):
+            rows.append(measure(model, deterministic, args))
+            report.write_json(target, {"benchmark": "deterministic", **report.provenance(args.device), "rows": rows})
+        show(rows[-2:])
 
 
 if __name__ == "__main__":

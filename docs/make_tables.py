@@ -494,7 +494,7 @@ def deterministic_cost_table() -> Table:
             for size, before in plain["cost"][key].items():
                 after = fixed["cost"][key][size]
                 rows.append([f"{model}, {what} at {int(size):,}", shown(before), shown(after), f"{after / before:.2f}"])
-        before, after = (row["cost"]["w1_tokens_per_s"] for row in (plain, fixed))
+        before, after = (row["cost"]["queue_tokens_per_s"] for row in (plain, fixed))
         rows.append([f"{model}, tokens per second", shown(before), shown(after), f"{before / after:.2f}"])
     return [DETERMINISTIC] * bool(rows), ["model and figure", "without", "with", "times"], rows
 

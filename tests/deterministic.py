@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.x_matrix import COMPANION_TOKENS, RUNS, Poisoned, open_engine, prime, run_preempted, start_companion
+from tests.x_matrix import COMPANIONS, NUM_TOKENS, RUNS, Poisoned, open_engine, prime, start_companion
 from weft import LLM, SamplingParams
 from weft.request import Request
 
 PATHS = ["cold", "hit", "branch hit", "chunked", "preempted"]
+
+MOST_TOKENS = 28
+"""Tokens of a request that is preempted: enough to need a page of 16 tokens twice."""
 
 Bits = list[tuple[int, list[int], list[float]]]
 """Per token: its id, and ids and log probabilities of the likeliest."""
@@ -44,7 +47,7 @@ class Alone:
 
     def __call__(self, prompt: list[int]) -> Bits:
         if tuple(prompt) not in self._known:
-            request_id = self.llm.add_request({"prompt_token_ids": prompt}, sampling(prompt, COMPANION_TOKENS))
+            request_id = self.llm.add_request({"prompt_token_ids": prompt}, sampling(prompt, MOST_TOKENS))
             (request,) = self.llm._streams[request_id].requests
             while not self.llm.is_finished():
                 self.llm.step()
@@ -63,6 +66,7 @@ class InCompany(Poisoned):
     """An engine with all that changes nothing: graphs, prefix cache, other requests. What nobody owns is NaN."""
 
     reference: Alone  # type: ignore[assignment]
+    may_miss_graphs = True
 
     def add(self, prompt: list[int], count: int, salt: str) -> Request:
         request_id = self.llm.add_request(
@@ -97,12 +101,35 @@ def run_chunked(engine: InCompany, prompt: list[int], salt: str) -> tuple[Reques
     return request, companions
 
 
+def run_preempted(
+    engine: InCompany, prompt: list[int], salt: str, phase: str
+) -> tuple[Request, list[Request]]:  # fmt: skip
+    """A request is preempted after it has generated tokens, which it replays alone or beside others."""
+    companions = [engine.add([7] * 12, MOST_TOKENS, "companions")]
+    engine.step_until(lambda: bool(companions[0].output_token_ids))
+    request = engine.add(prompt, MOST_TOKENS - 4, salt)
+    engine.step_until(lambda: len(request.output_token_ids) > 2)
+    for _ in range(MOST_TOKENS):
+        if request.num_preemptions:
+            break
+        engine.take_free_memory()
+        engine.llm.step()
+    assert request.num_preemptions and request.output_token_ids
+    if phase == "prefill":
+        (stream,) = (s for s in engine.llm._streams.values() if companions[0] in s.requests)
+        engine.llm.abort(stream.request_id)
+    elif phase == "decode":
+        companions.append(engine.add(COMPANIONS[1], NUM_TOKENS, "companions"))
+    engine.give_memory_back()
+    engine.finish()
+    return request, companions
+
+
 def check(engine: InCompany, path: str, phase: str, length: int) -> None:
     """A request and its company: everybody's bits are those of the request alone."""
     prompt, salt = engine.prompt_of(length), engine.begin()
     if path == "preempted":
         request, companions = run_preempted(engine, prompt, salt, phase)
-        assert request.num_preemptions
     elif path == "chunked":
         request, companions = run_chunked(engine, prompt, salt)
     else:

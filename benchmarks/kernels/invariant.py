@@ -1,22 +1,18 @@
-"""Products whose rows have the same bits for any number of rows: the tuner of their table, and their time.
+"""Products whose rows have the same bits for any number of rows: their time beside ``weft.ops.linear.linear``.
 
-Usage: ``python -m benchmarks.kernels.invariant`` times the operation beside ``weft.ops.linear.linear``
-(``$OUT/invariant.json``). ``--tune`` first times candidates of kernels and tiles and writes the fastest of each size to
-``$OUT/invariant_linear_h200.json``, to be copied beside ``weft/ops/linear/invariant.py``. Every candidate must have
-the bits of the first one. All is timed behind a norm, as in ``benchmarks/kernels/linear.py``.
+Usage: ``python -m benchmarks.kernels.invariant`` times what the operation chooses (``$OUT/invariant.json``). ``--tune``
+also times candidates of kernels and tiles and names the fastest of each size. Every candidate must have the bits of the
+first one. All is timed behind a norm, as in ``benchmarks/kernels/linear.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,8 +108,7 @@ def tune(bench: Bench, tokens: int) -> dict[str, Any]:
         except Exception as problem:  # a tile may not fit
             print(f"{size.name} {tokens} {choice}: {type(problem).__name__} {str(problem)[:80]}")
     us, choice = min(tried, key=lambda entry: entry[0])
-    row = {"rows": size.rows, "inner": size.inner, "gated": size.silu_mul, "tokens": tokens, "kernel": choice.kernel}
-    return row | {"tile": list(choice.tile), "us": round(us, 2), "tried": len(tried)}
+    return {"kernel": choice.kernel, "tile": list(choice.tile), "tuned_us": us, "tried": len(tried)}
 
 
 def main() -> None:
@@ -121,7 +116,6 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     todo = [(size, tokens) for size in SIZES for tokens in TOKENS if "head" not in size.name or tokens <= MOST_SAMPLED]
-    table = []
     if args.tune:
         jobs = [(size, tokens, choice) for size, tokens in todo for choice in candidates(size, tokens)]
         if ON_GPU:
@@ -137,28 +131,18 @@ def main() -> None:
     rows, bench = [], None
     for size, tokens in todo:
         bench = bench if bench is not None and bench.size == size else Bench(size)
-        if args.tune:
-            table.append(tune(bench, tokens))
-            found = table[-1]
-            invariant.load_table()[size.rows, size.inner, size.silu_mul, tokens] = Choice(
-                found["kernel"], Tile(*found["tile"])
-            )
+        best = tune(bench, tokens) if args.tune else {}
         x = torch.randn(tokens, size.inner, device=DEVICE).to(DTYPE)
         plain = bench.us(x, now(size))
         own = partial(invariant.invariant_linear_triton, bias=None, gated=size.silu_mul)
         if size.name in PARTS:
             own = partial(invariant.invariant_linear_parts_triton)
         fixed = bench.us(x, own)
-        rows.append({"name": size.name, "tokens": tokens, "linear_us": plain, "invariant_us": fixed})
-        chosen = f"{table[-1]['kernel']} {table[-1]['tile']}" if table else ""
+        rows.append({"name": size.name, "tokens": tokens, "linear_us": plain, "invariant_us": fixed} | best)
         figures = f"floor {bench.floor_us(tokens):8.2f} linear {plain:8.2f} invariant {fixed:8.2f}"
-        print(f"{size.name:16} {tokens:5} {figures} {fixed / (plain or 1.0):5.2f}  {chosen}", flush=True)
+        tuned = " ".join(map(str, best.values()))
+        print(f"{size.name:16} {tokens:5} {figures} {fixed / (plain or 1.0):5.2f}  {tuned}", flush=True)
     write_json("invariant.json", rows)
-    if args.tune and (folder := os.environ.get("OUT")):
-        device = torch.cuda.get_device_name() if ON_GPU else "cpu"
-        lines = ",\n".join(json.dumps(row) for row in table)
-        head = f'{{"device": {json.dumps(device)}, "torch": {json.dumps(torch.__version__)}, "rows": [\n'
-        (Path(folder) / "invariant_linear_h200.json").write_text(f"{head}{lines}\n]}}\n")
 
 
 if __name__ == "__main__":

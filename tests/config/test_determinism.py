@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny import make_checkpoint
 from weft.cli import main
-from weft.config import resolve
+from weft.config import resolution, resolve
 from weft.config.determinism import VLLM_VARIABLE
 from weft.errors import ConfigError
+from weft.runner.model_runner import _check_order_of_sums
 
 
 def settings(folder: Path, **more: Any) -> Any:
@@ -76,3 +78,33 @@ def test_names_of_other_engines(hybrid: Path, capsys: pytest.CaptureFixture[str]
     assert "slower products" in capsys.readouterr().out, "weft config says what the mode costs"
     with pytest.raises(ConfigError, match="deterministic"):
         settings(hybrid, enable_deterministic_inference=True)
+
+
+def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of sums was measured on Hopper."""
+    _check_order_of_sums(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    _check_order_of_sums(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"compute capability 9.0 \(H100, H200\); this one has 8.0"):
+        _check_order_of_sums(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "problem"),
+    [
+        ("JambaForCausalLM", {}, r"layers of JambaForCausalLM \(Mamba\)"),
+        ("MiniMaxForCausalLM", {}, r"layers of MiniMaxForCausalLM \(LightningAttention\)"),
+        ("NemotronHForCausalLM", {}, "activation 'relu2'.*allowed: silu"),
+        ("Qwen3ForCausalLM", {"dtype": "float16"}, "dtype='float16' on a GPU"),
+        ("Qwen3ForCausalLM", {"backend": "torch", "enforce_eager": True}, "backend='torch' on a GPU"),
+    ],
+)
+def test_a_gpu_refuses_more(
+    arch: str, more: dict[str, Any], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolution, "cuda_available", lambda: True)
+    given = {"model": str(make_checkpoint(arch, tmp_path)), "skip_tokenizer_init": True, "dtype": "bfloat16"} | more
+    resolve(**given, device="cpu", deterministic=True)
+    with pytest.raises(ConfigError, match=problem):
+        resolve(**given, device="cuda", deterministic=True)

@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "engine": ("tests/gpu/test_engine.py", "tests/gpu/test_churn.py", "tests/gpu/test_speculation.py"),
     "FP8 and images": ("tests/gpu/test_fp8.py", "tests/gpu/test_vision.py"),
     "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py"),
+    "deterministic": ("tests/gpu/test_deterministic.py", "-n", "4", "--dist", "loadgroup"),
     "memory": ("tests/gpu/test_memory.py",),
 }
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,10 +33,6 @@ DETERMINISM = (
         "            return prompt - start\n", "            return num_tokens\n", GRID,
     ),
     mutant(
-        "replays-lose-pages", "a resumed request has pages for all its tokens", "weft/scheduler/scheduler.py",
-        "is_replay = self._grid is not None and", "is_replay = False and", GRID, MATRIX,
-    ),
-    mutant(
         "generated-is-reused", "what decodes computed is reused by nobody", "weft/cache/reuse_grid.py",
         "return num_tokens // self.size * self.size", "return num_tokens", REUSE,
     ),

@@ -45,17 +45,14 @@ def make_repeating_checkpoint(arch: str, path: Path, *, head: bool = False, **ov
     make(arch, path, with_tokenizer=True, **overrides)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj", "attention.dense")):
+        if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")):
             tensor.mul_(0.05)
     if head:
-        is_layer = arch == "BailingHybridForCausalLM"
-        parts = ("eh_proj", "shared_head.norm", "enorm") if is_layer else ("fc", "norm", "pre_fc_norm_embedding")
-        fc, last, first = (f"{'model.layers.4' if is_layer else 'mtp'}.{part}.weight" for part in parts)
-        size = len(tensors[last])
-        tensors[fc] = torch.eye(size, 2 * size)  # the embedding alone
+        size = len(tensors["mtp.norm.weight"])
+        tensors["mtp.fc.weight"] = torch.eye(size, 2 * size)  # the embedding alone
         (norm,) = (tensor for name, tensor in tensors.items() if name in FINAL_NORMS)
-        tensors[last] = norm.clone()
-        tensors[first].fill_(float(is_layer))  # the others' is centred at zero
+        tensors["mtp.norm.weight"] = norm.clone()
+        tensors["mtp.pre_fc_norm_embedding.weight"].zero_()  # it is centred at zero
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

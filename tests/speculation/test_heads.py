@@ -75,15 +75,3 @@ def check_head(folder: Path, expected: list[CompletionOutput], num_drafts: int, 
         assert len(stats.spec_decode_num_accepted_tokens_per_pos) == num_drafts
         assert steps.followed > 3
         assert_idle(mtp)
-
-
-def test_a_head_of_latent_attention(tmp_path: Path) -> None:
-    """Ling 3.0: the head's cache holds latents. Its recurrent layers verify drafts as a prefill."""
-    folder = make_repeating_checkpoint("BailingHybridForCausalLM", tmp_path, head=True)
-    config = {"method": "mtp", "num_speculative_tokens": 3}
-    with LLM(str(folder), **SETTINGS) as plain, LLM(str(folder), speculative_config=config, **SETTINGS) as drafting:
-        expected, found = case().run(plain), case().run(drafting)
-        assert [done.token_ids for done in found] == [done.token_ids for done in expected]
-        stats = drafting.stats()
-        assert stats.spec_decode_num_accepted_tokens > 0.3 * stats.spec_decode_num_draft_tokens > 0
-        assert_idle(drafting)

@@ -106,6 +106,8 @@ class ModelRunner:
         self.tp = tp if tp is not None else SingleRank()
         check_ranks(config, self.tp.size)
         self.device = torch.device(config.device)
+        if config.deterministic:
+            _check_order_of_sums(self.device)
         self._backend = resolve_backend(config.backend, self.device.type, invariant=config.deterministic)
         if not self._backend.is_torch:
             prepare_triton(self.device)
@@ -232,6 +234,16 @@ class ModelRunner:
     ) -> PendingStep:
         """See ``StepRunner.launch``."""
         return self.steps.launch(scheduler_output, processors)
+
+
+def _check_order_of_sums(device: torch.device) -> None:
+    """Raises ConfigError on a GPU whose products add in an order that was not measured."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    if capability != (9, 0):
+        raise ConfigError(
+            f"deterministic=True is proven for GPUs with compute capability 9.0 (H100, H200); this one has "
+            f"{'.'.join(map(str, capability))}. Leave it out, or use device='cpu'"
+        )
 
 
 def _measured_modes(config: EngineConfig) -> MeasuredModes | None:

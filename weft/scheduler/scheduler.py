@@ -282,11 +282,7 @@ class Scheduler:
             num_tokens = self._reach(request, min(request.num_tokens_to_compute, budget))
             if num_tokens == 0:
                 continue  # its image is encoded in a later step
-            # Generated tokens are replayed one by one. Their pages are allocated before another request takes them.
-            is_replay = self._grid is not None and request.num_tokens > request.num_prompt_tokens
-            pages = self.manager.allocate(
-                lease, request.num_tokens if is_replay else request.num_computed_tokens + num_tokens
-            )
+            pages = self.manager.allocate(lease, request.num_computed_tokens + num_tokens)
             assert pages is not None, "the lease promised room"
             budget -= num_tokens
             planned.append(Planned(running, num_tokens))

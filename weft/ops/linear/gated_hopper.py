@@ -265,10 +265,10 @@ LEAST_FILLED = 0.92
 (``kernels-gated-linear-h200.json``)."""
 
 
-def filled(num_rows: int, width: int) -> float:
-    """The part of the tiles, over all waves of programs, that so many rows and outputs fill."""
-    tiles = cdiv(num_rows, 256) * cdiv(width, 96)
-    return num_rows * width / (256 * 96 * MULTIPROCESSORS * cdiv(tiles, MULTIPROCESSORS))
+def filled(num_rows: int, width: int, columns: int = 96) -> float:
+    """The part of the tiles of ``columns``, over all waves of programs, that so many rows and outputs fill."""
+    tiles = cdiv(num_rows, 256) * cdiv(width, columns)
+    return num_rows * width / (256 * columns * MULTIPROCESSORS * cdiv(tiles, MULTIPROCESSORS))
 
 
 def takes_gated(x: Tensor, weight: Tensor) -> bool:

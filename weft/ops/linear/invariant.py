@@ -11,9 +11,6 @@ rows a program computes all spans of its outputs in turn.
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,7 +25,6 @@ from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
-from weft.ops.triton.tile_table import has_table
 
 if GLUON_IS_KNOWN:
     from weft.ops.linear import gated_hopper as hopper
@@ -263,13 +259,8 @@ _FEW_BLOCKS, _ENOUGH_PROGRAMS, _LONGEST_SPAN, _LEAST_SPAN, _STEP = 48, 64, 1024,
 """A weight with fewer blocks of 64 rows is cut into spans: until there are enough programs for one tile of tokens, and
 spans are at most so long. No span is shorter than the last but one number; the last one divides every span."""
 
-MOST_TOKENS = 8192
-"""Largest number of tokens in the table; more tokens take its entry."""
-
 MOST_PARTS = 256
 """Tokens up to which the following norm adds the sums of spans."""
-
-TABLE_PATH = Path(__file__).with_name("invariant_linear_h200.json")
 
 
 def order_of(rows: int, inner: int) -> Order:
@@ -293,39 +284,46 @@ class Choice(NamedTuple):
     tile: Tile
 
 
-def heuristic_choice(num_tokens: int, element_size: int, order: Order, gated: bool) -> Choice:
-    """The choice for sizes that were not tuned."""
-    if element_size == 4:
-        few = num_tokens <= 256
-        return Choice("few", Tile(32, 16, 32, 4, 2)) if few else Choice("many", Tile(64, 32, 32, 4, 2, group=8))
-    if num_tokens <= (256 if order.splits == 1 else 1024):
-        tokens = max(16, min(64 if num_tokens <= 64 else 128, next_power_of_2(num_tokens)))
-        inner, stages = (64, 4) if tokens > 64 else (128, 6 if tokens <= 32 else 4)
-        return Choice("few", Tile(64, tokens, inner, 4, stages))
-    if order.splits == 1 and num_tokens >= 2048:
-        return Choice("hopper", Tile(256, 192, 64, 8, 4))
-    return Choice("many", Tile(256, 128, 64, 8, 4, group=4) if gated else Tile(128, 128, 64, 4, 4, group=8))
-
-
-@functools.cache
-def load_table() -> dict[tuple[int, int, bool, int], Choice]:
-    """``(weight rows, inner size, gated, padded tokens)`` to what was fastest."""
-    rows = json.loads(TABLE_PATH.read_text())["rows"] if TABLE_PATH.exists() else []
-    return {
-        (row["rows"], row["inner"], row["gated"], row["tokens"]): Choice(row["kernel"], Tile(*row["tile"]))
-        for row in rows
-    }
+_HELD_SPAN, _ONE_WAVE = 512, 132
+"""The longest span that is held for more than four tokens, and programs that run at the same time."""
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, gated: bool) -> Choice:
-    """The kernel and the tile for ``x [T, K]`` and ``weight [N, K]``. No choice changes a bit of the result."""
-    tokens, found = min(MOST_TOKENS, next_power_of_2(x.shape[0])), None
-    if x.element_size() == 2 and has_table(x.device):
-        found = load_table().get((*weight.shape, gated, tokens))
-    choice = found or heuristic_choice(x.shape[0], x.element_size(), order, gated)
-    if choice.kernel == "hopper" and not (GLUON_IS_KNOWN and bias is None and hopper.takes(x, weight, gated=gated)):
-        return Choice("many", Tile(256, 128, 64, 8, 4, group=4) if gated else Tile(128, 128, 64, 4, 4, group=8))
-    return choice
+    """The kernel and the tile for ``x [T, K]`` and ``weight [N, K]``. No choice changes a bit of the result.
+
+    Measured on an H200 with the weights of Qwen3-0.6B and Qwen3-Next (``benchmarks/kernels/invariant.py``).
+    """
+    num_tokens, blocks = x.shape[0], cdiv(weight.shape[0], 64)
+    if x.element_size() == 4:
+        few = Choice("few", Tile(32, 16, 32, 4, 2))
+        return few if num_tokens <= 256 else Choice("many", Tile(64, 32, 32, 4, 2, group=8))
+    if num_tokens <= 128 or (num_tokens <= 256 and blocks <= _ONE_WAVE) or (num_tokens <= 512 and order.splits > 1):
+        return Choice("few", _few_tile(num_tokens, order, blocks))
+    if order.splits > 1:
+        return Choice("many", Tile(128, 64 if num_tokens <= 2048 else 128, 64, 4, 4, group=8))
+    if GLUON_IS_KNOWN and bias is None and hopper.takes(x, weight, gated=gated):
+        width, columns = (weight.shape[0] // 2, 96) if gated else (weight.shape[0], 192)
+        if hopper.filled(next_power_of_2(num_tokens), width, columns) >= _FILLED:  # kernels are compiled for these
+            return Choice("hopper", Tile(256, columns, 64, 8, 4))
+    if gated:
+        return Choice("many", Tile(256, 128, 64, 8, 4, group=4))
+    return Choice("many", Tile(128, 128, 64, 4, 4, group=8) if num_tokens <= 512 else Tile(256, 128, 64, 8, 3, group=8))
+
+
+_FILLED = 0.8
+"""Least part of its tiles that the kernel for Hopper must fill."""
+
+
+def _few_tile(num_tokens: int, order: Order, blocks: int) -> Tile:
+    """The tile of programs with a span each."""
+    if num_tokens <= 16:
+        holds = order.span <= (_LONGEST_SPAN if num_tokens <= 4 else _HELD_SPAN) and blocks * order.splits <= _ONE_WAVE
+        return Tile(64, 16, 128, 4, 1, held=True) if holds else Tile(64, 16, 128, 4, 6 if blocks < _ONE_WAVE else 4)
+    if num_tokens <= 32:
+        return Tile(64, 32, 128, 4, 6 if blocks < _ONE_WAVE else 4)
+    if num_tokens > 128 or (num_tokens > 64 and blocks > _ONE_WAVE):
+        return Tile(64, 128, 64, 4, 4)
+    return Tile(64, 64, 128, 4, 4)
 
 
 def run(
@@ -356,8 +354,7 @@ def invariant_linear_parts_triton(x, weight) -> Tensor:
     if order.splits == 1 or not 0 < x.shape[0] <= MOST_PARTS:
         return invariant_linear_triton(x, weight, None)
     choice = choose(x, weight, None, order, False)
-    if choice.kernel != "few":
-        choice = heuristic_choice(x.shape[0], x.element_size(), order, False)
+    assert choice.kernel == "few", "few tokens have programs for each span"
     parts = torch.empty(order.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     few_rows(x, weight, None, order, choice.tile, gated=False, out=parts)
     return parts
