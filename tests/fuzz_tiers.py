@@ -8,7 +8,9 @@ time. Host memory holds a few pages, or many.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ class TierEpisode(Episode):
     """One engine with a tier, and its traffic."""
 
     restored: Counter[str]
+    _folder: str = ""
 
     def _settings(self) -> dict[str, Any]:
         settings, rng = super()._settings(), self.rng
@@ -37,6 +40,8 @@ class TierEpisode(Episode):
         slots = contexts * rng.choice([2, 4]) * 4  # a quarter of the memory is for states
         size = max(contexts * self.context * spec.kv_bytes_per_token, slots * (spec.slot_bytes + spec.page_bytes))
         settings["kv_offloading_size"] = (size + 5 * (spec.slot_bytes + 2 * spec.page_bytes)) / 2**30
+        if rng.random() < 0.4:
+            settings["kv_offloading_dir"] = self._folder = tempfile.mkdtemp(prefix="weft-tier-")
         settings["kv_offloading_policy"] = rng.choice(["write_back", "write_back", "write_through_selective"])
         return settings
 
@@ -52,7 +57,15 @@ class TierEpisode(Episode):
         self.restored.update(
             restores=stats.num_restores, failed_restores=stats.num_failed_restores,
             restored_tokens=stats.num_external_hit_tokens, refused_restores=stats.num_refused_restores,
+            files_read=stats.num_disk_loads, files_written=stats.num_disk_saves,
         )  # fmt: skip
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _poison(self, step: SchedulerOutput) -> None:
         manager = self.llm._core.manager

@@ -97,6 +97,17 @@ class Transfer(msgspec.Struct, frozen=True):
     after: int = 0
 
 
+class FileOrder(msgspec.Struct, frozen=True):
+    """A file of the disk tier to write (``save``), read (``load``) or remove (``drop``). Its content is a place of host
+    memory."""
+
+    number: int
+    kind: str
+    name: str
+    place: int = 0
+    is_state: bool = False
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # created for every request of every step
     """One request's part of a step.
 
@@ -175,6 +186,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     stores: list[Transfer] = []
     restores: list[Transfer] = []
     restored: list[int] = []
+    files: list[FileOrder] = []
 
     @property
     def num_decodes(self) -> int:
@@ -212,7 +224,7 @@ class ModelOutput(msgspec.Struct, frozen=True):
     ``mode`` is the mode of the step (NONE, PIECEWISE, FULL). ``num_padding_tokens`` counts padding tokens.
     ``draft_token_ids`` are drafts made on the device, to follow the tokens of a row that sampled. ``encoder_seconds``
     is the time for encoding the step's images. ``transfers`` has number and seconds of each copy, of this or an earlier
-    step, that is known to be done now.
+    step, that is known to be done now. ``files`` has number, bytes and failure of each file order that ended.
     """
 
     step: int
@@ -226,3 +238,4 @@ class ModelOutput(msgspec.Struct, frozen=True):
     draft_token_ids: dict[int, list[int]] = {}
     encoder_seconds: float = 0.0
     transfers: list[tuple[int, float]] = []
+    files: list[tuple[int, int, str]] = []

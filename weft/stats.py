@@ -53,6 +53,13 @@ class SchedulerStats(CacheStats, frozen=True, kw_only=True):
     num_restores: int = 0
     num_refused_restores: int = 0
     num_failed_restores: int = 0
+    num_disk_saves: int = 0
+    num_disk_loads: int = 0
+    num_rejected_files: int = 0
+    num_failed_saves: int = 0
+    num_disk_evictions: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
     stored_bytes: int = 0
     stored_seconds: float = 0.0
     restored_bytes: int = 0

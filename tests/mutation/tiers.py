@@ -57,6 +57,23 @@ TIERS = (
         "prefix.num_tokens, num_tokens, len(tokens) - 1)", "prefix.num_tokens, num_tokens, len(tokens))", TIER, FUZZ,
     ),
     mutant(
+        "tier-checksum-unread", "changed content is rejected", "weft/offload/disk.py",
+        'if zlib.crc32(content) != header["checksum"]:', "if False:", "tests/offload/test_disk.py",
+    ),
+    mutant(
+        "tier-foreign-file", "a file of another engine or entry is rejected", "weft/offload/disk.py",
+        'if (header["name"], header["fingerprint"]) != (name, fingerprint):', "if False:", "tests/offload/test_disk.py",
+    ),
+    mutant(
+        "tier-uses-rejected", "what could not be read is not used", "weft/offload/restores.py",
+        "tier.end_loading(entry, keep=not reason)", "tier.end_loading(entry, keep=True)", "tests/offload/test_disk.py",
+    ),
+    mutant(
+        "tier-writes-in-place", "a crash leaves whole files only", "weft/offload/disk.py",
+        'temporary = path.with_name(f"{name}.{os.getpid()}{TEMPORARY}")', "temporary = path",
+        "tests/offload/test_disk.py",
+    ),
+    mutant(
         "tier-split-keys", "a split node keeps the keys of its own pages", "weft/cache/radix_tree.py",
         "node.page_keys[:num_keys], node.page_keys[num_keys:]", "node.page_keys[num_keys:], node.page_keys[:num_keys]",
         FUZZ,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,13 @@ from weft.errors import ConfigError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPTS = [[(i * i + seed) % 300 + 5 for i in range(150)] for seed in range(4)]
-TINY = {"device": "cpu", "num_kv_pages": 24, "num_state_slots": 5, "max_num_seqs": 2, "max_model_len": 256}
+TINY: dict[str, Any] = {
+    "device": "cpu",
+    "num_kv_pages": 24,
+    "num_state_slots": 5,
+    "max_num_seqs": 2,
+    "max_model_len": 256,
+}
 
 
 def serve(llm: LLM, index: int) -> tuple[list[int], str, int]:
@@ -22,7 +29,7 @@ def serve(llm: LLM, index: int) -> tuple[list[int], str, int]:
 
 
 def test_a_returning_prompt_says_what_was_restored() -> None:
-    with LLM(**TINY, kv_offloading_size=0.1) as llm:  # type: ignore[arg-type]
+    with LLM(**TINY, kv_offloading_size=0.1) as llm:
         first = [serve(llm, index) for index in range(4)]
         again = [serve(llm, index) for index in range(4)]
         stats = llm.stats()
@@ -38,7 +45,7 @@ def test_a_returning_prompt_says_what_was_restored() -> None:
 
 def test_too_little_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_offloading_size=1e-06 is too small: .* need at least"):
-        LLM(**TINY, kv_offloading_size=1e-6)  # type: ignore[arg-type]
+        LLM(**TINY, kv_offloading_size=1e-6)
 
 
 def test_a_tier_needs_the_prefix_cache() -> None:

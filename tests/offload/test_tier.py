@@ -60,6 +60,7 @@ def test_an_evicted_prefix_is_found(hybrid: bool, expected: int) -> None:
     house.evict()
     assert house.found([*PROMPT, 1]) == expected
     assert house.found([*PROMPT[:21], 6, 1]) == (21 if hybrid else 20)  # the state at the prompt's end less one
+    assert house.found(PROMPT) == (21 if hybrid else 20)  # one token has to be computed
     assert house.found([9, *PROMPT]) == 0
 
 

@@ -139,6 +139,10 @@ class Manager:
             self.tier.clear()
         return True
 
+    def evict_all(self) -> None:
+        """Evict everything that no lease needs, down to the tier below."""
+        self.evictor.make_room(self.pages.num_free + self.pages.num_evictable)
+
     # -- a request comes -------------------------------------------------------------------------------------------
 
     def match(

@@ -42,6 +42,7 @@ VERBS = {
         "weft.cli.tune", "measure the fastest graph mode, or number of drafts, per batch size, for later starts"
     ),
     "graph": Verb("weft.cli.graph", "show what a prefill captures in mode PIECEWISE"),
+    "cache": Verb("weft.cli.cache", "list, verify or empty the files of a disk tier"),
     "models": Verb("weft.cli.models", "list the architectures that Weft runs, and what was verified of each"),
     "doctor": Verb("weft.cli.doctor", "check this machine and say what is missing"),
 }

@@ -198,6 +198,15 @@ class EngineConfig:
         "text", "write_back", "when entries are copied to host memory: write_back (when they are evicted) or "
         "write_through_selective (once a request has reused them)", choices=("write_back", "write_through_selective"),
     )  # fmt: skip
+    kv_offloading_dir: Path | None = _option(
+        "path", None, "folder for KV and states of host memory, which the next start finds again; default: none"
+    )
+    kv_offloading_disk_size: float | None = _option(
+        "float", None, "GiB of files in kv_offloading_dir; default: four times kv_offloading_size", above=0.0
+    )
+    kv_offloading_disk_hours: float = _option(
+        "float", 168.0, "hours after which a file that nobody used is removed", above=0.0
+    )
     # graphs
     enforce_eager: bool = _option("bool", False, "run without CUDA graphs")
     cuda_graph_mode: str = _option(

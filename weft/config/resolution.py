@@ -73,6 +73,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     generation = read_generation_config(model_path)
     given = {name for name, value in user.items() if value is not None}
     _check_cache_settings(values, given)
+    _choose_disk_tier(values, reasons, given)
     _choose_names(values, reasons)
     plain, model = model, choose_speculation(values, reasons, model)
     _choose_device(values, reasons)
@@ -115,6 +116,26 @@ def _check_cache_settings(values: dict[str, Any], given: Set[str]) -> None:
             "schedule_policy='lpm' has no effect with enable_prefix_caching=False: no prefix is ever found; "
             "allowed then are fcfs and priority"
         )
+
+
+def _choose_disk_tier(values: dict[str, Any], reasons: dict[str, str], given: Set[str]) -> None:
+    """Choose the size of the disk tier. Refuse a disk tier without a host tier, and settings without a disk tier."""
+    size, folder = values["kv_offloading_size"], values["kv_offloading_dir"]
+    if folder is not None and not size:
+        raise ConfigError(
+            f"kv_offloading_dir={str(folder)!r} has no effect without kv_offloading_size; give both or none"
+        )
+    if folder is not None and values["tensor_parallel_size"] > 1:
+        raise ConfigError(
+            f"kv_offloading_dir={str(folder)!r} is not possible with tensor_parallel_size="
+            f"{values['tensor_parallel_size']}: ranks would have to agree on every file; leave it out"
+        )
+    for name in ("kv_offloading_disk_size", "kv_offloading_disk_hours"):
+        if folder is None and name in given:
+            raise ConfigError(f"{name}={values[name]} has no effect without kv_offloading_dir; give both or none")
+    if folder is not None and values["kv_offloading_disk_size"] is None:
+        values["kv_offloading_disk_size"] = 4 * size
+        reasons["kv_offloading_disk_size"] = "four times kv_offloading_size"
 
 
 def _choose_quantization(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:

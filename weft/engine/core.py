@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SAVE_S = 30.0
+"""Upper bound on the time that a shutdown spends on files of the disk tier."""
+
 MAX_ENDED = 64
 """Upper bound on ended requests that wait for the tuner of the eviction policy. Earlier ones are dropped."""
 
@@ -233,7 +236,25 @@ class EngineCore:
             return known_version, []
         return tree.version, reusable_prefixes(tree, needs_state=self.manager.spec.slot_bytes > 0)
 
+    def _save_tier(self) -> None:
+        """Write all that the tree holds to the disk tier, if there is one, for the next start."""
+        restores = self.scheduler.restores
+        if restores is None or restores.tier.disk is None or self.failure is not None or self.has_work:
+            return
+        deadline = time.monotonic() + SAVE_S
+        self.manager.evict_all()
+        while restores.has_unsaved and time.monotonic() < deadline:
+            self._launch(self.scheduler.idle_step())
+            while (output := self._result(max_in_flight=0)) is not None:
+                self.scheduler.update(output)
+
     def shutdown(self) -> None:
+        try:
+            self._save_tier()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
         self._in_flight.clear()
         self._grammars.close()
         self._executor.stop()

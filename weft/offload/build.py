@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
+from weft.offload.disk_tier import DiskTier
+from weft.offload.fingerprint import fingerprint_of
 from weft.offload.plan import TierPlan, plan_tier
 from weft.offload.restores import Restores
 from weft.offload.tier import HostTier
+
+logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 256 * 2**20
 """Upper bound on the bytes of pages that one step copies in each direction, for restores and for reused prefixes. It
@@ -20,14 +26,21 @@ def make_tier(config: EngineConfig, spec: CacheSpec) -> HostTier:
     Raises:
         ConfigError: the given memory holds nothing.
     """
-    plan = plan_tier(config, spec)
+    plan, disk, fingerprint = plan_tier(config, spec), None, ""  # memory holds the entries of this engine alone
+    if config.kv_offloading_dir is not None:
+        assert config.kv_offloading_disk_size is not None
+        fingerprint = fingerprint_of(config, spec)
+        max_bytes, max_age_s = int(config.kv_offloading_disk_size * 2**30), config.kv_offloading_disk_hours * 3600
+        disk = DiskTier(config.kv_offloading_dir, fingerprint, max_bytes, max_age_s)
+        logger.info("disk tier: %d files, %.2f GiB", len(disk), disk.num_bytes / 2**30)
     return HostTier(
         spec,
         num_pages=plan.num_pages,
         num_slots=plan.num_slots,
-        fingerprint="",  # the memory holds the entries of this engine alone
+        fingerprint=fingerprint,
         policy=config.kv_offloading_policy,
         page_budget=slice_pages(plan),
+        disk=disk,
     )
 
 

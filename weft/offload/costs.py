@@ -21,11 +21,13 @@ class RestoreCosts:
     Attributes:
         bytes_per_s: of restores.
         flops_per_s: of prefills.
+        disk_bytes_per_s: of reading files.
         latency_s: seconds of a restore besides its copies.
     """
 
     bytes_per_s: float | None = None
     flops_per_s: float | None = None
+    disk_bytes_per_s: float | None = None
     latency_s: float = LATENCY_S
 
     def copied(self, num_bytes: int, seconds: float) -> None:
@@ -33,16 +35,24 @@ class RestoreCosts:
         if seconds > 0:
             self.bytes_per_s = _moved(self.bytes_per_s, num_bytes / seconds)
 
+    def loaded(self, num_bytes: int, seconds: float) -> None:
+        """Note files that were read."""
+        if seconds > 0 and num_bytes:
+            self.disk_bytes_per_s = _moved(self.disk_bytes_per_s, num_bytes / seconds)
+
     def computed(self, flops: float, seconds: float) -> None:
         """Note a step that was a prefill."""
         if seconds > 0 and flops > 0:
             self.flops_per_s = _moved(self.flops_per_s, flops / seconds)
 
-    def refusal(self, num_bytes: int, flops: float) -> str:
-        """The reason why computing is quicker; empty if restoring is."""
+    def refusal(self, num_bytes: int, flops: float, disk_bytes: int = 0) -> str:
+        """The reason why computing is quicker; empty if restoring is. ``disk_bytes`` have to be read from files
+        first."""
         if self.bytes_per_s is None or self.flops_per_s is None:
             return ""
         restoring, computing = self.latency_s + num_bytes / self.bytes_per_s, flops / self.flops_per_s
+        if disk_bytes and self.disk_bytes_per_s is not None:
+            restoring += disk_bytes / self.disk_bytes_per_s
         if restoring <= computing:
             return ""
         return f"restoring would take {1e3 * restoring:.3g} ms, computing again {1e3 * computing:.3g} ms"

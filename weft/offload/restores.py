@@ -28,7 +28,8 @@ from weft.cache.manager import Manager
 from weft.cache.match import Match, explain
 from weft.cache.nodes import Prefix
 from weft.cache.tier import Below
-from weft.messages import SchedulerOutput, Transfer
+from weft.messages import FileOrder, SchedulerOutput, Transfer
+from weft.offload.disk_tier import DiskEntry
 from weft.offload.store import Entry
 from weft.offload.tier import HostTier
 from weft.outputs import CacheReport
@@ -63,6 +64,24 @@ class Restore:
     failed: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class Load:
+    """Files on their way to host memory.
+
+    Attributes:
+        request_id: the request that needs them.
+        begun: time of the begin.
+        pinned: entries of the prefix that are in host memory already.
+        waiting: number of the order -> the file, and the place that it fills.
+    """
+
+    request_id: str
+    begun: float
+    pinned: list[Entry]
+    waiting: dict[int, tuple[DiskEntry, Entry]] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Restored:
     """The result of a restore: reusable tokens before and after it, and its seconds."""
@@ -87,6 +106,9 @@ class Restores:
         self._had: dict[str, Restored | None] = {}
         self._blocked: set[str] = set()
         self._confirmed: list[int] = []
+        self._load: Load | None = None
+        self._loaded: set[str] = set()
+        self._orphans: dict[int, Entry] = {}  # places that a thread may still fill for a step that broke
 
     # -- waiting requests ------------------------------------------------------------------------------------------
 
@@ -100,12 +122,16 @@ class Restores:
         below = match.below
         if self._active is not None and self._for == request.request_id:
             return True
+        if self._load is not None and self._load.request_id == request.request_id:
+            return True
         if below is None or request.request_id in self._had:
             return False
         if below.refused:
             self.tier.counts.num_refused_restores += 1
             self._had[request.request_id] = None
             return False
+        if any(isinstance(entry, DiskEntry) for entry in _entries(below)):
+            return self._load is not None or self._begin_load(request, below)
         if self._active is not None:
             return True
         self.tier.pin(_entries(below))  # making room on the device evicts entries of the host too
@@ -119,6 +145,56 @@ class Restores:
         self.tier.touch(below)
         self.tier.counts.num_restores += 1
         return True
+
+    def _begin_load(self, request: Request, below: Below) -> bool:
+        """Read the files of a prefix into host memory. Returns False, and reads none, if it has no room for them, or if
+        the request had its turn."""
+        tier = self.tier
+        assert tier.disk is not None
+        if request.request_id in self._loaded:
+            self._had[request.request_id] = None
+            return False
+        self._loaded.add(request.request_id)
+        entries = _entries(below)
+        load = Load(request.request_id, time.monotonic(), [entry for entry in entries if isinstance(entry, Entry)])
+        tier.pin(load.pinned)
+        added: list[tuple[DiskEntry, Entry]] = []
+        for file in entries:
+            if isinstance(file, DiskEntry) and (entry := tier.add_loading(file)) is not None:
+                added.append((file, entry))
+        if len(load.pinned) + len(added) < len(entries):
+            tier.unpin(load.pinned)
+            for _, entry in added:
+                tier.end_loading(entry, keep=False)
+            self._had[request.request_id] = None
+            return False
+        load.waiting = {tier.disk.load(file, entry.place): (file, entry) for file, entry in added}
+        self._load = load
+        return True
+
+    def files_done(self, files: Collection[tuple[int, int, str]]) -> None:
+        """Note the ends of file orders: number, bytes, and the reason of a failure."""
+        tier, load = self.tier, self._load
+        assert tier.disk is not None
+        for number, num_bytes, reason in files:
+            saved = tier.disk.saved(number, num_bytes, reason)
+            if saved is not None:
+                tier.unpin([saved])
+            elif number in self._orphans:
+                tier.unpin([self._orphans.pop(number)])
+            elif load is not None and number in load.waiting:
+                file, entry = load.waiting.pop(number)
+                tier.end_loading(entry, keep=not reason)
+                if reason:
+                    tier.disk.rejected(file, reason)
+                else:
+                    tier.disk.counts.num_disk_loads += 1
+                    tier.disk.counts.loaded_bytes += num_bytes
+                    load.num_bytes += num_bytes
+        if load is not None and not load.waiting:
+            self._load = None
+            tier.unpin(load.pinned)
+            tier.costs.loaded(load.num_bytes, time.monotonic() - load.begun)
 
     def _begin(self, match: Match, below: Below, request: Request, num_running: int) -> Lease | None:
         """Lock the part of the prefix that the device has, and take a slot. None if the request would not fit."""
@@ -162,6 +238,7 @@ class Restores:
     def ended(self, request: Request) -> None:
         """Forget a request that waits no more."""
         self._had.pop(request.request_id, None)
+        self._loaded.discard(request.request_id)
         self._blocked.discard(request.request_id)
 
     def admitted(self, request: Request, lease: Lease) -> CacheReport:
@@ -170,11 +247,12 @@ class Restores:
         before = had.num_before if had is not None else lease.num_cached_tokens
         counts.num_external_query_tokens += max(0, len(lease.tokens) - before)
         hits = min(had.num_tokens, lease.num_cached_tokens) - before if had is not None else 0
+        where = "disk" if request.request_id in self._loaded else "host memory"
         self.ended(request)
         if had is None or hits <= 0:
             return lease.report
         counts.num_external_hit_tokens += hits
-        return lease.report.restored(hits, "host memory", had.seconds)
+        return lease.report.restored(hits, where, had.seconds)
 
     @property
     def num_blocked(self) -> int:
@@ -186,6 +264,21 @@ class Restores:
     @property
     def is_active(self) -> bool:
         return self._active is not None
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether steps without requests are worth launching, to move copies on."""
+        return self._active is not None or self._load is not None
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether something is on its way to a file."""
+        disk = self.tier.disk
+        return disk is not None and (self.tier.has_unstored or disk.is_saving or disk.has_orders)
+
+    def take_file_orders(self) -> list[FileOrder]:
+        """The file orders that the next step begins with."""
+        return self.tier.disk.take_orders() if self.tier.disk is not None else []
 
     @property
     def num_missing_pages(self) -> int:
@@ -271,6 +364,14 @@ class Restores:
         lost: set[Entry] = set()
         for transfer in step.stores:
             lost.update(self.tier.broke(transfer.number))
+        if self._load is not None:
+            for order in step.files:
+                if (waiting := self._load.waiting.pop(order.number, None)) is not None:
+                    self._orphans[order.number] = waiting[1]
+                    self.tier.abandon(waiting[1])
+            if not self._load.waiting:
+                self.tier.unpin(self._load.pinned)
+                self._load = None
         if active is not None:
             broken = [t.number for t in step.restores if active.outstanding.pop(t.number, None) is not None]
             active.failed |= bool(broken) or not lost.isdisjoint(_entries(active.below))

@@ -23,6 +23,7 @@ class Entry:
             dropped one is free only after its last copy.
         prefix, tail: of a state, the key of its whole pages, and the number of tokens after them.
         kind: of a state, the reason why it was stored.
+        is_loading: its content comes from a file and is not there yet.
     """
 
     key: bytes
@@ -32,6 +33,7 @@ class Entry:
     prefix: bytes = b""
     tail: int = 0
     kind: CheckpointKind = "end"
+    is_loading: bool = False
 
 
 class HostStore:

@@ -31,6 +31,7 @@ from weft.cache.spec import CacheSpec
 from weft.cache.tier import Below
 from weft.messages import Transfer
 from weft.offload.costs import RestoreCosts
+from weft.offload.disk_tier import DiskEntry, DiskTier
 from weft.offload.keys import PageKeys, SequenceKeys, as_bytes, path_tokens, state_key
 from weft.offload.store import Entry, HostStore
 
@@ -71,6 +72,7 @@ class HostTier:
         fingerprint: everything that decides what the bytes of a page or state mean.
         policy: when entries are copied: when they leave the device, or once a request has reused them.
         page_budget: most pages that a step copies because requests reused them.
+        disk: a tier below this one.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class HostTier:
         fingerprint: str,
         policy: WritePolicy = "write_back",
         page_budget: int = 64,
+        disk: DiskTier | None = None,
     ) -> None:
+        self.disk = disk
         self.pages, self.states = HostStore(num_pages), HostStore(num_slots)
         self.costs, self.counts = RestoreCosts(), TierCounts()
         self.policy: WritePolicy = policy
@@ -157,7 +161,7 @@ class HostTier:
     # -- what is found ---------------------------------------------------------------------------------------------
 
     def look_up(self, tokens: Tokens, salt: str | None, prefix: Prefix, num_tokens: int) -> Below | None:
-        if not (self.pages or self.states) or num_tokens >= len(tokens) - 1:
+        if not (self.pages or self.states or self.disk) or num_tokens >= len(tokens) - 1:
             return None
         first = num_tokens // self._size
         keys = self._keys.of_sequence(tokens, salt, prefix.node, first)
@@ -168,7 +172,29 @@ class HostTier:
         if found is None:
             return None
         flops = self._spec.prefill_flops(num_tokens, found.num_tokens)
-        return replace(found, refused=self.costs.refusal(found.num_bytes, flops))
+        on_disk = [entry for entry in (*found.pages, found.state) if isinstance(entry, DiskEntry)]
+        disk_bytes = sum(self._bytes_of(entry) for entry in on_disk)
+        return replace(found, refused=self.costs.refusal(found.num_bytes, flops, disk_bytes))
+
+    def _page(self, key: bytes) -> Entry | DiskEntry | None:
+        """A page of host memory, or else of the disk."""
+        entry = self.pages.get(key)
+        if entry is not None:
+            return None if entry.is_loading else entry
+        return self.disk.get(key) if self.disk is not None else None
+
+    def _state(self, key: bytes) -> Entry | DiskEntry | None:
+        entry = self.states.get(key)
+        if entry is not None:
+            return None if entry.is_loading else entry
+        return self.disk.get(key) if self.disk is not None else None
+
+    def _tails(self, prefix: bytes) -> list[int]:
+        tails = self.states.tails(prefix)
+        return tails if self.disk is None else sorted({*tails, *self.disk.tails(prefix)})
+
+    def _bytes_of(self, entry: Entry | DiskEntry) -> int:
+        return self._spec.slot_bytes if entry.prefix else self._spec.page_bytes
 
     def _longest_kv(self, keys: SequenceKeys, kv: int, num_tokens: int) -> Below | None:
         """The longest run of whole pages, for models without states."""
@@ -179,11 +205,11 @@ class HostTier:
             return None
         return Below(end, shared * self._size, pages, num_bytes=len(pages) * self._spec.page_bytes)
 
-    def _pages_from(self, keys: SequenceKeys, first: int, end: int) -> list[Entry]:
+    def _pages_from(self, keys: SequenceKeys, first: int, end: int) -> list[Entry | DiskEntry]:
         """The entries of pages ``first``, ``first + 1``, … up to the first one that is missing."""
-        entries: list[Entry] = []
+        entries: list[Entry | DiskEntry] = []
         for page in range(first, end):
-            entry = self.pages.get(keys[page + 1])
+            entry = self._page(keys[page + 1])
             if entry is None:
                 break
             entries.append(entry)
@@ -193,17 +219,17 @@ class HostTier:
         """The last position up to ``limit`` that has a state, and all KV before it."""
         size = self._size
         shared = kv // size
-        pages: list[Entry] = []
-        best: tuple[int, Entry] | None = None
+        pages: list[Entry | DiskEntry] = []
+        best: tuple[int, Entry | DiskEntry] | None = None
         for count in range(num_tokens // size, limit // size + 1):
             if count > shared and self._spec.page_bytes:
-                entry = self.pages.get(keys[count])
+                entry = self._page(keys[count])
                 if entry is None:
                     break
                 pages.append(entry)
-            for tail in self.states.tails(keys[count]):
+            for tail in self._tails(keys[count]):
                 position = count * size + tail
-                if num_tokens < position <= limit and (state := self.states.get(keys.state(count, tail))):
+                if num_tokens < position <= limit and (state := self._state(keys.state(count, tail))):
                     best = position, state
         if best is None:
             return None
@@ -254,7 +280,9 @@ class HostTier:
         """Note that a copy to the host is done."""
         for entry in self._sent.pop(number, ()):
             entry.store = 0
-            self.counts.stored_bytes += self._spec.slot_bytes if entry.prefix else self._spec.page_bytes
+            self.counts.stored_bytes += self._bytes_of(entry)
+            if self.disk is not None and self._store_of(entry).holds(entry) and self.disk.save(entry):
+                self.pin([entry])
         self.counts.stored_seconds += seconds
 
     def broke(self, number: int) -> list[Entry]:
@@ -264,6 +292,35 @@ class HostTier:
             if self._store_of(entry).holds(entry):
                 self._store_of(entry).drop(entry)
         return lost
+
+    @property
+    def has_unstored(self) -> bool:
+        """Whether copies to the host are ordered, or on their way."""
+        return self.has_orders or bool(self._sent)
+
+    def add_loading(self, file: DiskEntry) -> Entry | None:
+        """Make an entry of host memory that a file will fill. None if there is no place, or an entry already."""
+        store = self.states if file.prefix else self.pages
+        if store.get(file.key) is not None:
+            return None
+        entry = store.add(file.key, file.prefix, file.tail, file.kind)
+        if entry is not None:
+            entry.is_loading = True
+            self.pin([entry])
+        return entry
+
+    def end_loading(self, entry: Entry, *, keep: bool) -> None:
+        """Note that a file was read, or rejected."""
+        store = self._store_of(entry)
+        entry.is_loading = False
+        if not keep and store.holds(entry):
+            store.drop(entry)
+        store.unpin(entry)
+
+    def abandon(self, entry: Entry) -> None:
+        """Drop an entry that is loading. Its place is busy until it is unpinned."""
+        if self._store_of(entry).holds(entry):
+            self._store_of(entry).drop(entry)
 
     def pin(self, entries: Iterable[Entry]) -> None:
         """Keep the places of entries that a restore reads."""
@@ -282,12 +339,17 @@ class HostTier:
     def forget(self, tokens: Tokens, salt: str | None) -> None:
         keys = SequenceKeys(tokens, salt, 0, self._keys.root(salt), self._size)
         for count in range(len(tokens) // self._size + 1):
-            page = self.pages.get(keys[count])
-            if page is not None:
-                self.pages.drop(page)
-            for tail in self.states.tails(keys[count]):
-                if count * self._size + tail <= len(tokens) and (state := self.states.get(keys.state(count, tail))):
-                    self.states.drop(state)
+            self._forget(self.pages, keys[count])
+            for tail in self._tails(keys[count]):
+                if count * self._size + tail <= len(tokens):
+                    self._forget(self.states, keys.state(count, tail))
+
+    def _forget(self, store: HostStore, key: bytes) -> None:
+        entry = store.get(key)
+        if entry is not None:
+            store.drop(entry)
+        if self.disk is not None:
+            self.disk.drop(key)
 
     def clear(self) -> None:
         self._to_copy.clear()
@@ -295,17 +357,23 @@ class HostTier:
         self.states.clear()
         self.unpin(self._orders.entries)
         self._orders = _Orders()
+        if self.disk is not None:
+            self.disk.clear()
 
     def stats(self) -> dict[str, Any]:
         """Figures of the tier, as ``SchedulerStats`` names them."""
-        return asdict(self.counts) | {
-            "host_pages": self.pages.capacity,
-            "host_states": self.states.capacity,
-            "host_pages_in_use": len(self.pages),
-            "host_states_in_use": len(self.states),
-            "num_host_evicted_pages": self.pages.num_evicted,
-            "num_host_evicted_states": self.states.num_evicted,
-        }
+        return (
+            asdict(self.counts)
+            | (asdict(self.disk.counts) if self.disk is not None else {})
+            | {
+                "host_pages": self.pages.capacity,
+                "host_states": self.states.capacity,
+                "host_pages_in_use": len(self.pages),
+                "host_states_in_use": len(self.states),
+                "num_host_evicted_pages": self.pages.num_evicted,
+                "num_host_evicted_states": self.states.num_evicted,
+            }
+        )
 
     def check(self) -> None:
         """Assert the invariants of both pools."""

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from weft.offload.plan import TierPlan
 from weft.ops.attention.records import Records
 from weft.ops.backend import Backend
 from weft.runner.buffers import device_ints
+from weft.runner.host_files import HostFiles
 from weft.runner.host_link import CHUNK_BYTES, CudaLink, DirectLink
 
 logger = logging.getLogger(__name__)
@@ -42,12 +44,13 @@ class HostMemory:
         pages: ``[num_pages, page_bytes]`` bytes.
         states: ``[num_slots, slot_bytes + page_bytes]`` bytes: a state, and the KV of the partial page at its position.
         link: copies records between this memory and the device.
+        files: copies records between this memory and files; None without a folder.
 
     Raises:
         CapacityError: the host lacks the memory.
     """
 
-    def __init__(self, plan: TierPlan, device: torch.device) -> None:
+    def __init__(self, plan: TierPlan, device: torch.device, folder: Path | None = None, fingerprint: str = "") -> None:
         began = time.monotonic()
         on_gpu = device.type == "cuda"
         block = _allocate(max(1, plan.num_bytes), pin=on_gpu, owner=self)
@@ -56,6 +59,9 @@ class HostMemory:
         self.states = block[split : plan.num_bytes].view(plan.num_slots, plan.slot_bytes)
         largest = max(plan.page_bytes, plan.slot_bytes, min(CHUNK_BYTES, plan.num_bytes))
         self.link = CudaLink(device, largest) if on_gpu else DirectLink()
+        self.files = HostFiles(folder, fingerprint, self.pages, self.states) if folder is not None else None
+        if self.files is not None:
+            weakref.finalize(self, self.files.close)
         seconds = time.monotonic() - began
         logger.info("host tier: %.2f GiB in %.2f s", plan.num_bytes / 2**30, seconds)
 
@@ -137,6 +143,8 @@ class Transfers:
             with self._link.storing(transfer.number):
                 self._store_pages(transfer)
                 self._store_states(transfer)
+        if step.files and self._host.files is not None:
+            self._host.files.begin(step.files)
         for transfer in step.restores:
             with self._link.restoring(transfer.number, transfer.after):
                 self._restore_pages(transfer)
@@ -146,9 +154,15 @@ class Transfers:
         """Number and seconds of each copy that is done, once."""
         return self._link.finished()
 
+    def finished_files(self) -> list[tuple[int, int, str]]:
+        """See ``HostFiles.finished``."""
+        return self._host.files.finished() if self._host.files is not None else []
+
     def wait(self) -> None:
-        """Wait for the oldest restore in flight."""
+        """Wait for the oldest restore in flight, and a moment for files."""
         self._link.wait()
+        if self._host.files is not None:
+            self._host.files.wait()
 
     def _store_pages(self, transfer: Transfer) -> None:
         ordered = sorted((target, source) for source, target in transfer.pages)

@@ -262,7 +262,12 @@ def _make_host_memory(config: EngineConfig, spec: CacheSpec, device: torch.devic
     from weft.offload.plan import plan_tier
     from weft.runner.host_memory import HostMemory
 
-    return HostMemory(plan_tier(config, spec), device)
+    fingerprint = ""
+    if config.kv_offloading_dir is not None:
+        from weft.offload.fingerprint import fingerprint_of
+
+        fingerprint = fingerprint_of(config, spec)
+    return HostMemory(plan_tier(config, spec), device, config.kv_offloading_dir, fingerprint)
 
 
 def _make_compiler(config: EngineConfig, model: nn.Module) -> ModelCompiler | None:

@@ -189,6 +189,7 @@ class PendingStep:
             self._drafts(drafts[: math.prod(shape)].reshape(shape)),
             self.encoder_time.seconds() if self.encoder_time is not None else 0.0,
             self._finished_transfers(self.transfers) if self.transfers is not None else [],
+            self.transfers.finished_files() if self.transfers is not None else [],
         )
 
     def _finished_transfers(self, transfers: Transfers) -> list[tuple[int, float]]:

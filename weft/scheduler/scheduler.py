@@ -137,7 +137,7 @@ class Scheduler:
     @property
     def _restores_now(self) -> bool:
         """Whether a prefix is being restored."""
-        return self.restores is not None and self.restores.is_active
+        return self.restores is not None and self.restores.needs_steps
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -342,7 +342,12 @@ class Scheduler:
             stores=stores,
             restores=restores,
             restored=restored,
+            files=self.restores.take_file_orders() if self.restores is not None else EMPTY,
         )
+
+    def idle_step(self) -> SchedulerOutput:
+        """Plan a step without requests."""
+        return self._make_scheduler_output([])
 
     def _announce(self, running: Running) -> NewRequest:
         running.announced = True
@@ -399,6 +404,8 @@ class Scheduler:
             self.encoder.seconds += output.encoder_seconds
         if self.restores is not None:
             self.restores.done(output.transfers)
+            if output.files:
+                self.restores.files_done(output.files)
         runs = tokens_by_row(output) if self.drafts is not None else {}
         changed: list[Request] = []
         charges: dict[str, int] = {}

@@ -182,6 +182,9 @@ def _host_tier(stats: EngineStats, labels: dict[str, str]) -> Iterable[Any]:
     yield _counters("vllm:kv_offload_total_time", "seconds of these copies", "transfer_type", seconds, labels)
     restores = {"begun": stats.num_restores, "refused": stats.num_refused_restores, "failed": stats.num_failed_restores}
     yield _counters("weft:restores", "restores of prefixes from host memory", "kind", restores, labels)
+    files = {"saved": stats.num_disk_saves, "loaded": stats.num_disk_loads, "rejected": stats.num_rejected_files}
+    files |= {"not_saved": stats.num_failed_saves, "evicted": stats.num_disk_evictions}
+    yield _counters("weft:tier_files", "files of the disk tier, by what became of them", "kind", files, labels)
     yield _gauge("weft:host_pages", "places for KV pages in host memory", stats.host_pages, labels)
     yield _gauge("weft:host_pages_used", "of these, those in use", stats.host_pages_in_use, labels)
     yield _gauge("weft:host_states", "places for states in host memory", stats.host_states, labels)

@@ -1,0 +1,217 @@
+"""Files of the disk tier: torn, changed, foreign and full; restarts, also after SIGKILL; bounds; the verb."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.offload.test_engine import PROMPTS, TINY, serve
+from weft import LLM
+from weft.cli import main
+from weft.config import resolve
+from weft.errors import ConfigError
+from weft.offload import disk
+from weft.offload.disk_tier import DiskTier, entry_of, name_of
+from weft.offload.store import Entry
+
+KEY = bytes(range(16))
+NAME = f"{KEY.hex()}.page"
+CONTENT = memoryview(bytes(i % 256 for i in range(5000)))
+
+
+def written(folder: Path, name: str = NAME) -> Path:
+    disk.write(folder, "f", name, CONTENT)
+    return disk.path_of(folder, "f", name)
+
+
+def read(folder: Path, name: str = NAME, fingerprint: str = "f", size: int = 5000) -> memoryview:
+    content = memoryview(bytearray(size))
+    disk.read(folder, fingerprint, name, content)
+    return content
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert read(tmp_path) == CONTENT
+    disk.check(path)
+
+
+def test_every_flipped_bit_and_every_torn_end_is_rejected(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole, rng = path.read_bytes(), random.Random(0)
+    for position in [*range(160), *rng.sample(range(len(whole)), 100)]:
+        changed = bytearray(whole)
+        changed[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(disk.RejectedFile):
+            read(tmp_path)
+    for length in [0, 1, 19, 20, 60, *rng.sample(range(len(whole)), 50)]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(disk.RejectedFile):
+            read(tmp_path)
+
+
+def test_foreign_files_are_rejected(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    other = disk.path_of(tmp_path, "f", f"{KEY[::-1].hex()}.page")
+    other.parent.mkdir(parents=True, exist_ok=True)
+    path.rename(other)
+    with pytest.raises(disk.RejectedFile, match="it holds something else"):
+        read(tmp_path, other.name)
+    with pytest.raises(disk.RejectedFile, match="cannot be read"):
+        read(tmp_path)
+    path = written(tmp_path)
+    with pytest.raises(disk.RejectedFile, match="5000 bytes of content instead of 4999"):
+        read(tmp_path, size=4999)
+    foreign = disk.path_of(tmp_path, "g", NAME)
+    foreign.parent.mkdir(parents=True)
+    path.rename(foreign)
+    with pytest.raises(disk.RejectedFile, match="it holds something else"):
+        read(tmp_path, fingerprint="g")
+
+
+def test_names_describe_entries() -> None:
+    page, state = Entry(KEY, 0), Entry(KEY, 0, prefix=KEY[::-1], tail=5, kind="boundary")
+    assert entry_of(name_of(page)).key == KEY and not entry_of(name_of(page)).prefix
+    found = entry_of(name_of(state))
+    assert (found.key, found.prefix, found.tail, found.kind) == (KEY, KEY[::-1], 5, "boundary")
+    with pytest.raises(ValueError, match="no name"):
+        entry_of("x.y")
+
+
+def test_bounds_on_bytes_and_age(tmp_path: Path) -> None:
+    for number in range(5):
+        path = written(tmp_path, f"{number:032x}.page")
+        os.utime(path, (time.time(), time.time() - 1000 * (5 - number)))
+    size = path.stat().st_size
+    tier = DiskTier(tmp_path, "f", max_bytes=3 * size, max_age_s=2500)
+    assert len(tier) == 2 and tier.num_bytes == 2 * size  # three are too old, of which two are too many as well
+    assert [order.kind for order in tier.take_orders()] == ["drop"] * 3
+
+
+def test_a_cleared_tier_drops_what_is_being_written(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, "f", 10**6, 1e6)
+    assert tier.save(Entry(KEY, 0))
+    (order,) = tier.take_orders()
+    tier.clear()
+    assert tier.saved(order.number, 5000, "") is not None and len(tier) == 0
+    assert [order.kind for order in tier.take_orders()] == ["drop"]
+
+
+def engine(folder: Path, **more: Any) -> LLM:
+    return LLM(**(TINY | {"kv_offloading_size": 0.1, "kv_offloading_dir": str(folder)} | more))
+
+
+def always_restores(llm: LLM) -> LLM:
+    restores = llm._core.scheduler.restores
+    assert restores is not None
+    restores.tier.costs.latency_s = -1e9
+    return llm
+
+
+def test_a_restarted_engine_is_warm(tmp_path: Path) -> None:
+    with engine(tmp_path) as llm:
+        first = [serve(llm, index) for index in range(4)]
+    with always_restores(engine(tmp_path)) as llm:
+        again = [serve(llm, index) for index in range(4)]
+        stats = llm.stats()
+        llm._core.scheduler.check()
+    assert [tokens for tokens, *_ in again] == [tokens for tokens, *_ in first]
+    assert all(num_cached == 149 for *_, num_cached in again), again
+    assert again[0][1].startswith("KV and state of 149 tokens restored from disk in ")
+    assert stats.num_disk_loads and not stats.num_rejected_files
+    with engine(tmp_path, kv_offloading_dir=str(tmp_path), mamba_ssm_dtype="bfloat16") as llm:
+        assert serve(llm, 0)[2] == 0, "files of other settings are not looked at"
+
+
+def test_changed_files_are_misses(tmp_path: Path) -> None:
+    with engine(tmp_path) as llm:
+        first = [serve(llm, index) for index in range(4)]
+    rng = random.Random(0)
+    for path in sorted(tmp_path.glob("*/*/*.*")):
+        content = bytearray(path.read_bytes())
+        match rng.randrange(4):
+            case 0:
+                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            case 1:
+                del content[rng.randrange(len(content)) :]
+        path.write_bytes(content)
+    with always_restores(engine(tmp_path)) as llm:
+        again = [serve(llm, index) for _ in range(2) for index in range(4)]
+        stats = llm.stats()
+        llm._core.scheduler.check()
+    assert [tokens for tokens, *_ in again] == [tokens for tokens, *_ in first] * 2
+    assert stats.num_rejected_files
+
+
+def test_a_full_disk_loses_the_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = disk.write
+
+    def full(folder: Path, fingerprint: str, name: str, content: Any) -> None:
+        if int(name[:2], 16) % 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, fingerprint, name, content)
+
+    monkeypatch.setattr(disk, "write", full)
+    with engine(tmp_path) as llm:
+        first = [serve(llm, index) for index in range(4)]
+        again = [serve(llm, index) for index in range(4)]
+        stats = llm.stats()
+    assert [tokens for tokens, *_ in again] == [tokens for tokens, *_ in first]
+    assert stats.num_failed_saves and stats.num_external_hit_tokens
+
+
+def test_a_killed_process_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tests.offload.test_disk import engine, serve\n"
+        "llm = engine(Path(sys.argv[1]))\n"
+        "while True:\n    for index in range(4): print(serve(llm, index)[0], flush=True)\n"
+    )
+    for seed in range(2):
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(5 + 3 * seed):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with LLM(**TINY) as llm:
+        expected = [serve(llm, index)[0] for index in range(4)]
+    with always_restores(engine(tmp_path)) as llm:
+        found = [serve(llm, index) for index in range(4)]
+        assert llm.stats().num_disk_loads
+    assert [tokens for tokens, *_ in found] == expected
+    assert len(PROMPTS) == 4
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path)
+    written(tmp_path, f"{KEY.hex()}.{KEY.hex()}.3.end.state")
+    assert main(["cache", "list", str(tmp_path)]) == 0
+    assert "f: 1 pages, 1 states, 0.00 GiB" in capsys.readouterr().out
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    assert "removed, because it ends too early" in capsys.readouterr().out
+    assert main(["cache", "empty", str(tmp_path)]) == 0
+    assert not list(tmp_path.glob("*/*/*"))
+    assert main(["cache", "list", str(tmp_path / "no")]) == 2
+
+
+def test_refused_settings(tmp_path: Path) -> None:
+    folder = {"device": "cpu", "kv_offloading_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match="has no effect without kv_offloading_size"):
+        resolve(**folder)
+    with pytest.raises(ConfigError, match="is not possible with tensor_parallel_size=2"):
+        resolve(**folder, kv_offloading_size=1, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="has no effect without kv_offloading_dir"):
+        resolve(device="cpu", kv_offloading_size=1, kv_offloading_disk_size=2)
+    assert resolve(**folder, kv_offloading_size=2).kv_offloading_disk_size == 8
