@@ -53,18 +53,9 @@ DETERMINISM = (
         'policy == "aligned" and grid is None', 'policy == "aligned"', REUSE,
     ),
     mutant(
-        "last-row-decodes", "a prompt's last token is no decode in the last layer", "weft/layers/attention.py",
-        "if self._backend.is_invariant:", "if False:", BITS,
-    ),
-    mutant(
         "attention-by-step", "attention of a token does not depend on its step", "weft/ops/attention/__init__.py",
         '"weft.ops.attention.paged", by_token)',
         '"weft.ops.attention.paged", lambda f, *args, **kwargs: f(*args, **kwargs))', ROWS, BITS,
-    ),
-    mutant(
-        "chunks-together", "a chunk's bits depend on no other chunk", "weft/ops/delta_rule/__init__.py",
-        'by_chunk("q", "k", "g", "beta", "v", states=("state",))',
-        "lambda f, *args, **kwargs: f(*args, **kwargs)", BITS,
     ),
     mutant(
         "gates-together", "a gate's bits depend on no other row", "weft/ops/delta_rule/__init__.py",
