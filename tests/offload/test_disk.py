@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.offload.fake_host import request
 from tests.offload.test_engine import PROMPTS, TINY, serve
+from tests.offload.test_tier import PROMPT, House
 from weft import LLM
 from weft.cli import main
 from weft.config import resolve
@@ -215,3 +217,30 @@ def test_refused_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no effect without kv_offloading_dir"):
         resolve(device="cpu", kv_offloading_size=1, kv_offloading_disk_size=2)
     assert resolve(**folder, kv_offloading_size=2).kv_offloading_disk_size == 8
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    written(tmp_path)
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        disk.write(tmp_path, "f", NAME, CONTENT[:100])
+    assert read(tmp_path) == CONTENT and len(list(tmp_path.glob("*/*/*"))) == 1
+
+
+def test_a_rejected_file_is_not_used(tmp_path: Path) -> None:
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    house.tier.disk = tier = DiskTier(tmp_path, "f", 10**9, 1e9)
+    for store in (house.tier.pages, house.tier.states):
+        for entry in store.entries():
+            tier._add(entry_of(name_of(entry)), 10, time.time())
+            store.drop(entry)
+    assert house.found([*PROMPT, 1]) == 22
+    assert house.restores.waits(request("r", PROMPT), house.manager.match([*PROMPT, 1]), 0)
+    loads = tier.take_orders()
+    house.restores.files_done([(order.number, 10, "" if place else "torn") for place, order in enumerate(loads)])
+    assert house.found([*PROMPT, 1]) == 0 and len(tier) == 6
