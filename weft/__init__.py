@@ -9,8 +9,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from weft.compat.names import VllmModules, find_name
-
 if TYPE_CHECKING:
     from weft.config import EngineConfig
     from weft.engine.async_llm import AsyncLLM
@@ -49,7 +47,26 @@ _MODULES = {
 }
 
 
-sys.meta_path.append(VllmModules)
+class _VllmModules:
+    """Asks ``weft.compat`` for modules of vLLM, which is loaded for the first that Weft does not have."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> Any:
+        if not name.startswith("weft."):
+            return None
+        from weft.compat.names import VllmModules
+
+        return VllmModules.find_spec(name)
+
+
+sys.meta_path.append(_VllmModules)
+
+
+def find_name(module: str, name: str) -> Any:
+    """Return Weft's object of one of vLLM's names, or raise what tells the remedy (``weft.compat.names``)."""
+    from weft.compat import names
+
+    return names.find_name(module, name)
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False, p
     help = f"no effect: {VLLM_SETTINGS[name].why}"
     group.add_argument(flag_name(name), dest=prefix + name, action="store_true", default=argparse.SUPPRESS, help=help)
     for flag, why in REFUSED_FLAGS.items():
-        group.add_argument(flag, action=_Refused, nargs="?", const=why, help=argparse.SUPPRESS)
+        hidden: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        group.add_argument(flag, action=_Refused, nargs="?", const=why, **hidden)
     for flag in () if server else SERVER_FLAGS:
         group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
 

@@ -120,7 +120,7 @@ def test_frequencies_equal_transformers(name: str, partial: float) -> None:
 
 
 def test_unknown_scaling_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'dynamic'.*default, linear, llama3, yarn"):
+    with pytest.raises(UnsupportedModelError, match=r"'dynamic'.*default, linear, llama3, proportional, yarn"):
         inverse_frequencies(RopeConfig(1e4, 8, "dynamic"), 64)
 
 
