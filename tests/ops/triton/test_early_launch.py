@@ -31,7 +31,7 @@ CAREFUL = {
     "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
-    "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel",
+    "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel", "_span_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 PASSES_ON = {
@@ -40,8 +40,12 @@ PASSES_ON = {
     "decode_hopper_kernel": ("decode_programs", "attention/merge.py"),
 }
 """Kernels in which a part waits, on which all others wait: its name and its file."""
-ORDINARY = {"_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel", "_load_kernel", "_store_kernel"}
-"""Kernels that write a step's metadata, as copies and torch's kernels do: never early, each waits for all before it."""
+ORDINARY = {
+    "_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel", "_load_kernel", "_store_kernel",
+    "_record_kernel",
+}  # fmt: skip
+"""Kernels that write a step's metadata, as copies and torch's kernels do, or copy records on a stream of their own.
+They are never early: each waits for all before it."""
 
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
