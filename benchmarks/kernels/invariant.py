@@ -87,7 +87,7 @@ def _compile(job: tuple[Size, int, Choice]) -> None:
 
 
 def now(size: Size) -> Callable[[Tensor, Tensor], Any]:
-    """What runs without the mode."""
+    """Return the product that runs without the mode."""
     if size.silu_mul:
         return linear_silu_mul_triton
     return (lambda x, w: linear_parts_triton(x, w, None)) if size.name in PARTS else linear_triton

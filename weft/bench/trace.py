@@ -12,8 +12,8 @@ A line of a trace is one request, in the format of Mooncake (Qin et al., FAST 20
 append to their prompts, but a cut block has another hash than the whole one. So if a session's next prompt begins with
 the same whole blocks, its next block is taken for the cut one too.
 
-``timestamp`` and ``delay`` are in milliseconds. Requests of one ``session_id`` follow each other: the next one is sent
-``delay`` after the last token of the one before. Without ``delay`` the difference of their timestamps counts.
+``timestamp`` and ``delay`` are in milliseconds. Requests of one ``session_id`` follow each other: a request is
+sent ``delay`` after the previous answer's last token. Without ``delay`` the difference of their timestamps counts.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def sessions_of(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
 
 
 def with_appended_blocks(requests: Sequence[TraceRequest], block_size: int) -> list[TraceRequest]:
-    """Give cut last blocks the id of the block that the session's next prompt has there, if it appends to this one."""
+    """Give a cut last block the id of its block in the session's next prompt, if that prompt appends to this one."""
     followers = {
         id(earlier): later for session in sessions_of(requests) for earlier, later in itertools.pairwise(session)
     }

@@ -11,7 +11,7 @@ WEIGHT = 0.2
 """Weight of a new measurement."""
 
 LATENCY_S = 2e-3
-"""Seconds that a restore takes besides its copies, which one step orders and a later step uses."""
+"""Seconds that a restore takes in addition to its copies: one step orders them, and a later step uses them."""
 
 
 @dataclass(slots=True)

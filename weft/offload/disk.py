@@ -1,4 +1,4 @@
-"""Files of the disk tier: one page or state each, under a name that says what it is.
+"""Files of the disk tier: one page or state each, named after its content.
 
 Job: write, read and check files, and list those of a folder. Owns: the format. Does not know: which files are kept, or
 who asks for them.

@@ -3,8 +3,8 @@
 Job: an index of the folder's files by key, with bounds on bytes and age, and the orders for the thread that owns the
 files. Owns: the index. Does not know: the content of files (``disk.py``), host memory, requests.
 
-What host memory gets is written to disk in the background, so that evicting it there costs nothing. Orders that wait in
-too long a line are dropped: such an entry is in host memory only.
+Entries of host memory are written to disk in the background, so that host memory evicts them at no cost. Writes beyond
+the bound of the queue are dropped. Their entries stay in host memory only.
 """
 
 from __future__ import annotations
