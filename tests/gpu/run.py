@@ -1,7 +1,7 @@
-"""The GPU tier, groups side by side on one device: ``python -m tests.gpu.run --json FILE`` (four to five minutes).
+"""The GPU tier, groups side by side: ``python -m tests.gpu.run --json FILE`` (four to five minutes).
 
-Job: run each group of test files as a process of its own, and keep what came of it with device, versions, commit and
-date. A group that does not end in time counts as unfinished.
+Job: run each group of test files as a process of its own, spread over the visible devices, and keep what came of it
+with device, versions, commit and date as soon as it ends. A group that does not end in time counts as unfinished.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from weft.bench import report
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "kernels, layers, quantization": ("tests/ops", "tests/layers", "tests/quantization", "-n", "8"),
     "x-matrix": ("tests/gpu/test_x_matrix.py", "-n", "2", "--dist", "loadfile"),
-    "parity and precision": ("tests/gpu/test_parity.py", "tests/gpu/test_precision.py", "-n", "2"),
-    "engine": ("tests/gpu/test_engine.py", "tests/gpu/test_churn.py", "tests/gpu/test_speculation.py"),
+    "parity and precision": ("tests/gpu/test_parity.py", "tests/gpu/test_precision.py", "-n", "3"),
+    "engine": ("tests/gpu/test_engine.py", "tests/gpu/test_churn.py", "tests/gpu/test_speculation.py", "-n", "2"),
     "FP8 and images": ("tests/gpu/test_fp8.py", "tests/gpu/test_vision.py"),
     "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py"),
     "deterministic": ("tests/gpu/test_deterministic.py", "-n", "4", "--dist", "loadgroup"),
@@ -41,29 +44,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json")
     parser.add_argument("--seconds", type=float, default=540.0, help="end groups that run longer")
+    parser.add_argument("--logs", help="folder for the output of each group")
     args = parser.parse_args()
     target = report.open_json(args.json)
     pytest = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-q", "-rf", "--tb=short"]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        logs = Path(args.logs or folder)
+        logs.mkdir(parents=True, exist_ok=True)
         running = {}
         for number, (name, files) in enumerate(GROUPS.items()):
-            log = (Path(folder) / f"{number}.log").open("w+")
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            child = subprocess.Popen([*pytest, *files], stdout=log, stderr=log, cwd=ROOT, env=environment)
+            log = logs / f"{number}-{name.replace(' ', '-').replace(',', '')}.log"
+            device = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count())}
+            with log.open("w") as output:
+                child = subprocess.Popen(
+                    [*pytest, *files], stdout=output, stderr=output, cwd=ROOT, env=os.environ | device
+                )
             running[name] = (child, log)
-        for name, (child, log) in running.items():
-            try:
-                status: int | None = child.wait(args.seconds)
-            except subprocess.TimeoutExpired:
+        deadline = time.monotonic() + args.seconds
+        while running:
+            time.sleep(1)
+            for name, (child, log) in list(running.items()):
+                status = child.poll()
+                if status is None and time.monotonic() < deadline:
+                    continue
                 child.kill()
                 child.wait()
-                status = None
-            log.seek(0)
-            found[name] = outcome(log.read(), status)
-            print(name, found[name], flush=True)
-            log.close()
-    report.write_json(target, report.provenance("cuda") | {"groups": found})
+                del running[name]
+                found[name] = outcome(log.read_text(), status)
+                print(name, found[name], flush=True)
+                report.write_json(target, report.provenance("cuda") | {"groups": found})
     return int(any(group["status"] != 0 for group in found.values()))
 
 
