@@ -1,18 +1,21 @@
 """Products whose rows have the same bits for any number of rows: their time beside ``weft.ops.linear.linear``.
 
 Usage: ``python -m benchmarks.kernels.invariant`` times what the operation chooses (``$OUT/invariant.json``). ``--tune``
-also times candidates of kernels and tiles and names the fastest of each size. Every candidate must have the bits of the
-first one. All is timed behind a norm, as in ``benchmarks/kernels/linear.py``.
+also times candidates of kernels and tiles. It writes the fastest of each size to ``$OUT/invariant_linear_h200.json``.
+Every candidate must have the bits of the first one. All is timed behind a norm, as in ``benchmarks/kernels/linear.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +42,9 @@ if not ON_GPU:
 MOST_SAMPLED = 256
 """Rows of the head's largest product."""
 
-_FEW = [(64, 128, 4, 4), (64, 128, 4, 6), (64, 64, 4, 6), (32, 128, 4, 6), (16, 256, 2, 4), (128, 64, 8, 4)]
+_FEW = [(64, 128, 4, 4), (64, 128, 4, 6), (64, 64, 4, 6), (64, 256, 4, 3), (32, 128, 4, 6), (16, 256, 2, 4)]
+_TALL = [(128, 64, 8, 4), (128, 128, 8, 4), (128, 64, 4, 6), (256, 64, 8, 4), (256, 64, 8, 3)]
+"""For weights of many rows: few programs read the inputs."""
 _HELD = [(64, 128, 4), (32, 128, 4), (16, 128, 4)]
 _MANY = [
     (128, 128, 64, 4, 4, 8), (128, 128, 64, 8, 4, 8), (128, 64, 64, 4, 4, 8), (128, 64, 128, 4, 4, 8),
@@ -55,9 +60,9 @@ def candidates(size: Size, tokens: int) -> Iterator[Choice]:
         return
     if tokens <= (256 if order.splits == 1 else 2048):
         for most in sorted({max(16, min(limit, tokens)) for limit in (32, 64, 128)}):
-            for rows, inner, warps, stages in _FEW:
+            for rows, inner, warps, stages in [*_FEW, *(_TALL if size.rows >= 8192 or tokens > 32 else ())]:
                 fits = stages * inner * (rows + most) * 2 <= 224 << 10
-                if fits and order.span % inner == 0 and most >= tokens // 16 and (tokens > 4 or rows <= 64):
+                if fits and order.span % inner == 0 and most >= tokens // 16:
                     yield Choice("few", Tile(rows, most, inner, warps, stages))
     if tokens <= 32:
         for rows, inner, warps in _HELD:
@@ -108,14 +113,30 @@ def tune(bench: Bench, tokens: int) -> dict[str, Any]:
         except Exception as problem:  # a tile may not fit
             print(f"{size.name} {tokens} {choice}: {type(problem).__name__} {str(problem)[:80]}")
     us, choice = min(tried, key=lambda entry: entry[0])
-    return {"kernel": choice.kernel, "tile": list(choice.tile), "tuned_us": us, "tried": len(tried)}
+    return {"kernel": choice.kernel, "tile": list(choice.tile), "tuned_us": round(us, 2), "tried": sorted(tried)[:8]}
+
+
+def write_table(rows: list[dict[str, Any]]) -> None:
+    """The fastest choice of each size, one a line."""
+    if (folder := os.environ.get("OUT")) is None:
+        return
+    columns = ("rows", "inner", "silu_mul", "tokens", "kernel", "tile", "tuned_us", "linear_us")
+    lines = ",\n".join(json.dumps({key: row[key] for key in columns}) for row in rows)
+    device = torch.cuda.get_device_name() if ON_GPU else "cpu"
+    text = f'{{"device": {json.dumps(device)}, "torch": {json.dumps(torch.__version__)}, "rows": [\n{lines}\n]}}\n'
+    (Path(folder) / "invariant_linear_h200.json").write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no size after this time")
     args = parser.parse_args()
-    todo = [(size, tokens) for size in SIZES for tokens in TOKENS if "head" not in size.name or tokens <= MOST_SAMPLED]
+    began = time.perf_counter()
+    todo = [
+        (size, tokens) for size in SIZES for tokens in args.tokens if "head" not in size.name or tokens <= MOST_SAMPLED
+    ]
     if args.tune:
         jobs = [(size, tokens, choice) for size, tokens in todo for choice in candidates(size, tokens)]
         if ON_GPU:
@@ -130,6 +151,8 @@ def main() -> None:
             print(f"compiled {len(distinct)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
     rows, bench = [], None
     for size, tokens in todo:
+        if time.perf_counter() - began > args.seconds:
+            break
         bench = bench if bench is not None and bench.size == size else Bench(size)
         best = tune(bench, tokens) if args.tune else {}
         x = torch.randn(tokens, size.inner, device=DEVICE).to(DTYPE)
@@ -138,11 +161,15 @@ def main() -> None:
         if size.name in PARTS:
             own = partial(invariant.invariant_linear_parts_triton)
         fixed = bench.us(x, own)
-        rows.append({"name": size.name, "tokens": tokens, "linear_us": plain, "invariant_us": fixed} | best)
+        shape = {"rows": size.rows, "inner": size.inner, "silu_mul": size.silu_mul}
+        times = {"linear_us": round(plain, 2), "invariant_us": round(fixed, 2)}
+        rows.append({"name": size.name, **shape, "tokens": tokens, **times, **best})
         figures = f"floor {bench.floor_us(tokens):8.2f} linear {plain:8.2f} invariant {fixed:8.2f}"
-        tuned = " ".join(map(str, best.values()))
+        tuned = " ".join(map(str, [*best.values()][:3]))
         print(f"{size.name:16} {tokens:5} {figures} {fixed / (plain or 1.0):5.2f}  {tuned}", flush=True)
     write_json("invariant.json", rows)
+    if args.tune:
+        write_table(rows)
 
 
 if __name__ == "__main__":
