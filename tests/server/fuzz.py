@@ -13,6 +13,8 @@ import collections
 import contextlib
 import itertools
 import json
+import math
+import os
 import random
 import socket
 import sys
@@ -29,6 +31,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
+from tests.patience import stretched
 from tests.server.corpus import OPEN, Case, cases
 from tests.server.running import RunningServer, wait_until
 from weft.bench import report
@@ -37,6 +40,8 @@ KEY = "the-fuzz-key"
 FLAGS = ("--max-model-len", "96", "--cpu-cache-gib", "0.05", "--max-num-seqs", "16", "--api-key", KEY)
 THREADS = 4
 SLOW_S = 20.0
+"""Longest time of an answer on an idle machine."""
+
 EXAMPLES = 50
 """Inputs that schemathesis makes of one operation at a time."""
 
@@ -78,14 +83,16 @@ class Fuzzer:
         server.client.headers.update(AUTHORIZED)
         self._document = server.client.get("/openapi.json").json()
 
-    def run(self, num_inputs: int, seed: int) -> Findings:
-        """Send so many inputs. ``Findings.problems`` is empty if all is well."""
+    def run(self, num_inputs: int, seed: int, deadline: float = math.inf) -> Findings:
+        """Send so many inputs, or as many as fit until ``deadline``; ``Findings.problems`` is empty if all is well."""
         control, engine = self._control(), self._server.engine_pid
         inputs = itertools.islice(_alternate(self._from_corpus(seed), self._from_document(seed)), num_inputs)
         with ThreadPoolExecutor(THREADS) as pool:
             for batch in iter(lambda: list(itertools.islice(inputs, 500)), []):
                 list(pool.map(self._try, batch))
                 self._check_control(control, engine)
+                if time.monotonic() > deadline:
+                    break
         wait_until(self._is_idle, 2.0)
         return self.findings
 
@@ -110,7 +117,7 @@ class Fuzzer:
         began = time.monotonic()
         answer = send()
         seconds = time.monotonic() - began
-        problem = judge(answer) or (f"it took {seconds:.1f} s" if seconds > SLOW_S else None)
+        problem = judge(answer) or (f"it took {seconds:.1f} s" if seconds > stretched(SLOW_S) else None)
         with self._lock:
             findings = self.findings
             findings.inputs += 1
@@ -241,6 +248,7 @@ def _judge_any(answer: Answer, *, is_head: bool = False) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, default=20_000, metavar="N")
+    parser.add_argument("--seconds", type=float, default=math.inf, metavar="X", help="send nothing after this time")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", metavar="FILE", help="write the findings there")
     args = parser.parse_args()
@@ -248,11 +256,11 @@ def main() -> int:
     server = RunningServer(*FLAGS, module="weft")
     began = time.monotonic()
     try:
-        findings = Fuzzer(server.wait_ready()).run(args.inputs, args.seed)
+        findings = Fuzzer(server.wait_ready()).run(args.inputs, args.seed, began + args.seconds)
     finally:
         server.close()
     figures = {
-        "suite": "fuzz-server", "seed": args.seed, "inputs": findings.inputs,
+        "suite": "fuzz-server", "seed": args.seed, "inputs": findings.inputs, "load": os.getloadavg()[1],
         "seconds": round(time.monotonic() - began, 1), "statuses": dict(sorted(findings.statuses.items())),
         "families": dict(findings.families.most_common()), "slowest_s": round(findings.slowest_s, 2),
         "slowest": findings.slowest, "problems": findings.problems[:100],
