@@ -1,34 +1,87 @@
-"""What a tier in host memory does on a GPU: a prefix of 100,000 tokens leaves the device and comes back.
+"""Measure the tiers below the device on a GPU: long prefixes leave the device and return, and so do agents.
 
     python -m benchmarks.offload --models qwen3-0.6b qwen3-next-12l --json FILE
 
-For every model with dummy weights: the bandwidth of the restore, the first token of the returning conversation against
-computing it again, what a restore costs 32 others that decode meanwhile, and what a tier costs that nobody uses.
-Before that, tokens after a restore equal those of an engine without a tier.
+Each model has dummy weights and runs in three engines, one after the other: without a tier, with host memory, and with
+files below host memory. Every figure is written to the file at once. A run that hits a limit keeps its figures.
+
+- *Prefix*: a prefix of 100,000 tokens is computed and restored. Its first tokens are timed. A restore also runs while
+  32 other requests decode, and their steps are timed with and without it.
+- *Trace*: agents in 16 sessions send each turn after the answer to the previous turn. Their contexts are four times the
+  device's pool. Hit rates, first tokens and tokens per second are measured without a tier, with host memory under both
+  write policies, and with files.
+- *Restart*: a new process reads a prefix from files, and its first token is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import random
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import Any
 
-from benchmarks.decode_profile import CONFIGS
-from weft import LLM, SamplingParams
-from weft.bench import report
+import torch
 
-NUM_OTHERS, OTHERS_TOKENS, WARM_STEPS = 32, 64, 60
+from weft import LLM, SamplingParams
+from weft.bench import report, trace
+from weft.bench.agent_trace import AgentTrace, write_trace
+
+CONFIGS = Path(__file__).parent / "configs"
+PAGE, BLOCK = 16, 512
 CEILING = 55e9
 """Bytes per second of the link, measured on an H200 with PCIe 5."""
 
 
-def folder_of(model: str, length: int, into: Path) -> str:
-    """The configuration of a model, with positions for ``length`` tokens."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of one model's measurements.
+
+    Attributes:
+        prefix, disk_prefix: tokens of the prefixes that host memory and files restore.
+        others, alone: decoding requests, and steps of theirs that are timed without a restore.
+        repeats: restores of each kind.
+        host_gib, disk_host_gib: host memory, of the engine without and with files.
+        trace: the sessions of agents.
+        turns: upper bound on the turns of a session.
+    """
+
+    prefix: int = 100_000
+    disk_prefix: int = 30_000
+    others: int = 32
+    alone: int = 100
+    repeats: int = 3
+    host_gib: float = 8.0
+    disk_host_gib: float = 2.0
+    trace: AgentTrace = AgentTrace(shared_tokens=4096, first_tokens=20_000, output_tokens=150, max_context=80_000)
+    turns: int = 4
+
+
+SIZES = {
+    "qwen3-next-12l": Sizes(),
+    "qwen3-0.6b": Sizes(
+        host_gib=13.0, disk_host_gib=4.0,
+        trace=AgentTrace(shared_tokens=1024, first_tokens=4000, turn_tokens=400, output_tokens=150, max_context=16_000),
+    ),
+    "bundled": Sizes(
+        prefix=1500, disk_prefix=700, others=4, alone=10, repeats=2, host_gib=0.3, disk_host_gib=0.1,
+        trace=AgentTrace(4, 3, 512, 200, 100, 8, 1500), turns=3,
+    ),
+}  # fmt: skip
+
+
+def folder_of(model: str, length: int, into: Path) -> str | None:
+    """The configuration of a model, with positions for ``length`` tokens. None stands for the bundled model."""
+    if model == "bundled":
+        return None
     config = json.loads((CONFIGS / model / "config.json").read_text())
     config["max_position_embeddings"] = max(config["max_position_embeddings"], length)
     folder = into / model
@@ -37,17 +90,260 @@ def folder_of(model: str, length: int, into: Path) -> str:
     return str(folder)
 
 
-def tokens(seed: int, count: int) -> list[int]:
+def tokens(seed: int, count: int, top: int = 400) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(1000, 50_000) for _ in range(count)]
+    return [rng.randrange(top) for _ in range(count)]
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
 def generate(llm: LLM, prompt: list[int], count: int = 1) -> Any:
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    return llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+    return llm.generate({"prompt_token_ids": prompt}, greedy(count), use_tqdm=False)[0]
 
 
-def step_times(llm: LLM, until: Any) -> list[float]:
+class Bench:
+    """Figures of one model. ``note`` adds some and writes the file."""
+
+    def __init__(self, model: str, folder: str | None, device: str, note: Callable[..., None]) -> None:
+        self.sizes, self.note = SIZES[model], note
+        sizes = self.sizes
+        self.sessions = trace_of(sizes)
+        self._folder = folder
+        pages = (sizes.prefix + sizes.others * 3000) // PAGE + 500
+        self._settings: dict[str, Any] = {
+            "device": device, "max_model_len": sizes.prefix + 1024, "max_num_seqs": sizes.others + 2,
+            "num_kv_pages": pages, "num_state_slots": sizes.others + 48, "eviction_policy": "lru",
+        }  # fmt: skip
+        if folder is not None:
+            self._settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
+
+    @contextmanager
+    def engine(self, name: str, **settings: Any) -> Iterator[LLM]:
+        gc.collect()  # the engine before this one
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        began = time.perf_counter()
+        llm = LLM(self._folder, **self._settings, **settings)
+        self.note(**{f"start_{name}_s": time.perf_counter() - began})
+        generate(llm, tokens(77, min(8192, self.sizes.prefix)))  # the clocks rise
+        try:
+            yield llm
+        finally:
+            began = time.perf_counter()
+            llm.shutdown()
+            self.note(**{f"stop_{name}_s": time.perf_counter() - began})
+            del llm
+
+    def run(self, folder: Path) -> None:
+        below = {"kv_offloading_size": self.sizes.disk_host_gib, "kv_offloading_dir": folder}
+        self.note(sizes=asdict(self.sizes))
+        self.with_host_memory()
+        self.without_a_tier()
+        first = self.with_files(below)
+        self.after_a_restart(below, first)
+
+    def with_host_memory(self) -> None:
+        with self.engine("host", kv_offloading_size=self.sizes.host_gib) as llm:
+            self.note(unused_ms=self.decode_ms(llm))
+            self.prefix(llm)
+            self.beside_others(llm)
+            self.replay(llm, "write_back")
+            tier_of(llm).policy = "write_through_selective"
+            self.replay(llm, "write_through_selective")
+
+    def without_a_tier(self) -> None:
+        with self.engine("off") as llm:
+            self.note(off_ms=self.decode_ms(llm))
+            self.replay(llm, "off")
+
+    def with_files(self, below: dict[str, Any]) -> list[int]:
+        """Replay with files. Returns the first token after the prefix that the restart reads."""
+        with self.engine("disk", **below) as llm:
+            self.replay(llm, "disk")
+            computed = generate(llm, tokens(5, self.sizes.disk_prefix))
+            self.note(disk_computed_first_token_ms=1e3 * computed.metrics.time_to_first_token)
+            return list(computed.outputs[0].token_ids)
+
+    def after_a_restart(self, below: dict[str, Any], first: list[int]) -> None:
+        with self.engine("restart", **below) as llm:
+            read = generate(llm, tokens(5, self.sizes.disk_prefix))
+            self.note(
+                disk_first_token_ms=1e3 * read.metrics.time_to_first_token,
+                disk_report=str(read.cache_report),
+                disk_loaded_gb=llm.stats().loaded_bytes / 1e9,
+                disk_equal=list(read.outputs[0].token_ids) == first,
+            )
+
+    # -- one long prefix -------------------------------------------------------------------------------------------
+
+    def decode_ms(self, llm: LLM) -> float:
+        """Median milliseconds of a decoding step of the others."""
+        self.begin_others(llm, 2 * self.sizes.alone + 40)
+        found = median(step_times(llm, lambda done: done == 2 * self.sizes.alone))
+        drain(llm)
+        llm.reset_prefix_cache()
+        return 1e3 * found
+
+    def begin_others(self, llm: LLM, count: int) -> None:
+        for index in range(self.sizes.others):
+            llm.add_request({"prompt_token_ids": tokens(1000 + index, 64)}, greedy(count), request_id=f"other{index}")
+        step_times(llm, lambda done: done == 20)
+
+    def prefix(self, llm: LLM) -> None:
+        prompt, core = tokens(0, self.sizes.prefix), llm._core
+        computed = generate(llm, prompt)
+        self.note(
+            bytes_per_token=core.manager.spec.kv_bytes_per_token, state_bytes=core.manager.spec.slot_bytes,
+            computed_first_token_ms=1e3 * computed.metrics.time_to_first_token,
+        )  # fmt: skip
+        evict_all(llm)
+        stats = core.stats()
+        self.note(stored_gb=stats.stored_bytes / 1e9, stores_gb_s=rate(stats.stored_bytes, stats.stored_seconds))
+        rows = []
+        for _ in range(self.sizes.repeats):
+            before = core.stats()
+            output = generate(llm, prompt)
+            after = core.stats()
+            assert output.outputs[0].token_ids == computed.outputs[0].token_ids, "a restored prefix has another token"
+            moved = after.restored_bytes - before.restored_bytes
+            rows.append(
+                {
+                    "first_token_ms": 1e3 * output.metrics.time_to_first_token,
+                    "restore_ms": 1e3 * output.cache_report.restore_seconds,
+                    "tokens": after.num_external_hit_tokens - before.num_external_hit_tokens,
+                    "gb": moved / 1e9,
+                    "gb_s": rate(moved, output.cache_report.restore_seconds),
+                    "copies_gb_s": rate(moved, after.restored_seconds - before.restored_seconds),
+                }
+            )
+            self.note(restored=rows, share_of_link=1e9 * median(row["gb_s"] for row in rows) / CEILING)
+            evict_all(llm)
+        self.note(report=str(output.cache_report))
+
+    def beside_others(self, llm: LLM) -> None:
+        """Steps of the others alone, and while the prefix is restored."""
+        core, prompt, rows = llm._core, tokens(0, self.sizes.prefix), []
+        restores = core.scheduler.restores
+        assert restores is not None
+        self.begin_others(llm, 2600)
+        for index in range(2 * self.sizes.repeats):
+            alone = step_times(llm, lambda done: done == self.sizes.alone)
+            before = core.stats().restored_bytes
+            began = time.perf_counter()
+            llm.add_request({"prompt_token_ids": prompt}, greedy(1), request_id=f"returns{index}")
+            during = step_times(llm, lambda done: (done > 1 and not restores.is_active) or done > 400)
+            seconds = time.perf_counter() - began
+            rows.append(
+                {
+                    "alone_ms": 1e3 * mean(alone),
+                    "alone_median_ms": 1e3 * median(alone),
+                    "steps": len(during),
+                    "during_ms": 1e3 * mean(during),
+                    "during_median_ms": 1e3 * median(during),
+                    "during_max_ms": 1e3 * max(during),
+                    "gb_s": rate(core.stats().restored_bytes - before, seconds),
+                    "slowdown": mean(during) / mean(alone) - 1,
+                    "first_ms": [1e3 * t for t in during[:8]],
+                }
+            )
+            while f"returns{index}" in llm._streams:
+                llm.step()
+            core.manager.evict_all()
+            step_times(llm, lambda done: done == 10)
+            self.note(beside=rows, slowdown=median(row["slowdown"] for row in rows))
+        drain(llm)
+
+    # -- agents ----------------------------------------------------------------------------------------------------
+
+    def replay(self, llm: LLM, name: str) -> None:
+        """Replay the trace with a pool of a quarter of its contexts."""
+        llm.reset_prefix_cache()
+        manager, sessions = llm._core.manager, self.sessions
+        contexts = sum(session[-1].input_length for session in sessions)
+        longest = max(r.input_length + r.output_length for r in itertools.chain(*sessions))
+        hog = manager.pages.allocate(manager.pages.num_free - max(contexts // 4, longest + 64) // PAGE)
+        assert hog is not None
+        before = llm._core.stats()
+        found = closed_loop(llm, sessions)
+        after = llm._core.stats()
+        for page in hog:
+            manager.pages.unpin([page])
+        manager.pages.release(hog)
+        counts = {
+            key: getattr(after, key) - getattr(before, key)
+            for key in ("num_external_hit_tokens", "num_restores", "num_refused_restores", "num_disk_loads")
+        }
+        top = {"contexts": contexts, "pool_tokens": max(contexts // 4, longest + 64), "turns": sum(map(len, sessions))}
+        self.note(**{f"trace_{name}": top | found | counts})
+        llm.reset_prefix_cache()
+
+
+def trace_of(sizes: Sizes) -> list[list[trace.TraceRequest]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        write_trace(path, sizes.trace)
+        sessions = trace.sessions_of(trace.read_trace(path))
+    shorter = [request for session in sessions for request in session[: sizes.turns]]
+    return trace.sessions_of(trace.with_appended_blocks(shorter, BLOCK))
+
+
+def closed_loop(llm: LLM, sessions: list[list[trace.TraceRequest]]) -> dict[str, Any]:
+    """Send every session's next request as soon as its last one is answered."""
+    replay = trace.Replay(block_size=BLOCK, vocab_size=400)
+    numbers = itertools.count()
+    queues = [[(r, trace.prompt_of(r, next(numbers), replay)) for r in reversed(session)] for session in sessions]
+
+    def send(index: int) -> None:
+        if queues[index]:
+            request, prompt = queues[index].pop()
+            name = f"{index}/{len(queues[index])}"
+            llm.add_request({"prompt_token_ids": prompt}, greedy(request.output_length), request_id=name)
+
+    began, outputs = time.perf_counter(), []
+    for index in range(len(queues)):
+        send(index)
+    while not llm.is_finished():
+        for output in llm.step():
+            if output.finished:
+                outputs.append(output)
+                send(int(output.request_id.partition("/")[0]))
+    seconds = time.perf_counter() - began
+    firsts = [1e3 * output.metrics.time_to_first_token for output in outputs]
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    new_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    hits = sum(output.num_cached_tokens for output in outputs) / prompt_tokens
+    best = trace.reusable_tokens(in_turns(sessions), BLOCK) / prompt_tokens
+    return {
+        "seconds": seconds, "hit_rate": hits, "theoretical_hit_rate": best, "share_of_theoretical": hits / best,
+        "ttft_p50_ms": median(firsts), "ttft_p90_ms": quantiles(firsts, n=10)[-1],
+        "output_tokens_per_s": new_tokens / seconds, "prompt_tokens_per_s": prompt_tokens / seconds,
+    }  # fmt: skip
+
+
+def in_turns(sessions: list[list[trace.TraceRequest]]) -> list[trace.TraceRequest]:
+    rounds = itertools.zip_longest(*sessions)
+    return [request for each in rounds for request in each if request is not None]
+
+
+def tier_of(llm: LLM) -> Any:
+    restores = llm._core.scheduler.restores
+    assert restores is not None
+    return restores.tier
+
+
+def evict_all(llm: LLM) -> None:
+    """Move everything below the device, and wait for it."""
+    llm._core.manager.evict_all()
+    for seed in (88, 89):
+        generate(llm, tokens(seed, 4))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    generate(llm, tokens(90, 4))
+
+
+def step_times(llm: LLM, until: Callable[[int], bool]) -> list[float]:
     """Seconds of each step until ``until`` holds."""
     times: list[float] = []
     while not until(len(times)):
@@ -57,13 +353,6 @@ def step_times(llm: LLM, until: Any) -> list[float]:
     return times
 
 
-def begin_others(llm: LLM, count: int) -> None:
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    for index in range(NUM_OTHERS):
-        llm.add_request({"prompt_token_ids": tokens(1000 + index, OTHERS_TOKENS)}, params, request_id=f"other{index}")
-    step_times(llm, lambda done: done == 20)
-
-
 def drain(llm: LLM) -> None:
     for name in list(llm._streams):
         llm.abort(name)
@@ -71,115 +360,32 @@ def drain(llm: LLM) -> None:
         llm.step()
 
 
-def is_correct(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Tokens of prompts that come back from the tier, against an engine without reuse, in float32."""
-    base = {"device": "cuda", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | settings
-    prompts = [tokens(index, 700) if model else [t % 400 for t in tokens(index, 700)] for index in range(8)]
-    with LLM(model, **base, num_kv_pages=110, num_state_slots=12, kv_offloading_size=1.0) as llm:
-        found = [generate(llm, prompt, 16) for _ in range(2) for prompt in prompts]
-        stats = llm.stats()
-    with LLM(model, **base, enable_prefix_caching=False) as llm:
-        expected = [list(generate(llm, prompt, 16).outputs[0].token_ids) for prompt in prompts]
-    equal = sum(list(o.outputs[0].token_ids) == expected[i % 8] for i, o in enumerate(found))
-    return {
-        "model": model or "weft-mini", "prompts": len(found), "equal": equal,
-        "restored_tokens": stats.num_external_hit_tokens, "restores": stats.num_restores,
-        "failed_restores": stats.num_failed_restores,
-    }  # fmt: skip
-
-
-def unused_ms(folder: str, settings: dict[str, Any]) -> float:
-    """Median milliseconds of a decode step of 32 requests."""
-    with LLM(folder, **settings) as llm:
-        begin_others(llm, 1000)
-        found = median(step_times(llm, lambda done: done == 200))
-        drain(llm)
-    return 1e3 * found
-
-
-def measure(model: str, length: int, size: float, into: Path) -> dict[str, Any]:
-    folder = folder_of(model, length + 4096, into)
-    pages = (length + NUM_OTHERS * 2048) // 16 + 1000
-    settings: dict[str, Any] = {
-        "device": "cuda", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": length + 2048,
-        "max_num_seqs": NUM_OTHERS + 2, "num_kv_pages": pages, "eviction_policy": "lru",
-    }  # fmt: skip
-    row: dict[str, Any] = {"model": model, "prefix_tokens": length}
-    began = time.perf_counter()
-    with LLM(folder, **settings, kv_offloading_size=size) as llm:
-        row["start_s"] = time.perf_counter() - began
-        core = llm._core
-        row["bytes_per_token"] = core.manager.spec.kv_bytes_per_token
-        first, second, third = (tokens(seed, length) for seed in range(3))
-        computed = generate(llm, first)
-        row["computed_first_token_ms"] = 1e3 * computed.metrics.time_to_first_token
-        for other in (second, third):  # they evict the first one
-            generate(llm, other)
-        before = core.stats()
-        restored = generate(llm, first)
-        after = core.stats()
-        row["report"] = str(restored.cache_report)
-        row["equal_first_token"] = computed.outputs[0].token_ids == restored.outputs[0].token_ids
-        row["restored_first_token_ms"] = 1e3 * restored.metrics.time_to_first_token
-        row["restored_tokens"] = after.num_external_hit_tokens - before.num_external_hit_tokens
-        restored_bytes = after.restored_bytes - before.restored_bytes
-        seconds = after.restored_seconds - before.restored_seconds
-        report_seconds = restored.cache_report.restore_seconds
-        row["restored_gb"] = restored_bytes / 1e9
-        row["copies_gb_s"] = restored_bytes / seconds / 1e9 if seconds else 0.0
-        row["restore_ms"] = 1e3 * report_seconds
-        row["restore_gb_s"] = restored_bytes / report_seconds / 1e9 if report_seconds else 0.0
-        row["share_of_link"] = 1e9 * row["restore_gb_s"] / CEILING
-        stored_seconds = after.stored_seconds
-        row["stores_gb_s"] = after.stored_bytes / stored_seconds / 1e9 if stored_seconds else 0.0
-        row |= beside_others(llm, second)
-    return row
-
-
-def beside_others(llm: LLM, prompt: list[int]) -> dict[str, Any]:
-    """Times of 32 decodes alone, and while the prefix of ``prompt`` is restored."""
-    core = llm._core
-    begin_others(llm, 1900)
-    alone = step_times(llm, lambda done: done == WARM_STEPS)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    llm.add_request({"prompt_token_ids": prompt}, params, request_id="returns")
-    restores = core.scheduler.restores
-    assert restores is not None
-    during = step_times(llm, lambda done: (done > 1 and not restores.is_active) or done > 2000)
-    drain(llm)
-    return {
-        "alone_ms": 1e3 * median(alone), "alone_mean_ms": 1e3 * mean(alone), "steps_during": len(during),
-        "during_ms": 1e3 * median(during), "during_mean_ms": 1e3 * mean(during), "during_max_ms": 1e3 * max(during),
-        "slowdown": mean(during) / mean(alone) - 1,
-    }  # fmt: skip
+def rate(num_bytes: int, seconds: float) -> float:
+    return num_bytes / seconds / 1e9 if seconds else 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "qwen3-next-12l"])
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--size", type=float, default=48.0, help="GiB of host memory")
-    parser.add_argument("--no-unused", action="store_true", help="leave out the cost of an unused tier")
+    parser.add_argument("--models", nargs="+", default=["qwen3-next-12l", "qwen3-0.6b"], choices=sorted(SIZES))
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
-    result: dict[str, Any] = report.provenance("cuda") | {"benchmark": "offload", "correct": [], "rows": []}
+    result: dict[str, Any] = report.provenance(args.device) | {"benchmark": "offload", "rows": []}
     path = report.open_json(args.json)
-    result["correct"].append(is_correct(None, {}))
-    print(result["correct"][-1], flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for model in args.models:
-            row = measure(model, args.tokens, args.size, Path(folder))
-            if not args.no_unused:
-                settings = {
-                    "device": "cuda", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096,
-                    "max_num_seqs": 34, "num_kv_pages": 6000,
-                }  # fmt: skip
-                row["off_ms"] = unused_ms(str(CONFIGS / model), settings)
-                row["unused_ms"] = unused_ms(str(CONFIGS / model), settings | {"kv_offloading_size": 4.0})
-            result["rows"].append(row)
+    began = time.perf_counter()
+    for model in args.models:
+        row: dict[str, Any] = {"model": model}
+        result["rows"].append(row)
+
+        def note(row: dict[str, Any] = row, **figures: Any) -> None:
+            row.update(figures, seconds=time.perf_counter() - began)
             report.write_json(path, result)
-            print(json.dumps(row, indent=1), flush=True)
-    report.write_json(path, result)
+            print(json.dumps({k: v[-1] if isinstance(v, list) else v for k, v in figures.items()}), flush=True)
+
+        with tempfile.TemporaryDirectory() as folder:
+            files = Path(folder) / "files"
+            folder_of_model = folder_of(model, SIZES[model].prefix + 4096, Path(folder))
+            Bench(model, folder_of_model, args.device, note).run(files)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,17 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
     assert [r.session for r in requests] == ["a", "a", "line 1"]
 
 
+def test_turns_without_timestamps_stay_in_their_order(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    write_trace(file, AgentTrace(sessions=6, turns=5))
+    made: dict[str, list[tuple[int, ...]]] = {}
+    for each in requests_of(AgentTrace(sessions=6, turns=5)):
+        made.setdefault(each["session_id"], []).append(tuple(each["hash_ids"]))
+    sessions = sessions_of(read_trace(file))
+    assert {session[0].session: [r.hash_ids for r in session] for session in sessions} == made
+    assert sorted({session[0].start_s for session in sessions}) == [session[0].start_s for session in sessions]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

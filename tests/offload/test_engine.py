@@ -43,6 +43,26 @@ def test_a_returning_prompt_says_what_was_restored() -> None:
     assert after_reset[2] == 0 and after_reset[0] == first[0][0]
 
 
+def test_requests_that_wait_for_a_restore_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(**TINY, kv_offloading_size=0.1) as llm:
+        for index in range(4):
+            serve(llm, index)
+        manager, restores = llm._core.manager, llm._core.scheduler.restores
+        assert restores is not None
+        lookups, match = [], manager.match
+        restores._slice_pages = 1
+        monkeypatch.setattr(manager, "match", lambda *args, **more: lookups.append(args) or match(*args, **more))
+        for index in range(2):
+            llm.add_request({"prompt_token_ids": PROMPTS[index]}, PARAMS)
+        counts = []
+        while not llm.is_finished():
+            llm.step()
+            if restores.is_active:
+                counts.append(len(lookups))
+    assert counts.count(2) > 1, "both requests waited for several steps, and were looked up at their begin"
+    assert restores.tier.counts.num_restores == 2
+
+
 def test_too_little_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_offloading_size=1e-06 is too small: .* need at least"):
         LLM(**TINY, kv_offloading_size=1e-6)

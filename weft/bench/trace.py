@@ -80,11 +80,12 @@ def read_trace(path: str | Path, scale: float = 1.0) -> list[TraceRequest]:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace {path}: {error}") from error
-    found = []
+    found: list[TraceRequest] = []
+    starts: dict[str, float] = {}
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                found.append(_request(json.loads(line), number, scale))
+                found.append(_request(json.loads(line), number, scale, starts))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"trace {path}, line {number}: {type(error).__name__}: {error}; give input_length and output_length "
@@ -96,19 +97,21 @@ def read_trace(path: str | Path, scale: float = 1.0) -> list[TraceRequest]:
     return sorted((replace(r, start_s=r.start_s - first) for r in found), key=lambda request: request.start_s)
 
 
-def _request(line: dict[str, Any], number: int, scale: float) -> TraceRequest:
+def _request(line: dict[str, Any], number: int, scale: float, starts: dict[str, float]) -> TraceRequest:
+    """The request of a line. ``starts`` has the last start of each session, which counts for lines without one."""
     if "timestamp" not in line and "session_id" not in line:
         raise KeyError("timestamp")
     lengths = [int(line[name]) for name in ("input_length", "output_length")]
     if min(lengths) < 1:
         raise ValueError(f"lengths {lengths}")
-    delay = line.get("delay")
+    delay, session = line.get("delay"), str(line.get("session_id", f"line {number}"))
+    starts[session] = float(line["timestamp"]) / 1e3 if "timestamp" in line else starts.get(session, 0.0)
     return TraceRequest(
-        start_s=float(line.get("timestamp", 0.0)) / 1e3,
+        start_s=starts[session],
         input_length=max(1, round(lengths[0] * scale)),
         output_length=max(1, round(lengths[1] * scale)),
         hash_ids=tuple(int(each) for each in line["hash_ids"]),
-        session=str(line.get("session_id", f"line {number}")),
+        session=session,
         think_s=None if delay is None else float(delay) / 1e3,
     )
 

@@ -26,7 +26,7 @@ def root_key(fingerprint: str, salt: str | None) -> bytes:
     return blake2b(text.encode(), digest_size=KEY_BYTES, person=b"weft root").digest()
 
 
-def page_key(before: bytes, tokens: bytes) -> bytes:
+def page_key(before: bytes, tokens: bytes | memoryview) -> bytes:
     """The key of a page. ``before`` is the key of the pages before it, ``tokens`` its ids as int64."""
     return blake2b(before + tokens, digest_size=KEY_BYTES, person=b"weft page").digest()
 
@@ -105,14 +105,16 @@ class SequenceKeys:
     def __init__(self, tokens: Tokens, salt: str | None, first: int, start: bytes, page_size: int) -> None:
         self.tokens, self.salt, self.first, self._page_size = tokens, salt, first, page_size
         self._keys = [start]
+        ids = np.ascontiguousarray(tokens, dtype="<i8")  # int64 tokens are not copied
+        self._bytes = ids.data.cast("B") if len(ids) else memoryview(b"")
 
     def __getitem__(self, count: int) -> bytes:
         """The key of the first ``count`` pages."""
-        size, keys = self._page_size, self._keys
+        keys, page_bytes = self._keys, 8 * self._page_size
+        assert count * page_bytes <= len(self._bytes), "the sequence has fewer pages"
         while len(keys) <= count - self.first:
-            begin = (self.first + len(keys) - 1) * size
-            assert begin + size <= len(self.tokens), "the sequence has fewer pages"
-            keys.append(page_key(keys[-1], as_bytes(self.tokens[begin : begin + size])))
+            begin = (self.first + len(keys) - 1) * page_bytes
+            keys.append(page_key(keys[-1], self._bytes[begin : begin + page_bytes]))
         return keys[count - self.first]
 
     def state(self, count: int, tail: int) -> bytes:

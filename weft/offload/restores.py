@@ -104,13 +104,17 @@ class Restores:
         self._active: Restore | None = None
         self._for: str = ""
         self._had: dict[str, Restored | None] = {}
-        self._blocked: set[str] = set()
+        self._blocked: set[str] = set()  # until the restore or the load in flight ends
         self._confirmed: list[int] = []
         self._load: Load | None = None
         self._loaded: set[str] = set()
         self._orphans: dict[int, Entry] = {}  # places that a thread may still fill for a step that broke
 
     # -- waiting requests ------------------------------------------------------------------------------------------
+
+    def still_waits(self, request: Request) -> bool:
+        """Whether a request waits for what is in flight. Its prefix need not be looked up again before that ends."""
+        return request.request_id in self._blocked
 
     def waits(self, request: Request, match: Match, num_running: int) -> bool:
         """Whether a waiting request waits for a restore, which may begin now. Others pass it."""
@@ -193,6 +197,7 @@ class Restores:
                     load.num_bytes += num_bytes
         if load is not None and not load.waiting:
             self._load = None
+            self._blocked.clear()
             tier.unpin(load.pinned)
             tier.costs.loaded(load.num_bytes, time.monotonic() - load.begun)
 
@@ -372,6 +377,7 @@ class Restores:
             if not self._load.waiting:
                 self.tier.unpin(self._load.pinned)
                 self._load = None
+                self._blocked.clear()
         if active is not None:
             broken = [t.number for t in step.restores if active.outstanding.pop(t.number, None) is not None]
             active.failed |= bool(broken) or not lost.isdisjoint(_entries(active.below))
@@ -382,6 +388,7 @@ class Restores:
         if active is None or active.outstanding or not (active.is_complete or active.failed):
             return
         self._active = None
+        self._blocked.clear()
         self._manager.restored(active.lease, keep=not active.failed)
         self.tier.unpin(_entries(active.below))
         if active.failed:

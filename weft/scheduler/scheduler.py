@@ -255,6 +255,8 @@ class Scheduler:
         for request in self._lookups.candidates(self._waiting, self.policy, self._step) if self._free_rows else ():
             if self._lookups.awaits_prefill(request):
                 continue
+            if self.restores is not None and self.restores.still_waits(request):
+                continue
             match = self._lookups.match(request)
             self._lookups.await_in_flight_match(request, match, self._running)
             if self._lookups.awaits_prefill(request):
