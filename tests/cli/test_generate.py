@@ -153,3 +153,15 @@ def test_end_to_end_in_its_own_process(tmp_path: Path) -> None:
     assert "3 tokens" in done.stderr and "Traceback" not in done.stderr
     (trace,) = tmp_path.glob("*.json")
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("flag", ["--logprobs", "--prompt-logprobs"])
+def test_too_many_logprobs_are_refused_before_the_weights(
+    run_weft: RunWeft, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setattr(LLM, "__init__", lambda *_, **__: pytest.fail("the engine was built"))
+    result = run_weft("generate", "hi", flag, 21)
+    assert result.status == 2
+    assert f"{flag} 21: at most 20" in result.err and "--max-logprobs" in result.err
+    result = run_weft("generate", "hi", flag, 6, "--max-logprobs", 5)
+    assert result.status == 2 and "at most 5" in result.err

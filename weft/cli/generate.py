@@ -19,6 +19,7 @@ from weft.cli.flags import add_engine_flags, add_sampling_flags, engine_settings
 from weft.cli.jobs import Job, jobs_from_lines, jobs_from_texts, output_line
 from weft.cli.meter import Meter
 from weft.cli.parser import add_verb
+from weft.config.fields import OPTIONS
 from weft.errors import ConfigError, RequestError
 from weft.outputs import RequestOutput
 
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def read_jobs(args: argparse.Namespace) -> list[Job]:
     """Jobs from the verb's arguments ``prompts``, ``--input`` and ``--chat``."""
     settings = sampling_settings(args)
+    _check_logprobs(settings, engine_settings(args).get("max_logprobs", OPTIONS["max_logprobs"].default))
     if args.input and args.prompts:
         raise ConfigError("give prompts as arguments or with --input, not both")
     if args.input:
@@ -79,6 +81,14 @@ def read_jobs(args: argparse.Namespace) -> list[Job]:
         raise ConfigError("no prompt: give one as an argument, - to read it from stdin, or --input FILE")
     texts = [sys.stdin.read() if text == "-" else text for text in args.prompts]
     return jobs_from_texts(texts, settings, chat=args.chat)
+
+
+def _check_logprobs(sampling: dict[str, Any], limit: int) -> None:
+    """Raises ConfigError before any weight is loaded if a flag asks for more log probabilities than are allowed."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if limit != -1 and sampling.get(name, 0) > limit:
+            flag = f"--{name.replace('_', '-')} {sampling[name]}"
+            raise ConfigError(f"{flag}: at most {limit} per token are allowed; ask for fewer, or raise --max-logprobs")
 
 
 def _read_lines(name: str) -> list[str]:
