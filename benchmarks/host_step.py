@@ -61,7 +61,7 @@ class Host:
         self.scheduler = Scheduler(manager, max_num_seqs=count, max_num_batched_tokens=BUDGET)
         self.rows = RowTable(count, spec.pages_for(MAX_MODEL_LEN), CPU)
         self.builder = BatchBuilder(
-            self.rows, LayoutRules(spec.has_states, 0, config.num_drafts_at, verifies=False),
+            self.rows, LayoutRules(spec.has_states),
             page_size=spec.page_size, max_num_tokens=BUDGET, max_num_seqs=count, ends_sparse=False, device=CPU,
         )  # fmt: skip
         self.sampling = SamplingState(self.rows, config.model_config.vocab_size, CPU)

@@ -33,9 +33,8 @@ from weft.graph.dispatcher import smallest_fitting
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.models import mtp
 from weft.ops.backend import Backend
-from weft.runner import step_inputs
+from weft.runner.drafting import step_drafts
 from weft.runner.model_runner import ModelRunner
-from weft.speculation import acceptance
 
 CONTEXT = 576
 
@@ -101,7 +100,7 @@ def profile(runner: ModelRunner, batch: int, num_drafts: int, bytes_per_s: float
 @contextmanager
 def references() -> Iterator[None]:
     """In the body, verifications and drafts are moved, accepted and placed by torch's operations."""
-    rooms = ((step_inputs, "follow_step"), (acceptance, "accept_drafts"), (mtp, "places_ahead"))
+    rooms = ((step_drafts, "follow_step"), (step_drafts, "accept_drafts"), (mtp, "places_ahead"))
     before = [getattr(room, name) for room, name in rooms]
     for (room, name), operation in zip(rooms, before, strict=True):
 

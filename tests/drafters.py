@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weft import LLM
 from weft.request import Request
-from weft.speculation.planner import DeviceDrafts, Proposer
+from weft.scheduler.draft_planner import DeviceDrafts, Proposer
 
 VOCAB = 200
 

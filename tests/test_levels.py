@@ -33,7 +33,7 @@ LEVELS: list[tuple[str, ...]] = [
         "forward_context",
     ),
     ("text", "ops", "cache", "parallel", "graph"),
-    ("offload", "speculation", "scheduler", "layers", "quantization"),
+    ("offload", "scheduler", "layers", "quantization"),
     ("models", "weights", "pieces"),
     ("runner",),
     ("executor",),

@@ -7,17 +7,18 @@ from tests.mutation.mutant import mutant
 BETWEEN_ROOMS = (
     mutant(
         "row-history-unfilled", "n-gram drafts know the prompt of a row", "weft/runner/step_runner.py",
-        "            if self._drafter is not None:\n                self._drafter.add_row(new)\n", "",
+        "            if self.drafts is not None:\n                self.drafts.add_row(new)\n", "",
         "tests/speculation/test_ngram.py",
     ),
     mutant(
-        "longest-suffix-ignored", "n-gram drafts look up suffixes up to the longest", "weft/runner/drafts.py",
+        "longest-suffix-ignored", "n-gram drafts look up suffixes up to the longest",
+        "weft/runner/drafting/drafters.py",
         "config.prompt_lookup_min, config.prompt_lookup_max", "config.prompt_lookup_min, config.prompt_lookup_min",
         "tests/speculation/test_ngram.py", "tests/ops/drafts/test_triton_drafts.py",
     ),
     mutant(
         "history-of-last-token-only", "all tokens that a step sampled are in the row's history",
-        "weft/runner/drafts.py", "[[start + min(i, n - 1) for i in range(query_len)]",
+        "weft/runner/drafting/drafters.py", "[[start + min(i, n - 1) for i in range(query_len)]",
         "[[start + n - 1 for i in range(query_len)]", "tests/speculation/test_ngram.py",
     ),
     mutant(
@@ -69,7 +70,7 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "drafts-of-few-rows", "a head that drafts sees all rows", "weft/runner/batch_builder.py",
-        "return not self.rules.num_drafts and (self._ends_sparse", "return (self._ends_sparse",
+        "return self.rules.drafts is None and (self._ends_sparse", "return (self._ends_sparse",
         "tests/speculation/test_model_drafts.py", "tests/speculation/test_heads.py",
     ),
     mutant(
@@ -256,8 +257,8 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "refused-logits-of-a-stop", "a draft that ends the text is not accepted",
-        "weft/runner/sampling/step_sampler.py",
-        "ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None",
-        "ends = None", "tests/speculation/test_following_steps.py",
+        "weft/runner/drafting/drafters.py",
+        "never = config.eos_token_ids if rules.on_device else ()", "never = ()",
+        "tests/speculation/test_following_steps.py",
     ),
 )  # fmt: skip

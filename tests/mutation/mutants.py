@@ -435,7 +435,7 @@ MUTANTS = (
         "tests/cache/test_draft_states.py",
     ),
     _mutant(
-        "drafts-past-the-context", "no draft stands behind the longest context", "weft/speculation/planner.py",
+        "drafts-past-the-context", "no draft stands behind the longest context", "weft/scheduler/draft_planner.py",
         "return min(limit, self.max_model_len - start - 1)", "return min(limit, self.max_model_len - start)",
         "tests/speculation/test_traffic.py",
     ),

@@ -17,7 +17,8 @@ ROWS_AND_RESPONSES = (
     ),
     mutant(
         "verification-stores-no-states", "a step that stores other states is no plain verification",
-        "weft/runner/step_layout.py", " and len(r.checkpoints) == states for r in requests)", " for r in requests)",
+        "weft/runner/drafting/step_drafts.py",
+        " and len(r.checkpoints) == states for r in requests)", " for r in requests)",
         "tests/runner/test_batch_builder.py", "tests/speculation/test_states.py",
     ),
     mutant(
@@ -42,14 +43,15 @@ ROWS_AND_RESPONSES = (
         "tests/runner/test_batch_builder.py",
     ),
     mutant(
-        "head-reads-no-further", "the head reads the pages behind the step's last token", "weft/runner/drafts.py",
-        "min(step.shape.max_seq_len + self.reach, ", "min(step.shape.max_seq_len, ",
+        "head-reads-no-further", "the head reads the pages behind the step's last token",
+        "weft/runner/drafting/drafters.py",
+        "min(step.shape.max_seq_len + ahead, ", "min(step.shape.max_seq_len, ",
         "tests/speculation/test_by_batch.py",
     ),
     mutant(
         "graph-drafts-the-most", "a graph of many rows drafts as few tokens as such steps should",
-        "weft/runner/drafts.py", "self.builder.rules.num_drafts_at(inputs.batch.num_seqs)",
-        "self.builder.rules.num_drafts",
+        "weft/runner/drafting/drafters.py", "self.rules.at(inputs.batch.num_seqs)",
+        "self.rules.most",
         "tests/speculation/test_by_batch.py",
     ),
     mutant(

@@ -240,8 +240,8 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "rows-not-forgotten-at-fill", "a row's next request has no positions of images of the last",
-        "weft/runner/rows.py", "        self._sampling[row] = params\n        self.free(row)\n",
-        "        self._sampling[row] = params\n", "tests/runner/test_batch_builder.py",
+        "weft/runner/rows.py", "        self.sampling[row] = params\n        self.free(row)\n",
+        "        self.sampling[row] = params\n", "tests/runner/test_batch_builder.py",
     ),
     mutant(
         "grammar-over-allowed", "of what a grammar allows only allowed tokens come", "weft/runner/sampling/state.py",
@@ -296,10 +296,8 @@ SETTINGS_AND_ENDS = (
         "tests/runner/test_memory.py::test_pools_are_what_the_settings_ask_for",
     ),
     mutant(
-        "head-not-remembered", "steps that follow verify what was drafted last", "weft/runner/drafts.py",
-        ("        if acceptance is not None:\n            self.rows.set_drafts(inputs.rows, found)\n       "
-         " return found"),
-        "        return found",
+        "head-not-remembered", "steps that follow verify what was drafted last", "weft/runner/drafting/drafters.py",
+        "if acceptance is not None and self.rules.on_device:", "if False:",
         "tests/speculation/test_model_drafts.py::test_steps_that_follow_verify_what_was_drafted_last",
     ),
     mutant(

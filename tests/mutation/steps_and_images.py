@@ -28,7 +28,8 @@ STEPS_AND_IMAGES = (
         "tests/ops/drafts/test_triton_drafts.py", FOLLOWING,
     ),
     mutant(
-        "drafts-counted-as-text", "n-gram drafts begin behind the last token that counts", "weft/runner/drafts.py",
+        "drafts-counted-as-text", "n-gram drafts begin behind the last token that counts",
+        "weft/runner/drafting/drafters.py",
         "lengths = [r.start + r.num_tokens - len(r.draft_token_ids) + query_len - 1 for",
         "lengths = [r.start + r.num_tokens + query_len - 1 for", "tests/speculation/test_ngram.py",
     ),
@@ -40,7 +41,7 @@ STEPS_AND_IMAGES = (
     mutant(
         "next-sequence-is-a-draft", "the first token of the next sequence is no draft of the one before",
         "weft/ops/drafts/__init__.py", "    drafts[query_len - 1 :: query_len] = NO_DRAFT\n", "",
-        "tests/speculation/test_acceptance.py", "tests/ops/drafts/test_triton_drafts.py",
+        "tests/runner/drafting/test_acceptance.py", "tests/ops/drafts/test_triton_drafts.py",
     ),
     mutant(
         "drafts-of-images-by-place", "drafts behind images have rotary positions, not places in the sequence",

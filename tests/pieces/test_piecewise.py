@@ -18,13 +18,13 @@ from weft.config import resolve
 from weft.config.graph_modes import GraphMode
 from weft.forward_context import ForwardContext, forward_context
 from weft.graph import graph
-from weft.graph.batch_descriptor import BatchDescriptor
 from weft.graph.dispatcher import Choice
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.pieces.capture import PiecewiseModel
 from weft.runner.model_runner import ModelRunner
+from weft.runner.step_inputs import StepInputs
 
 ARCHS = ("Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 SETTINGS: dict[str, Any] = {
@@ -209,12 +209,13 @@ def noted_states(runner: ModelRunner) -> list[torch.Tensor]:
     """A list that receives the hidden states of every token of every step."""
     forward, states = runner.steps.forward, []
 
-    def noted(shape: BatchDescriptor, choice: Choice, needs_all_rows: bool) -> torch.Tensor:
-        found = forward(shape, choice, True)
+    def noted(inputs: StepInputs, choice: Choice) -> torch.Tensor:
+        found = forward(inputs, choice)
         states.append(found.clone())
         return found
 
     runner.steps.forward = noted  # type: ignore[method-assign]
+    runner.steps.builder.selects_rows = lambda shape: False  # type: ignore[method-assign]
     return states
 
 

@@ -9,10 +9,13 @@ import torch
 from msgspec.structs import replace
 
 from tests.ops.interpreter import DEVICE  # noqa: F401 (before any kernel)
+from weft.config.speculation import SpeculativeConfig
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import PER_TOKEN, BatchBuilder
+from weft.runner.drafting.drafters import NgramDrafts
+from weft.runner.drafting.step_drafts import DraftRules
 from weft.runner.rows import RowTable
 from weft.runner.step_inputs import StepInputs
 from weft.runner.step_layout import LayoutRules, StepLayout, chunk_bounds
@@ -25,14 +28,19 @@ def make(
     rows: int = 8, recurrent: bool = True, num_drafts: int = 4, backend: Backend = Backend.TORCH
 ) -> tuple[RowTable, BatchBuilder]:
     table = RowTable(rows, 64, CPU)
+    drafts = None
+    if num_drafts:
+        rules = DraftRules(num_drafts, lambda num_seqs: num_drafts, verifies=True, keeps_states=recurrent)
+        drafts = NgramDrafts(SpeculativeConfig("ngram", num_drafts, 2, 4), 1024, rules, table, PAGE, backend)
     builder = BatchBuilder(
         table,
-        LayoutRules(recurrent, num_drafts, lambda num_seqs: num_drafts, verifies=True),
+        LayoutRules(recurrent, drafts.rules if drafts is not None else None),
         page_size=PAGE,
         max_num_tokens=512,
         max_num_seqs=rows,
         ends_sparse=False,
         device=CPU,
+        drafts=drafts,
         backend=backend,
     )
     return table, builder

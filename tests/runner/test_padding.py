@@ -11,6 +11,7 @@ import torch
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.batch_builder import CHUNK_COLUMNS, BatchBuilder
+from weft.runner.drafting.step_drafts import DraftRules
 from weft.runner.rows import RowTable
 from weft.runner.step_layout import LayoutRules
 
@@ -23,7 +24,7 @@ def builder() -> BatchBuilder:
     table = RowTable(ROWS, 4, CPU)
     for row in range(3):
         table.add(NewRequest(row, array("I", [5] * 40), 40, RowSampling(temperature=1.0, top_p=0.5)))
-    rules = LayoutRules(keeps_states=True, num_drafts=2, num_drafts_at=lambda num_seqs: 2, verifies=True)
+    rules = LayoutRules(True, DraftRules(2, lambda num_seqs: 2, verifies=True, keeps_states=True))
     sizes: dict[str, Any] = {"page_size": 16, "max_num_tokens": 64, "max_num_seqs": ROWS}
     builder = BatchBuilder(table, rules, **sizes, ends_sparse=False, device=CPU)
     for values in builder._buffers._views[0].values():

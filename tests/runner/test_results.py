@@ -108,7 +108,7 @@ def test_results_of_rows_with_drafts_and_of_rows_that_do_not_sample() -> None:
         ResultMemory(8, torch.device("cpu"), Backend.TORCH),
         SchedulerOutput(6, requests),
         sampled,
-        prefill_failed=torch.tensor([True]),
+        hidden_states=torch.full((12, 4), torch.nan),
         drafts=torch.tensor([[20, 21], [NO_DRAFT, NO_DRAFT]]),
     )
     output = pending.result()

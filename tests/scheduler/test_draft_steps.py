@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from weft.scheduler.draft_planner import Drafts
 from weft.scheduler.draft_steps import add_drafts
 from weft.scheduler.running import Planned
-from weft.speculation.planner import Drafts
 
 
 def planned(row: int, num_tokens: int, num_pending: int = 0) -> Planned:

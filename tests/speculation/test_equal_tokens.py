@@ -17,7 +17,7 @@ from tests.drafters import FromOutputs, Random, install
 from tests.engine.conftest import assert_idle
 from tests.speculation.conftest import CONFIG, MAX_DRAFTS, Case
 from weft import LLM, SamplingParams
-from weft.speculation.planner import DeviceDrafts, Proposer
+from weft.scheduler.draft_planner import DeviceDrafts, Proposer
 
 ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Lfm2ForCausalLM"]
 Engines = tuple[LLM, LLM]

@@ -24,9 +24,11 @@ from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import SchedulerOutput
-from weft.runner.drafts import MtpStepDrafter, RunStep
+from weft.ops.drafts import right_drafts
+from weft.ops.drafts.types import AcceptanceRule
+from weft.runner.drafting.drafters import MtpDrafts
+from weft.runner.drafting.step_drafts import RunStep
 from weft.scheduler.draft_steps import ON_DEVICE, apply_acceptance
-from weft.speculation.acceptance import RejectionSampler
 
 NUM_DRAFTS, LONGEST, ROWS, WRONG = 3, 160, 3, 0.25
 SETTINGS: dict[str, Any] = {
@@ -55,17 +57,15 @@ def _from_table(rows: Tensor, last: Tensor) -> Tensor:
     return table_of(last.device).index_select(0, rows).gather(1, places.clamp(max=LONGEST - 1))
 
 
-def _after_full_step(
-    self: MtpStepDrafter, inputs: Any, hidden_states: Tensor, token_ids: Tensor, acceptance: Any
-) -> Tensor:
+def _after_full_step(self: MtpDrafts, inputs: Any, hidden_states: Tensor, token_ids: Tensor, acceptance: Any) -> Tensor:
     device = hidden_states.device
     last = torch.arange(inputs.batch.num_seqs, device=device) if acceptance is None else acceptance.last
     drafts = _from_table(inputs.rows, inputs.batch.positions.index_select(0, last))
-    self.rows.set_drafts(inputs.rows, drafts)
+    self.state.drafts[:, : drafts.shape[1]].index_copy_(0, inputs.rows, drafts)
     return drafts
 
 
-def _after_any_step(self: MtpStepDrafter, step: RunStep) -> Tensor:
+def _after_any_step(self: MtpDrafts, step: RunStep) -> Tensor:
     sampling = [r for r in step.requests if r.samples]
     last = [r.start + r.num_tokens - 1 - len(r.draft_token_ids) for r in sampling]
     rows = [r.row for r in sampling]
@@ -111,8 +111,8 @@ def open_engines(folder: Path, mode: str, **settings: Any) -> Iterator[Engines]:
     settings = SETTINGS | settings
     table_of(torch.device(settings.get("device", "cpu")))  # not in inference mode, whose tensors no other code writes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MtpStepDrafter, "after_full_step", _after_full_step)
-        patch.setattr(MtpStepDrafter, "after_step", _after_any_step)
+        patch.setattr(MtpDrafts, "after_full_step", _after_full_step)
+        patch.setattr(MtpDrafts, "after_step", _after_any_step)
         with LLM(str(folder), **settings) as plain, LLM(str(folder), **settings, **modes) as following:
             yield Engines(plain, following)
             assert_idle(following)
@@ -254,5 +254,5 @@ def test_the_state_after_an_end_in_an_accepted_run_is_there(tmp_path: Path) -> N
 def test_a_draft_that_ends_the_text_is_the_last_token_of_its_step() -> None:
     sampled = torch.tensor([4, 2, 9, 5])
     drafts, nothing = torch.tensor([4, 2, 9, -1]), torch.zeros(4, dtype=torch.int64)
-    tokens, is_right = RejectionSampler(never=torch.tensor([2, 3]))(sampled, drafts, nothing, nothing)
+    tokens, is_right = right_drafts(sampled, drafts, nothing, nothing, AcceptanceRule.of(None, torch.tensor([2, 3])))
     assert tokens.tolist() == [4, 2, 9, 5] and is_right.tolist() == [True, False, True, False]

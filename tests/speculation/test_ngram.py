@@ -19,10 +19,10 @@ from weft.config.speculation import SpeculativeConfig
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.drafts.types import NO_DRAFT
-from weft.runner.drafts import NgramDrafter, RunStep
+from weft.runner.drafting.acceptance import Acceptance
+from weft.runner.drafting.drafters import NgramDrafts
+from weft.runner.drafting.step_drafts import DraftRules, RunStep
 from weft.runner.rows import RowTable
-from weft.runner.step_layout import LayoutRules
-from weft.speculation.acceptance import Acceptance
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "page_size": 4, "max_model_len": 192}
@@ -117,10 +117,10 @@ def test_a_stop_string_is_found_late(engines: tuple[LLM, LLM, Steps]) -> None:
     assert steps.followed > followed
 
 
-def drafter_of(num_drafts: int, low: int, high: int) -> tuple[RowTable, NgramDrafter]:
-    rows = RowTable(3, 8, torch.device("cpu"), num_drafts=4)
-    rules = LayoutRules(keeps_states=False, num_drafts=4, num_drafts_at=lambda num_seqs: num_drafts, verifies=True)
-    return rows, NgramDrafter(SpeculativeConfig("ngram", 4, low, high), rules, rows, 32, Backend.TORCH)
+def drafter_of(num_drafts: int, low: int, high: int) -> tuple[RowTable, NgramDrafts]:
+    rows = RowTable(3, 8, torch.device("cpu"))
+    rules = DraftRules(4, lambda num_seqs: num_drafts, verifies=True, keeps_states=False, on_device=True)
+    return rows, NgramDrafts(SpeculativeConfig("ngram", 4, low, high), 32, rules, rows, 16, Backend.TORCH)
 
 
 @pytest.mark.parametrize(("low", "high", "follows"), [(2, 3, 9), (2, 2, 8), (4, 4, NO_DRAFT)])
@@ -132,7 +132,8 @@ def test_the_longest_suffix_that_counts_is_looked_up(low: int, high: int, follow
     drafter.add_row(new)
     nothing: Any = None
     requests = [ScheduledRequest(0, 8, 2, [], 0, True)]
-    assert drafter.after_step(RunStep(requests, nothing, nothing, torch.tensor([3]), None)).tolist() == [[follows]]
+    step = RunStep(requests, nothing, nothing, torch.tensor([3]), None, nothing)
+    assert drafter.after_step(step).tolist() == [[follows]]
 
 
 def test_prompts_are_looked_up(engines: tuple[LLM, LLM, Steps]) -> None:
@@ -143,7 +144,7 @@ def test_prompts_are_looked_up(engines: tuple[LLM, LLM, Steps]) -> None:
     while not drafting.is_finished():
         drafting.step()
         for running in drafting._core.scheduler._running:
-            history = drafting._core._executor._runner.steps._drafter.history  # type: ignore[attr-defined]
+            history = drafting._core._executor._runner.steps.drafts.history  # type: ignore[attr-defined]
             known = running.request.known_token_ids.tolist()
             if len(known) > len(prompt):  # before that, its first step may not have run
                 assert history[running.row, : len(known)].tolist() == known
@@ -162,8 +163,10 @@ def test_rows_remember_what_the_drafts_of_their_step_came_to() -> None:
     requests = [ScheduledRequest(row, 4, 3, [], 0, True, draft_token_ids=[6, 7]) for row in (0, 1)]
     acceptance = Acceptance(torch.tensor([1, 2]), torch.tensor([1, 5]), torch.tensor([1, 1, 0, 1, 1, 1]).bool())
     nothing: Any = None
-    drafts = drafter.after_step(RunStep(requests, nothing, nothing, torch.tensor([6, 9, 1, 6, 7, 8]), acceptance))
-    assert rows.state.num_rejected.tolist()[:2] == [1, 0]
+    drafts = drafter.after_step(
+        RunStep(requests, nothing, nothing, torch.tensor([6, 9, 1, 6, 7, 8]), acceptance, nothing)
+    )
+    assert drafter.state.num_rejected.tolist()[:2] == [1, 0]
     assert drafter.history[0, :7].tolist() == [5, 6, 7, 8, 5, 6, 9]
     assert drafter.history[1, :8].tolist() == [5, 6, 7, 8, 5, 6, 7, 8]
-    assert drafts.tolist() == [[NO_DRAFT] * 2, [5, 6]] and rows.state.drafts[1, :2].tolist() == [5, 6]
+    assert drafts.tolist() == [[NO_DRAFT] * 2, [5, 6]] and drafter.state.drafts[1, :2].tolist() == [5, 6]

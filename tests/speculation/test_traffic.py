@@ -9,7 +9,7 @@ from typing import Any, cast
 from tests.fake_runner import oracle
 from tests.scheduler.test_scheduler import Rig, make_request
 from tests.speculation.traffic import Episode, figures
-from weft.speculation.planner import DeviceDrafts, DraftPlanner
+from weft.scheduler.draft_planner import DeviceDrafts, DraftPlanner
 
 
 def test_random_traffic() -> None:

@@ -24,7 +24,7 @@ from tests.fake_runner import VOCAB, oracle
 from tests.scheduler.test_scheduler import PAGE, Rig, make_request
 from weft.bench import report
 from weft.request import Request
-from weft.speculation.planner import DeviceDrafts, DraftPlanner
+from weft.scheduler.draft_planner import DeviceDrafts, DraftPlanner
 
 
 @dataclass

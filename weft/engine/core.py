@@ -41,10 +41,10 @@ from weft.executor.executor import Executor, make_executor
 from weft.executor.rank_process import StartedRank
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
+from weft.scheduler.draft_planner import DraftPlanner
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.scheduler import Scheduler
 from weft.scheduler.step_grid import StepGrid
-from weft.speculation.planner import DraftPlanner
 from weft.stats import EngineStats
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from weft.ops.backend import Backend
 from weft.ops.drafts.types import FROM_LAST_TOKEN
 from weft.runner import logits_rows
 from weft.runner.buffers import PAGE_UPDATES, StepBuffers
+from weft.runner.drafting.step_drafts import StepDrafts
 from weft.runner.media_inputs import place_media
 from weft.runner.rows import RowTable
-from weft.runner.sampling.tensors import SamplingTensors
-from weft.runner.step_inputs import StepInputs
+from weft.runner.step_inputs import SamplingTensors, StepInputs
 from weft.runner.step_layout import LayoutRules, StepLayout
 
 
@@ -43,6 +43,7 @@ class BatchBuilder:
     Args:
         rows: the runner's rows (read only, but for the device's page table).
         rules: how steps are laid out.
+        drafts: drafts of the rows; None if the engine drafts nothing.
         page_size: tokens per page.
         max_num_tokens, max_num_seqs: the largest step.
         ends_sparse: the model's last layer has experts.
@@ -61,13 +62,13 @@ class BatchBuilder:
         max_num_seqs: int,
         ends_sparse: bool,
         device: torch.device,
+        drafts: StepDrafts | None = None,
         backend: Backend = Backend.TORCH,
         first_media_id: int | None = None,
         first_media_position: int = 0,
     ) -> None:
         self._first_media_id, self._first_media_position = first_media_id, first_media_position
-        self._rows, self.rules = rows, rules
-        self.page_size, self._backend = page_size, backend
+        self._rows, self.rules, self._drafts, self._page_size = rows, rules, drafts, page_size
         self._max_num_seqs, self._ends_sparse = max_num_seqs, ends_sparse
         arrays = _arrays(max_num_tokens, max_num_seqs, rules)
         # As many new pages as the table has places: a cache hit can bring thousands.
@@ -77,6 +78,11 @@ class BatchBuilder:
         self._host: dict[str, np.ndarray] = {}
 
     # -- host ----------------------------------------------------------------------------------------------------
+
+    def inputs(self, layout: StepLayout, padded: BatchDescriptor, *, selects_rows: bool = False) -> StepInputs:
+        """Build a step that runs without a graph, or in pieces. Returns its tensors, without padding."""
+        self.build(layout, padded)
+        return self.materialise(layout.shape, selects_rows=selects_rows)
 
     def build(self, layout: StepLayout, padded: BatchDescriptor) -> None:
         """Fill the buffers with a step and padding up to the sizes ``padded``, and send them to the device. The step's
@@ -135,12 +141,12 @@ class BatchBuilder:
             r, at = requests[i], int(starts[i])
             known = table.known_tokens(r.row, r.start, r.start + r.num_tokens)
             ids[at : at + len(known)] = known
-        for last, r in zip(layout.bounds[1:].tolist(), requests, strict=True) if self.rules.num_drafts else ():
+        for last, r in zip(layout.bounds[1:].tolist(), requests, strict=True) if self.rules.drafts is not None else ():
             if r.draft_token_ids:
                 ids[last - len(r.draft_token_ids) : last] = r.draft_token_ids
-        places = positions // self.page_size
+        places = positions // self._page_size
         pages = table.page_table.ravel().take(token_rows * table.max_pages + places)
-        slots[:end] = (pages - places) * self.page_size + positions
+        slots[:end] = (pages - places) * self._page_size + positions
         for at, r in zip(starts.tolist(), requests, strict=True):
             if r.start < r.write_start:  # to page 0: what is stored here belongs to others
                 slots[at : at + min(r.num_tokens, r.write_start - r.start)] = 0
@@ -220,7 +226,7 @@ class BatchBuilder:
         """Whether the last layer should compute only the rows from which a token may be sampled. It saves work if these
         are fewer than the tokens, or if the layer has experts: padding rows choose none, so fewer weights are read.
         Drafts need all rows."""
-        return not self.rules.num_drafts and (self._ends_sparse or shape.num_seqs < shape.num_tokens)
+        return self.rules.drafts is None and (self._ends_sparse or shape.num_seqs < shape.num_tokens)
 
     def materialise(self, shape: BatchDescriptor, *, selects_rows: bool = False) -> StepInputs:
         """Tensors of a step of the given sizes; static buffers in, no host synchronisation, capturable.
@@ -228,7 +234,7 @@ class BatchBuilder:
         ``selects_rows``: the batch has ``logits_rows``; one that is no step of decodes alone."""
         device = self._buffers.device
         rows = device("rows", shape.num_seqs)
-        num_pages = -(-shape.max_seq_len // self.page_size)
+        num_pages = -(-shape.max_seq_len // self._page_size)
         batch = Batch(
             num_tokens=shape.num_tokens,
             num_seqs=shape.num_seqs,
@@ -254,8 +260,9 @@ class BatchBuilder:
         samples = self.sampling_tensors(shape.num_samples)
         if not shape.query_len:
             return StepInputs(self._input_ids(shape.num_tokens), batch, samples, rows)
+        assert self._drafts is not None
         inputs = StepInputs(device("input_ids", shape.num_tokens), batch, samples, rows)
-        return inputs.after_rejections(device("follows", shape.num_seqs), self._rows, self.page_size, self._backend)
+        return self._drafts.follow(inputs, device("follows", shape.num_seqs))
 
     def _verification(self, shape: BatchDescriptor) -> Verification:
         slots = self._buffers.device("verify_slots", shape.num_seqs * shape.query_len)
@@ -269,7 +276,7 @@ class BatchBuilder:
 
     def sampling_tensors(self, count: int) -> SamplingTensors:
         """Return the sampling parameters of the first ``count`` positions that sample."""
-        return SamplingTensors.of(self._buffers, count)
+        return SamplingTensors(*(self._buffers.device(name, count) for name in SAMPLES))
 
     def _input_ids(self, num_tokens: int) -> Tensor:
         """Known tokens from the host, the others from the device's last sampled ones."""
@@ -282,13 +289,20 @@ PER_TOKEN = ("input_ids", "token_rows", "positions", "slot_mapping")
 """Arrays with a value for every token of a step."""
 
 
+SAMPLES = (
+    "sample_indices", "sample_rows", "temperature", "top_k", "top_p", "min_p", "seeds", "sample_positions",
+)  # fmt: skip
+"""Arrays with a value for every position that samples, as ``SamplingTensors`` has them."""
+
+
 CHUNK_COLUMNS = ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")
 """Arrays of the chunk table."""
 
 
 def _arrays(max_num_tokens: int, max_num_seqs: int, rules: LayoutRules) -> dict[str, tuple[torch.dtype, int]]:
     """Dtype and length of every array of the step buffers, for the largest step."""
-    max_num_samples = max_num_seqs * (1 + rules.num_drafts)
+    most_drafts = rules.drafts.most if rules.drafts is not None else 0
+    max_num_samples = max_num_seqs * (1 + most_drafts)
     groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
         (torch.int64, max_num_tokens, PER_TOKEN),
         (torch.int64, max_num_seqs, ("rows", "follows")),
@@ -302,7 +316,7 @@ def _arrays(max_num_tokens: int, max_num_seqs: int, rules: LayoutRules) -> dict[
     ]
     if rules.keeps_states:
         # Besides its full chunks, a sequence has at most two broken ones, and one per checkpoint or draft.
-        max_chunks = max_num_tokens // CHUNK_SIZE + (2 + max(MAX_CHECKPOINTS, rules.num_drafts)) * max_num_seqs
+        max_chunks = max_num_tokens // CHUNK_SIZE + (2 + max(MAX_CHECKPOINTS, most_drafts)) * max_num_seqs
         groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens)), CHUNK_COLUMNS))
         groups.append((torch.int32, max_num_seqs + 1, ("chunk_first",)))
     return {name: (dtype, size) for dtype, size, names in groups for name in names}

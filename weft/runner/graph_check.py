@@ -79,7 +79,7 @@ def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
     for size in graphs.decode.sizes if graphs.decode is not None else ():
         yield checks.whole("decode", _decode(_start(runner, max(1, size - 1), rng)), size)
     for size in graphs.verification.sizes if graphs.verification is not None else ():
-        step = _verification(runner, max(1, size - 1), runner.steps.builder.rules.query_len(size), rng)
+        step = _verification(runner, max(1, size - 1), runner.steps.functions.verification_shape(size).query_len, rng)
         yield checks.whole("verification", step, size)
     for size in graphs.forward.sizes if graphs.forward is not None else ():
         yield checks.forward(size)
@@ -197,16 +197,17 @@ class _Checks:
 
         ``results``, which holds the replay's results, is filled with NaN before the replay.
         """
-        runner, rows = self._runner, self._steps.rows
+        runner, drafting = self._runner, self._steps.drafts
+        row_state = drafting.state if drafting is not None else (self._steps.rows.last_token,)
         used = [slot for r in step.requests for slot in (r.state_slot, *(slot for _, slot in r.checkpoints))]
         slots = to_device(torch.tensor(used, dtype=torch.int64), runner.device)
         states = [runner.caches[name][t.name] for name, spec in runner.spec.layers.items() for t in spec.states]
         before = [t.index_select(0, slots) for t in states]
-        left = [tensor.clone() for tensor in rows.state]
+        left = [tensor.clone() for tensor in row_state]
         first = _copied(eager())
         for tensor, values in zip(states, before, strict=True):
             tensor.index_copy_(0, slots, values)
-        for tensor, values in zip(rows.state, left, strict=True):
+        for tensor, values in zip(row_state, left, strict=True):
             tensor.copy_(values)
         results.fill_(torch.nan)
         return first, _copied(replay())
@@ -282,14 +283,15 @@ def _verification(runner: ModelRunner, count: int, query_len: int, rng: random.R
 
     Where drafts stay on the device, every second sequence follows a step that rejected one of its drafts.
     """
-    vocab, rows, num_drafts = runner.config.model_config.vocab_size, runner.steps.rows, query_len - 1
+    vocab, drafting, num_drafts = runner.config.model_config.vocab_size, runner.steps.drafts, query_len - 1
+    assert drafting is not None
     requests = []
     for s in _start(runner, count, rng, query_len):
         drafts = [rng.randrange(vocab) for _ in range(num_drafts)]
-        follows = bool(runner.config.drafts_on_device and s.row % 2 and s.length > 1)
+        follows = bool(drafting.rules.on_device and s.row % 2 and s.length > 1)
         if follows:
-            rows.state.drafts[s.row, :num_drafts] = to_device(torch.tensor(drafts), runner.device)
-            rows.state.num_rejected[s.row] = 1
+            drafting.state.drafts[s.row, :num_drafts] = to_device(torch.tensor(drafts), runner.device)
+            drafting.state.num_rejected[s.row] = 1
         slots = range(s.slot - num_drafts, s.slot) if s.slot else ()
         states = [(s.length + 1 + i, slot) for i, slot in enumerate(slots)]
         requests.append(

@@ -227,8 +227,8 @@ def pending_step(
     memory: ResultMemory,
     scheduler_output: SchedulerOutput,
     sampled: StepTokens | None,
+    hidden_states: Tensor | None = None,
     prompt_logprobs: dict[int, Logprobs] | None = None,
-    prefill_failed: Tensor | None = None,
     drafts: Tensor | None = None,
 ) -> PendingStep:
     """Start bringing a step's results to the host.
@@ -236,9 +236,9 @@ def pending_step(
     Args:
         memory: where they go.
         sampled: None if no row samples.
+        hidden_states: ``[T, hidden_size]`` of the step's tokens; None if every row samples.
         prompt_logprobs: row -> log probabilities of its prompt tokens, on the device.
-        prefill_failed: see ``failed_prefills``.
-        drafts: from ``Drafter``.
+        drafts: from ``StepDrafts``.
     """
     requests = scheduler_output.requests
     logprobs = sampled.logprobs if sampled is not None else None
@@ -253,7 +253,7 @@ def pending_step(
             sampled.token_ids if sampled is not None else None,
             sampled.nan_rows if sampled is not None else None,
             acceptance.counted if acceptance is not None else None,
-            prefill_failed,
+            failed_prefills(scheduler_output, hidden_states) if hidden_states is not None else None,
             drafts,
         ),
         counts_all=acceptance is None,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
-from weft.ops.drafts.types import RowState
 from weft.runner.mrope import mrope_positions
 
 
@@ -21,7 +20,6 @@ class RowTable:
 
     Args:
         spatial_merge_size: side of the squares of patches that become one token of an image.
-        num_drafts: most drafts of a step that stay on the device.
 
     Attributes:
         padding_row: index of the padding row.
@@ -29,7 +27,7 @@ class RowTable:
         page_table: ``[num_rows + 1, max_pages]`` int32 on the host.
         device_page_table: the same on the device.
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
-        state: drafts for each row's next step, and the acceptance of its last drafts, on the device.
+        sampling: row -> all sampling parameters of its request.
         temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.
         num_known_tokens, num_prompt_tokens: tokens that the request brought along, and how many of them are its prompt.
         rope_positions: row -> ``[3, num_prompt_tokens]`` positions of its prompt, for prompts with images.
@@ -37,17 +35,13 @@ class RowTable:
         prompt_logprobs: row -> number of alternatives at every token of its prompt, for rows that want any.
     """
 
-    def __init__(
-        self, num_rows: int, max_pages: int, device: torch.device, spatial_merge_size: int = 1, num_drafts: int = 0
-    ) -> None:
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device, spatial_merge_size: int = 1) -> None:
         self._merge = spatial_merge_size
         self.padding_row = num_rows
         self.max_pages = max_pages
         self.page_table = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
         self.device_page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-        drafts = torch.zeros(num_rows + 1, num_drafts, dtype=torch.int64, device=device)
-        self.state = RowState(self.last_token, drafts, torch.zeros_like(self.last_token))
         self.temperature = np.zeros(num_rows + 1, dtype=np.float32)
         self.top_p = np.ones(num_rows + 1, dtype=np.float32)
         self.min_p = np.zeros(num_rows + 1, dtype=np.float32)
@@ -60,7 +54,7 @@ class RowTable:
         self.prompt_logprobs: dict[int, int] = {}
         self._num_pages = [0] * num_rows
         self._token_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * num_rows
-        self._sampling: list[RowSampling | None] = [None] * num_rows
+        self.sampling: dict[int, RowSampling] = {}
 
     def add(self, new: NewRequest) -> None:
         """Store a new request's parameters in its row, in place of what the row held."""
@@ -68,7 +62,7 @@ class RowTable:
         self._num_pages[row] = 0
         self._token_ids[row] = np.asarray(new.token_ids).view(np.int32)  # no copy: no id has the 32nd bit
         self.num_known_tokens[row], self.num_prompt_tokens[row] = len(new.token_ids), new.num_prompt_tokens
-        self._sampling[row] = params
+        self.sampling[row] = params
         self.free(row)
         if new.media_runs:
             positions, delta = mrope_positions(new.num_prompt_tokens, new.media_runs, self._merge)
@@ -97,16 +91,6 @@ class RowTable:
         """Tokens ``start`` to ``stop`` as far as the host knows them (shorter if the last ones were sampled since)."""
         return self._token_ids[row][start:stop]
 
-    def sampling(self, row: int) -> RowSampling:
-        params = self._sampling[row]
-        assert params is not None, f"row {row} is empty"
-        return params
-
     def set_last_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
         """Remember the sampled ``token_ids [N]`` of ``rows [N]`` for the next step."""
         self.last_token.index_copy_(0, rows, token_ids)
-
-    def set_drafts(self, rows: Tensor, drafts: Tensor) -> None:
-        """Remember ``drafts [N, K]`` of ``rows [N]`` for the next step, if drafts stay on the device."""
-        if self.state.drafts.shape[1]:
-            self.state.drafts[:, : drafts.shape[1]].index_copy_(0, rows, drafts)

@@ -19,7 +19,7 @@ from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder
-from weft.runner.drafts import Drafter
+from weft.runner.drafting.step_drafts import StepDrafts
 from weft.runner.sampling.step_sampler import FullStepOutput, StepSampler
 
 
@@ -29,7 +29,7 @@ class StepFunctions:
 
     Attributes:
         model, builder, sampler: the runner's.
-        drafter: makes drafts for the next step, if the engine has some made.
+        drafts: drafts of the runner's rows; None if the engine drafts nothing.
         context: from a batch to its forward context.
         max_num_seqs, max_model_len: the largest batch and the longest sequence that a graph serves.
         hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
@@ -38,7 +38,7 @@ class StepFunctions:
     model: CausalLM
     builder: BatchBuilder
     sampler: StepSampler
-    drafter: Drafter | None
+    drafts: StepDrafts | None
     context: Callable[[Batch], ForwardContext]
     max_num_seqs: int
     max_model_len: int
@@ -54,7 +54,8 @@ class StepFunctions:
         return BatchDescriptor.decodes(size, self.max_model_len)
 
     def verification_shape(self, size: int) -> BatchDescriptor:
-        return BatchDescriptor.verification(size, self.builder.rules.query_len(size), self.max_model_len)
+        assert self.drafts is not None
+        return BatchDescriptor.verification(size, self.drafts.rules.query_len(size), self.max_model_len)
 
     def mixed_shape(self, num_tokens: int) -> BatchDescriptor:
         return self.builder.mixed_shape(num_tokens, self.max_model_len)
@@ -85,9 +86,9 @@ class StepFunctions:
         with forward_context(self.context(inputs.batch)):
             hidden_states = model(input_ids=inputs.input_ids)
         output = self.sampler.sample_whole(self.model.compute_logits(hidden_states), inputs)
-        if self.drafter is None:
+        if self.drafts is None:
             return output
-        drafts = self.drafter.after_full_step(inputs, hidden_states, output.result.token_ids, output.acceptance)
+        drafts = self.drafts.after_full_step(inputs, hidden_states, output.result.token_ids, output.acceptance)
         return output._replace(hidden_states=hidden_states, drafts=drafts)
 
     def forward(self, num_tokens: int) -> Tensor:

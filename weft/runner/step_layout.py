@@ -5,7 +5,6 @@ Job: derive both from a scheduler output, on the host. Does not know: buffers, d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from weft.config.chunks import CHUNK_SIZE
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import ScheduledRequest, SchedulerOutput
+from weft.runner.drafting.step_drafts import DraftRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +49,24 @@ class LayoutRules:
 
     Attributes:
         keeps_states: the model has recurrent layers, which read a chunk table.
-        num_drafts: most drafts of a request in a step.
-        num_drafts_at: from the requests of a step to the drafts that each of them should have.
-        verifies: steps of sequences with equally many drafts run as verifications.
+        drafts: how drafts are laid out; None if the engine drafts nothing.
         reads_images: requests may have images.
     """
 
     keeps_states: bool
-    num_drafts: int
-    num_drafts_at: Callable[[int], int]
-    verifies: bool
+    drafts: DraftRules | None = None
     reads_images: bool = False
 
     def layout(self, scheduler_output: SchedulerOutput) -> StepLayout:
         """Lay out one step."""
         requests, num_decodes = scheduler_output.requests, scheduler_output.num_decodes
-        samples = [r.num_samples for r in requests] if self.num_drafts else [r.samples for r in requests]
+        samples = [r.num_samples for r in requests] if self.drafts is not None else [r.samples for r in requests]
         columns = [r.row for r in requests], [r.start for r in requests], [r.num_tokens for r in requests], samples
         rows, first, counts, sampled = np.array(columns, dtype=np.int64)
         bounds = np.zeros(len(requests) + 1, dtype=np.int64)
         np.add.accumulate(counts, out=bounds[1:])
         seq_lens = first + counts
-        query_len = self._query_len(requests) if self.num_drafts and requests else 0
+        query_len = self.drafts.query_len_of(requests) if self.drafts is not None else 0
         has_chunks = self.keeps_states and not query_len
         chunks = [_chunk_bounds_of(r) for r in requests[num_decodes:]] if has_chunks else []
         shape = BatchDescriptor(
@@ -85,20 +81,6 @@ class LayoutRules:
             may_have_media=self.reads_images and any(r.media for r in requests),
         )
         return StepLayout(requests, shape, rows, first, counts, seq_lens, sampled, bounds, chunks)
-
-    def query_len(self, num_seqs: int) -> int:
-        """Return the tokens of each of ``num_seqs`` sequences that verify drafts."""
-        return 1 + self.num_drafts_at(num_seqs)
-
-    def _query_len(self, requests: list[ScheduledRequest]) -> int:
-        """Return the tokens of each request if all verify as many drafts as they should, and store no other states;
-        otherwise 0: for fewer drafts no kernels are compiled at start."""
-        count = self.num_drafts_at(len(requests))
-        if not (self.verifies and count and len(requests[0].draft_token_ids) == count):
-            return 0
-        states = count if self.keeps_states else 0
-        alike = all(len(r.draft_token_ids) == count and len(r.checkpoints) == states for r in requests)
-        return 1 + count if alike else 0
 
 
 def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int]) -> list[int]:

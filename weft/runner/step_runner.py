@@ -34,18 +34,20 @@ from weft.models.decoder import CausalLM
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.cache_copies import CacheCopier
-from weft.runner.drafts import RunStep, make_drafter
+from weft.runner.drafting.drafters import make_drafts
+from weft.runner.drafting.step_drafts import DraftRules, RunStep
 from weft.runner.logits_rows import spread
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches
-from weft.runner.results import PendingStep, ResultMemory, failed_prefills, pending_step
+from weft.runner.results import PendingStep, ResultMemory, pending_step
 from weft.runner.rows import RowTable
 from weft.runner.sampling.prompt_logprobs import prompt_logprobs_of, wants_prompt_logprobs
 from weft.runner.sampling.state import NO_EDITS, StepEdits
-from weft.runner.sampling.step_sampler import StepSampler, StepTokens
+from weft.runner.sampling.step_sampler import FullStepOutput, StepSampler, StepTokens
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
-from weft.runner.step_layout import LayoutRules
+from weft.runner.step_inputs import StepInputs
+from weft.runner.step_layout import LayoutRules, StepLayout
 
 if TYPE_CHECKING:
     from weft.runner.host_memory import HostMemory
@@ -64,7 +66,7 @@ class StepRunner:
     Attributes:
         caches: by layer name.
         context: from a batch to its forward context.
-        rows, builder, copier, sampler: what a step needs.
+        rows, drafts, builder, copier, sampler: what a step needs. ``drafts`` is None if the engine drafts nothing.
         functions: to capture.
         graphs: what was captured; none at first.
     """
@@ -81,7 +83,7 @@ class StepRunner:
         media: MediaInputs | None = None,
         host: HostMemory | None = None,
     ) -> None:
-        self._model, self._media, self._drafts_on_device = model, media, config.drafts_on_device
+        self._model, self._media = model, media
         device, model_config = torch.device(config.device), config.model_config
         self.graphs = StepGraphs()
         self.caches = caches = allocate_caches(spec, plan, device)
@@ -94,17 +96,29 @@ class StepRunner:
         self.copier = CacheCopier(spec.layers, caches, backend, device)
         self.transfers = host.transfers(spec, caches, device, backend) if host is not None else None
         self.rows = _row_table(config, spec, plan, device, reads_images=media is not None)
-        self.builder = _batch_builder(config, spec, plan, self.rows, backend, reads_images=media is not None)
-        self.sampler = StepSampler(config, self.builder, self.rows, backend)
-        max_model_len = plan.max_model_len
-        self._drafter = make_drafter(config, model, self.builder, self.rows, context, max_model_len, backend)
+        self.drafts = make_drafts(config, model, self.rows, context, plan.max_model_len, backend)
+        rules = LayoutRules(spec.has_states, DraftRules.of(config), reads_images=media is not None)
+        self.builder = BatchBuilder(
+            self.rows,
+            rules,
+            page_size=config.page_size,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_num_seqs=plan.max_num_seqs,
+            ends_sparse=model_config.is_sparse(model_config.num_hidden_layers - 1),
+            device=device,
+            drafts=self.drafts,
+            backend=backend,
+            first_media_id=model_config.vocab_size if media is not None else None,
+            first_media_position=config.max_model_len,
+        )
+        self.sampler = StepSampler(config, self.builder, self.rows, self.drafts, backend)
         self._results = ResultMemory(plan.max_num_seqs * (1 + config.num_drafts), device, backend)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
             model,
             self.builder,
             self.sampler,
-            self._drafter,
+            self.drafts,
             context,
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
@@ -115,8 +129,7 @@ class StepRunner:
         """Return everything that captured graphs read and that must stay where it is, by name."""
         stored = [*self._model.named_parameters(), *self._model.named_buffers()]
         rows = {"page table": self.rows.device_page_table, "last tokens": self.rows.last_token}
-        rows |= {"drafts": self.rows.state.drafts, "rejected drafts": self.rows.state.num_rejected}
-        drafts = self._drafter.static_memory if self._drafter is not None else {}
+        drafts = self.drafts.static_memory if self.drafts is not None else {}
         steps = {"step buffers": self.builder.device_block, "sequence numbers": self.builder.one_each}
         steps |= {"hidden states": self.functions.hidden}
         images = self._media.graphs.inputs if self._media is not None else {}
@@ -129,8 +142,8 @@ class StepRunner:
             self.rows.free(row)
         for new in scheduler_output.new_requests:
             self.rows.add(new)
-            if self._drafter is not None:
-                self._drafter.add_row(new)
+            if self.drafts is not None:
+                self.drafts.add_row(new)
             self.sampler.add_row(new)
         if scheduler_output.page_copies or scheduler_output.state_forks:
             self.copier.copy(scheduler_output.page_copies, scheduler_output.state_forks)
@@ -158,14 +171,15 @@ class StepRunner:
         shape = layout.shape
         needs_all_rows = bool(self.rows.prompt_logprobs) and wants_prompt_logprobs(layout.requests, self.rows)
         choice = self._choose(shape, needs_all_rows)
-        # Without a graph a verification runs as one function too where its drafts stay on the device.
-        is_whole = shape.is_uniform if choice.mode is GraphMode.FULL else shape.query_len and self._drafts_on_device
-        padded = self._padded(shape, choice) if is_whole or choice.mode is not GraphMode.NONE else shape
-        self.builder.build(layout, padded)
-        if is_whole:
-            pending = self._run_whole(scheduler_output, shape, choice, edits)
+        padded = self._padded(shape, choice)
+        if choice.mode is GraphMode.FULL and shape.is_uniform:
+            self.builder.build(layout, padded)
+            pending = self._sample_whole(scheduler_output, shape, self.graphs.replay(shape, choice.size), edits)
+        elif self._verifies_on_device(shape):
+            self.builder.build(layout, padded)
+            pending = self._sample_whole(scheduler_output, shape, self.functions.verify(shape.num_seqs), edits)
         else:
-            pending = self._run_mixed(scheduler_output, shape, choice, needs_all_rows, edits)
+            pending = self._run_mixed(scheduler_output, layout, padded, choice, needs_all_rows, edits)
         self.builder.mark_sent()
         pending.mode, pending.num_padding_tokens = str(choice.mode), padded.num_tokens - shape.num_tokens
         pending.encoder_time, pending.transfers = encoder_time, self.transfers
@@ -180,82 +194,91 @@ class StepRunner:
             return Choice(GraphMode.NONE, shape.num_tokens)
         return choice
 
+    def _verifies_on_device(self, shape: BatchDescriptor) -> bool:
+        """Whether the step verifies drafts that stay on the device. Its parts then run as one function."""
+        return shape.query_len > 0 and self.drafts is not None and self.drafts.rules.on_device
+
     def _padded(self, shape: BatchDescriptor, choice: Choice) -> BatchDescriptor:
         """Return the sizes that a step is padded to, for its graph or function."""
-        if not shape.is_uniform or choice.mode is GraphMode.PIECEWISE:
-            padded = self.functions.mixed_shape(choice.size)
-            num_samples = self.graphs.sample_size(shape.num_samples) or shape.num_samples
-            return replace(padded, num_samples=num_samples)
-        size = choice.size if choice.mode is GraphMode.FULL else shape.num_seqs
-        return self.functions.verification_shape(size) if shape.query_len else self.functions.decode_shape(size)
+        if choice.mode is GraphMode.NONE:
+            on_device = self._verifies_on_device(shape)
+            return self.functions.verification_shape(shape.num_seqs) if on_device else shape
+        if choice.mode is GraphMode.FULL and shape.is_uniform:
+            functions, size = self.functions, choice.size
+            return functions.verification_shape(size) if shape.query_len else functions.decode_shape(size)
+        num_samples = self.graphs.sample_size(shape.num_samples) or shape.num_samples
+        return replace(self.functions.mixed_shape(choice.size), num_samples=num_samples)
 
-    def _run_whole(
-        self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, choice: Choice, edits: StepEdits
+    def _sample_whole(
+        self, scheduler_output: SchedulerOutput, shape: BatchDescriptor, output: FullStepOutput, edits: StepEdits
     ) -> PendingStep:
-        """Run a whole step, in which every sequence decodes, or verifies equally many drafts, as one function."""
-        if choice.mode is GraphMode.FULL:
-            output = self.graphs.replay(shape, choice.size)
-        else:
-            output = self.functions.verify(shape.num_seqs)
-        tokens = self.sampler.sample(output.logits, scheduler_output.requests, output, edits)
+        """Take over what a function of a whole step sampled and drafted, and sample edited rows again."""
+        tokens = self.sampler.sample(output.logits, scheduler_output.requests, replayed=output, edits=edits)
         drafts = tokens.drafts
         if drafts is None and output.hidden_states is not None:  # other tokens were sampled than in the graph
-            drafts = self._drafts(scheduler_output.requests, shape, output.hidden_states[: shape.num_tokens], tokens)
+            drafts = self._drafts_after(
+                scheduler_output.requests, shape, output.hidden_states[: shape.num_tokens], tokens
+            )
         return pending_step(self._results, scheduler_output, tokens, drafts=drafts)
 
-    def _drafts(
+    def _drafts_after(
         self,
         requests: Sequence[ScheduledRequest],
         shape: BatchDescriptor,
         hidden_states: Tensor,
         tokens: StepTokens | None,
     ) -> Tensor | None:
-        """Return drafts for the next step; None if nothing is drafted on the device."""
-        if self._drafter is None:
+        """Return drafts for the next step; None if nothing is drafted."""
+        if self.drafts is None:
             return None
         token_ids, acceptance = (tokens.token_ids, tokens.acceptance) if tokens is not None else (None, None)
-        return self._drafter.after_step(RunStep(requests, shape, hidden_states, token_ids, acceptance))
+        materialise = self.builder.materialise
+        return self.drafts.after_step(RunStep(requests, shape, hidden_states, token_ids, acceptance, materialise))
 
     def _run_mixed(
         self,
         scheduler_output: SchedulerOutput,
-        shape: BatchDescriptor,
+        layout: StepLayout,
+        padded: BatchDescriptor,
         choice: Choice,
         needs_all_rows: bool,
         edits: StepEdits,
     ) -> PendingStep:
         """Run any batch as chosen: its forward pass, then what it samples."""
-        requests, compute_logits = scheduler_output.requests, self._model.compute_logits
-        hidden_states = self.forward(shape, choice, needs_all_rows)
+        requests, shape, compute_logits = scheduler_output.requests, layout.shape, self._model.compute_logits
+        samples = None
+        if choice.mode is GraphMode.FULL:
+            self.builder.build(layout, padded)
+            hidden_states = self.graphs.replay_forward(shape, choice.size)
+        else:
+            is_whole = choice.mode is GraphMode.PIECEWISE or shape.is_decode or needs_all_rows
+            selects_rows = not is_whole and self.builder.selects_rows(shape)
+            inputs = self.builder.inputs(layout, padded, selects_rows=selects_rows)
+            hidden_states, samples = self.forward(inputs, choice), inputs.samples
         prompt_logprobs = None
-        if needs_all_rows:
+        if self.rows.prompt_logprobs:
             prompt_logprobs = prompt_logprobs_of(requests, hidden_states, compute_logits, self.rows)
-        failed = failed_prefills(scheduler_output, hidden_states)
         tokens = None
         sample_size = self.graphs.sample_size(shape.num_samples) if choice.mode is not GraphMode.NONE else None
         if sample_size is not None:
             if choice.mode is not GraphMode.FULL:
-                self.functions.keep(hidden_states)
+                hidden_states = self.functions.keep(hidden_states)
             output = self.graphs.replay_sampling(shape, sample_size)
-            tokens = self.sampler.sample(output.logits, requests, output, edits)
+            tokens = self.sampler.sample(output.logits, requests, samples, output, edits)
         elif shape.num_samples:
-            indices = self.builder.sampling_tensors(shape.num_samples).indices
-            logits = compute_logits(hidden_states.index_select(0, indices))
-            tokens = self.sampler.sample(logits, requests, edits=edits)
-        drafts = self._drafts(requests, shape, hidden_states, tokens)
-        return pending_step(self._results, scheduler_output, tokens, prompt_logprobs, failed, drafts)
+            samples = samples or self.builder.sampling_tensors(shape.num_samples)
+            logits = compute_logits(hidden_states.index_select(0, samples.indices))
+            tokens = self.sampler.sample(logits, requests, samples, edits=edits)
+        drafts = self._drafts_after(requests, shape, hidden_states, tokens)
+        return pending_step(self._results, scheduler_output, tokens, hidden_states, prompt_logprobs, drafts)
 
-    def forward(self, shape: BatchDescriptor, choice: Choice, needs_all_rows: bool) -> Tensor:
-        """Run the forward pass as chosen.
+    def forward(self, inputs: StepInputs, choice: Choice) -> Tensor:
+        """Run the forward pass without a graph, or in pieces.
 
         Returns:
-            ``[num_tokens, hidden_size]``, from graphs valid until the next step. Without ``needs_all_rows``, rows from
-            which no token is sampled may be arbitrary.
+            ``[num_tokens, hidden_size]``, from pieces valid until the next step. If the batch selects rows, the other
+            rows are arbitrary.
         """
-        if choice.mode is GraphMode.FULL:
-            return self.graphs.replay_forward(shape, choice.size)
-        is_whole = choice.mode is GraphMode.PIECEWISE or shape.is_decode or needs_all_rows
-        inputs = self.builder.materialise(shape, selects_rows=not is_whole and self.builder.selects_rows(shape))
         context = self.context(inputs.batch)
         if choice.mode is GraphMode.PIECEWISE:
             assert self.graphs.pieces is not None
@@ -263,7 +286,7 @@ class StepRunner:
         with forward_context(context):
             hidden_states = self._model(inputs.input_ids)
         rows = inputs.batch.logits_rows
-        return hidden_states if rows is None else spread(hidden_states, rows, shape.num_tokens)
+        return hidden_states if rows is None else spread(hidden_states, rows, inputs.batch.num_tokens)
 
 
 def _row_table(
@@ -275,30 +298,4 @@ def _row_table(
         spec.pages_for(plan.max_model_len),
         device,
         vision.spatial_merge_size if vision else 1,
-        num_drafts=config.num_drafts if config.drafts_on_device else 0,
-    )
-
-
-def _batch_builder(
-    config: EngineConfig, spec: CacheSpec, plan: CachePlan, rows: RowTable, backend: Backend, *, reads_images: bool
-) -> BatchBuilder:
-    model_config = config.model_config
-    rules = LayoutRules(
-        keeps_states=spec.has_states,
-        num_drafts=config.num_drafts,
-        num_drafts_at=config.num_drafts_at,
-        verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
-        reads_images=reads_images,
-    )
-    return BatchBuilder(
-        rows,
-        rules,
-        page_size=config.page_size,
-        max_num_tokens=config.max_num_batched_tokens,
-        max_num_seqs=plan.max_num_seqs,
-        ends_sparse=model_config.is_sparse(model_config.num_hidden_layers - 1),
-        device=torch.device(config.device),
-        backend=backend,
-        first_media_id=model_config.vocab_size if reads_images else None,
-        first_media_position=config.max_model_len,
     )

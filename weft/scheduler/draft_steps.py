@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput
+from weft.scheduler.draft_planner import DraftPlanner, Drafts
 from weft.scheduler.running import EMPTY, Launched, Planned, Running
-from weft.speculation.planner import DraftPlanner, Drafts
 
 ON_DEVICE = -1
 """A placeholder for a draft that only the device knows, and for the number of such drafts."""

@@ -39,6 +39,7 @@ from weft.cache.lease import Lease
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
+from weft.scheduler.draft_planner import DraftPlanner, refusal
 from weft.scheduler.draft_steps import add_drafts, apply_acceptance, following_step, must_wait, tokens_by_row
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.fair_order import FairOrder
@@ -47,7 +48,6 @@ from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
 from weft.scheduler.running import EMPTY, Launched, Planned, Running
 from weft.scheduler.stalls import StallDetector
 from weft.scheduler.step_grid import StepGrid
-from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from weft.layers.sampler import SamplingMetadata
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.runner.rows import RowTable
 from weft.runner.sampling.state import NO_TOKEN, SamplingState
-from weft.runner.sampling.tensors import SamplingTensors
+from weft.runner.step_inputs import SamplingTensors
 
 VOCAB = 12
 CPU = torch.device("cpu")

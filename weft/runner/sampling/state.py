@@ -19,7 +19,7 @@ from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.sampling import filter_candidates
 from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
-from weft.runner.sampling.tensors import SamplingTensors
+from weft.runner.step_inputs import SamplingTensors
 
 NO_TOKEN = -1
 """Stands in a token history where there is no token, and in a bad word's prefix where any token will do."""
@@ -187,7 +187,7 @@ class SamplingState:
 
     def without_edits(self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors) -> SamplingMetadata:
         """Describe the requests that sample, in order, without edits. ``rows`` are their parameters on the device."""
-        params = [self._rows.sampling(request.row) for request in sampled]
+        params = [self._rows.sampling[request.row] for request in sampled]
         return _core(
             rows,
             all_greedy=all(p.temperature == 0 for p in params),
@@ -199,7 +199,7 @@ class SamplingState:
         self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors, edits: StepEdits = NO_EDITS
     ) -> SamplingMetadata:
         """Describe the requests that sample, with edits."""
-        params = [self._rows.sampling(request.row) for request in sampled]
+        params = [self._rows.sampling[request.row] for request in sampled]
         generated = [r.start + r.num_tokens - int(self._rows.num_prompt_tokens[r.row]) for r in sampled]
         processors = {i: edits.processors[r.row] for i, r in enumerate(sampled) if r.row in edits.processors}
         return dataclasses.replace(

@@ -1,7 +1,7 @@
 """Sampling: the tokens of one step, from its logits.
 
-Job: sample what a graph has not sampled, sample again only the rows with penalties, masks and the like, accept drafts,
-and compute log probabilities for the rows that want them. The functions that graphs capture sample here too. Owns: the
+Job: sample what a graph has not sampled, sample again only the rows with penalties, masks and the like, and compute log
+probabilities for the rows that want them. The functions that graphs capture sample here too. Owns: the
 order of this, and the rows' sampling state. Does not know: how a token is chosen, requests.
 """
 
@@ -11,21 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from weft.config import EngineConfig
 from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
 from weft.messages import NewRequest, ScheduledRequest
 from weft.ops.backend import Backend
-from weft.ops.drafts.types import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints
+from weft.runner.drafting.acceptance import Acceptance, sampled_positions
+from weft.runner.drafting.step_drafts import StepDrafts
 from weft.runner.rows import RowTable
 from weft.runner.sampling.state import NO_EDITS, SamplingState, StepEdits
-from weft.runner.sampling.tensors import SamplingTensors
-from weft.runner.step_inputs import StepInputs
-from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
+from weft.runner.step_inputs import SamplingTensors, StepInputs
 
 
 class FullStepOutput(NamedTuple):
@@ -74,14 +72,20 @@ class StepSampler:
     """Samples the tokens of steps and stores each row's last token for the next step.
 
     Args:
-        builder, rows: the runner's.
+        builder, rows, drafts: the runner's.
     """
 
-    def __init__(self, config: EngineConfig, builder: BatchBuilder, rows: RowTable, backend: Backend) -> None:
-        self._builder, self._rows = builder, rows
+    def __init__(
+        self,
+        config: EngineConfig,
+        builder: BatchBuilder,
+        rows: RowTable,
+        drafts: StepDrafts | None,
+        backend: Backend,
+    ) -> None:
+        self._builder, self._rows, self._drafts = builder, rows, drafts
         self._device = rows.last_token.device
         self._sampler = Sampler(backend)
-        self._rejection_sampler = _rejection_sampler(config, self._device, backend)
         self.state = SamplingState(rows, config.model_config.vocab_size, self._device)
 
     # -- captured in graphs --------------------------------------------------------------------------------------
@@ -95,12 +99,11 @@ class StepSampler:
     def sample_whole(self, logits: Tensor, inputs: StepInputs) -> FullStepOutput:
         """Sample for every sequence of a step. If the sequences verify drafts, sample at each of their positions, and
         accept or reject the drafts."""
-        samples, verification = inputs.samples, inputs.batch.verification
-        if verification is None:
-            return self.sample_any(logits, samples)
-        result = self._sampler(logits, self.state.any_row(samples))
-        sampled = (result.token_ids, inputs.input_ids, samples.seeds, samples.positions, samples.rows)
-        token_ids, acceptance = self._rejection_sampler.accept_alike(*sampled, verification.query_len, self._rows.state)
+        if inputs.batch.verification is None:
+            return self.sample_any(logits, inputs.samples)
+        assert self._drafts is not None
+        result = self._sampler(logits, self.state.any_row(inputs.samples))
+        token_ids, acceptance = self._drafts.accept_alike(result.token_ids, inputs)
         return FullStepOutput(logits, replace(result, token_ids=token_ids), acceptance)
 
     # -- once a step ---------------------------------------------------------------------------------------------
@@ -117,6 +120,7 @@ class StepSampler:
         self,
         logits: Tensor,
         requests: Sequence[ScheduledRequest],
+        samples: SamplingTensors | None = None,
         replayed: FullStepOutput | None = None,
         edits: StepEdits = NO_EDITS,
     ) -> StepTokens:
@@ -124,6 +128,7 @@ class StepSampler:
 
         Args:
             logits: ``[M or more, V]``, a row per position, in order.
+            samples: parameters of the positions; read from the builder's buffers if None.
             replayed: what a graph has sampled of these logits, without edits, and stored.
             edits: edits of this step besides those that rows ask for.
         """
@@ -134,10 +139,12 @@ class StepSampler:
             tokens = self._as_replayed(rows, replayed)
         else:
             before = replayed.result if replayed is not None else None
-            result = self._sample(logits[:count], sampled, edited, before, edits)
+            samples = samples or self._builder.sampling_tensors(count)
+            result = self._sample(logits[:count], sampled, samples, edited, before, edits)
             tokens = StepTokens(rows, result.token_ids, result.nan_rows)
-        if tokens.acceptance is None and self._builder.rules.num_drafts:
-            tokens = self._accept_drafts(sampled, tokens)
+            found = self._drafts.accept(sampled, result.token_ids, samples) if self._drafts is not None else None
+            if found is not None:
+                tokens = replace(tokens, token_ids=found[0], acceptance=found[1])
         counted = tokens.acceptance.counted if tokens.acceptance is not None else None
         self.state.record(sampled, tokens.token_ids, counted)
         wanted = self.state.num_logprobs(sampled)
@@ -152,7 +159,7 @@ class StepSampler:
 
         Where a graph has verified drafts, the drafts before each position matter only if somebody's logits are edited.
         """
-        if not self._builder.rules.num_drafts:
+        if self._drafts is None:
             return [request for request in requests if request.samples]
         if replayed is not None and replayed.acceptance is not None and not self.state.edited(requests, edits):
             return [request for request in requests for _ in range(request.num_samples)]
@@ -173,29 +180,16 @@ class StepSampler:
         places = self._places(list(wanted))
         return logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
 
-    def _accept_drafts(self, sampled: Sequence[ScheduledRequest], tokens: StepTokens) -> StepTokens:
-        """Accept or reject the drafts, if there are any, and store each row's last token that counts."""
-        if not any(request.draft_token_ids for request in sampled):
-            return tokens
-        following = [after.draft_token_ids[-1:] for after in sampled[1:]] + [[]]
-        drafts = self._places([draft[0] if draft else NO_DRAFT for draft in following])
-        first = [i for i, request in enumerate(sampled) if not request.draft_token_ids]
-        samples = self._builder.sampling_tensors(len(sampled))
-        token_ids, is_right = self._rejection_sampler(tokens.token_ids, drafts, samples.seeds, samples.positions)
-        acceptance = accept(is_right, self._places(first))
-        rows = self._places([sampled[i].row for i in first])
-        self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
-        return replace(tokens, token_ids=token_ids, acceptance=acceptance)
-
     def _sample(
         self,
         logits: Tensor,
         sampled: Sequence[ScheduledRequest],
+        samples: SamplingTensors,
         edited: list[int],
         replayed: SamplerOutput | None,
         edits: StepEdits,
     ) -> SamplerOutput:
-        count, samples = len(sampled), self._builder.sampling_tensors(len(sampled))
+        count = len(sampled)
         if len(edited) == count:
             result = self._sampler(logits, self.state.with_edits(sampled, samples, edits))
         else:
@@ -216,10 +210,3 @@ class StepSampler:
 
     def _places(self, indices: Sequence[int]) -> Tensor:
         return device_ints(indices, self._device)
-
-
-def _rejection_sampler(config: EngineConfig, device: torch.device, backend: Backend) -> RejectionSampler:
-    """Make the rejection sampler. It never accepts an end of sequence where drafts stay on the device."""
-    speculation = config.speculative_config
-    ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None
-    return RejectionSampler(speculation.synthetic_acceptance_rate if speculation is not None else None, ends, backend)

@@ -17,9 +17,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.messages import ScheduledRequest
-from weft.ops.backend import Backend
-from weft.ops.drafts import accept_drafts, right_drafts
-from weft.ops.drafts.types import AcceptanceRule, RowState
 
 
 def sampled_positions(requests: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
@@ -55,46 +52,6 @@ class Acceptance:
     def leading(self, num_requests: int, num_positions: int) -> Acceptance:
         """Return the acceptance of the first requests, without a graph's padding."""
         return Acceptance(self.num_accepted[:num_requests], self.last[:num_requests], self.counted[:num_positions])
-
-
-class RejectionSampler:
-    """Accepts or rejects drafts, by comparison with what was sampled (rejection sampling of single tokens).
-
-    Args:
-        synthetic_rate: for measurements with meaningless weights: a draft is right with this probability, by the
-            random numbers of its position, and stands in the place of the token that was sampled. None: a draft is
-            right if it is that token.
-        never: ids of drafts that are never accepted: tokens that end a text. The token sampled at such a position is
-            then the last token of its step, also if it is the same. A step that follows without knowing of the end
-            (``ScheduledRequest.follows``) begins with it, so that the state after exactly the text is stored.
-    """
-
-    def __init__(
-        self, synthetic_rate: float | None = None, never: Tensor | None = None, backend: Backend = Backend.TORCH
-    ) -> None:
-        self._rule, self._backend = AcceptanceRule.of(synthetic_rate, never), backend
-
-    def __call__(self, token_ids: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``right_drafts``."""
-        return right_drafts(token_ids, drafts, seeds, positions, self._rule)
-
-    def accept_alike(
-        self,
-        token_ids: Tensor,
-        input_ids: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        query_len: int,
-        state: RowState,
-    ) -> tuple[Tensor, Acceptance]:
-        """The sequences' tokens ``[M]``, and what became of the drafts where every request has ``query_len`` positions;
-        see ``accept_drafts``. The rows remember it."""
-        sampled = (token_ids, input_ids, seeds, positions, rows)
-        found = accept_drafts(
-            *sampled, query_len, self._rule, state.last_token, state.num_rejected, backend=self._backend
-        )
-        return found.token_ids, Acceptance(found.num_accepted, found.last, found.counted)
 
 
 def accept(is_right: Tensor, first: Tensor) -> Acceptance:

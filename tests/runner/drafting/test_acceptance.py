@@ -12,10 +12,11 @@ import torch
 
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
-from weft.ops.drafts.types import NO_DRAFT, RowState
+from weft.ops.drafts import accept_drafts, right_drafts
+from weft.ops.drafts.types import NO_DRAFT, AcceptanceRule
 from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
-from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
-from weft.speculation.planner import LOG_EVERY, AcceptanceLog, DraftPlanner
+from weft.runner.drafting.acceptance import Acceptance, accept, sampled_positions
+from weft.scheduler.draft_planner import LOG_EVERY, AcceptanceLog, DraftPlanner
 
 DRAWS = 100_000
 CHI_SQUARE = {3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
@@ -24,7 +25,7 @@ CHI_SQUARE = {3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
 
 def judged(token_ids: torch.Tensor, drafts: torch.Tensor, first: torch.Tensor) -> Acceptance:
     nothing = torch.zeros_like(token_ids)
-    return accept(RejectionSampler()(token_ids, drafts, nothing, nothing)[1], first)
+    return accept(right_drafts(token_ids, drafts, nothing, nothing, AcceptanceRule())[1], first)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -59,14 +60,17 @@ def test_equally_many_drafts_are_accepted_alike(query_len: int) -> None:
     drafts, nothing = input_ids.roll(-1), torch.zeros_like(sampled)
     drafts[query_len - 1 :: query_len] = NO_DRAFT
     expected = judged(sampled, drafts, torch.arange(0, 60 * query_len, query_len))
-    state = RowState(*torch.full((3, 60), 9).unbind(0))
+    last_token, num_rejected = torch.full((2, 60), 9).unbind(0)
     rows = torch.arange(60).flip(0).repeat_interleave(query_len)
-    tokens, found = RejectionSampler().accept_alike(sampled, input_ids, nothing, nothing, rows, query_len, state)
+    found = accept_drafts(
+        sampled, input_ids, nothing, nothing, rows, query_len, AcceptanceRule(), last_token, num_rejected,
+        backend=Backend.TORCH,
+    )  # fmt: skip
     for name in ("num_accepted", "counted", "last"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert torch.equal(tokens, sampled) and found.num_accepted.unique().numel() == query_len
-    assert torch.equal(state.last_token.flip(0), sampled[found.last])
-    assert torch.equal(state.num_rejected.flip(0), query_len - 1 - found.num_accepted)
+    assert torch.equal(found.token_ids, sampled) and found.num_accepted.unique().numel() == query_len
+    assert torch.equal(last_token.flip(0), sampled[found.last])
+    assert torch.equal(num_rejected.flip(0), query_len - 1 - found.num_accepted)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.8, 1.0])
@@ -74,14 +78,15 @@ def test_a_synthetic_rate_accepts_as_often(rate: float) -> None:
     """Whatever was sampled; what is accepted stands in its place."""
     sampled, drafts = torch.full((DRAWS,), 1), torch.tensor([2, NO_DRAFT]).repeat(DRAWS // 2)
     positions = torch.arange(DRAWS)
-    token_ids, is_right = RejectionSampler(rate)(sampled, drafts, torch.full((DRAWS,), 7), positions)
+    rule = AcceptanceRule.of(rate, None)
+    token_ids, is_right = right_drafts(sampled, drafts, torch.full((DRAWS,), 7), positions, rule)
     assert not is_right[1::2].any() and abs(float(is_right[::2].float().mean()) - rate) < 0.01
     assert torch.equal(token_ids, torch.where(is_right, drafts, sampled))
 
 
 def test_the_log_explains_a_low_rate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("weft.speculation.planner.LOG_S", 0.0)
-    caplog.set_level("INFO", "weft.speculation.planner")
+    monkeypatch.setattr("weft.scheduler.draft_planner.LOG_S", 0.0)
+    caplog.set_level("INFO", "weft.scheduler.draft_planner")
     for accepted in (0, 3):
         log = AcceptanceLog("outputs repeat little")
         for _ in range(LOG_EVERY):

@@ -1,1 +1,0 @@
-"""Speculative decoding: drafts, which requests get some, and which of them are accepted."""
