@@ -18,7 +18,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-tiers fuzz-speculation fuzz-drafts fuzz-deterministic mutate lint types docs install clean
+.PHONY: demo test test-all test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-tiers fuzz-restores fuzz-speculation fuzz-drafts fuzz-deterministic mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -58,6 +58,10 @@ fuzz-images: $(INSTALLED)
 # Random traffic at 60 engines with a tier in host memory, against transformers (two minutes).
 fuzz-tiers: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_tiers --count 60 --seconds 900
+
+# 10,000 restored prefixes, in engines that are killed and started again on damaged files (half an hour).
+fuzz-restores: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_restores --restores 10000 --seconds 7200
 
 # 10,000 random requests at whole engines with drafts (20 processor minutes, in JOBS processes).
 fuzz-speculation: $(INSTALLED)

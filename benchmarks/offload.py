@@ -224,7 +224,8 @@ class Bench:
 
     def beside_others(self, llm: LLM) -> None:
         """Steps of the others alone, and while the prefix is restored."""
-        core, prompt, rows = llm._core, tokens(0, self.sizes.prefix), []
+        core, prompt = llm._core, tokens(0, self.sizes.prefix)
+        rows: list[dict[str, Any]] = []
         restores = core.scheduler.restores
         assert restores is not None
         self.begin_others(llm, 2600)
@@ -310,10 +311,10 @@ def closed_loop(llm: LLM, sessions: list[list[trace.TraceRequest]]) -> dict[str,
                 outputs.append(output)
                 send(int(output.request_id.partition("/")[0]))
     seconds = time.perf_counter() - began
-    firsts = [1e3 * output.metrics.time_to_first_token for output in outputs]
+    firsts = [1e3 * (output.metrics.time_to_first_token or 0.0) for output in outputs]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     new_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    hits = sum(output.num_cached_tokens for output in outputs) / prompt_tokens
+    hits = sum(output.num_cached_tokens or 0 for output in outputs) / prompt_tokens
     best = trace.reusable_tokens(in_turns(sessions), BLOCK) / prompt_tokens
     return {
         "seconds": seconds, "hit_rate": hits, "theoretical_hit_rate": best, "share_of_theoretical": hits / best,
