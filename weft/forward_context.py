@@ -199,12 +199,10 @@ _current: ForwardContext | None = None
 
 
 def active_breaks() -> Breaks | None:
-    """Return ``breaks`` of the current context; None without a context."""
     return _current.breaks if _current is not None else None
 
 
 def serves_any_num_tokens() -> bool:
-    """Return ``any_num_tokens`` of the current context; False without a context."""
     return _current is not None and _current.any_num_tokens
 
 

@@ -195,7 +195,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step runs."""
         return sum(r.num_tokens for r in self.requests)
 
 

@@ -130,12 +130,10 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
 
     @classmethod
     def of(cls, spec: RequestSpec) -> Request:
-        """Make a new request."""
         return cls(**{name: getattr(spec, name) for name in RequestSpec.__struct_fields__})
 
     @property
     def spec(self) -> RequestSpec:
-        """The spec as a value of its own."""
         return RequestSpec(**{name: getattr(self, name) for name in RequestSpec.__struct_fields__})
 
     @property

@@ -23,7 +23,7 @@ def run(folder: Path, params: SamplingParams, preempted_after: int | None) -> Re
             output = next(iter(llm.step()), output)
             if preempted_after is not None and len(stream.requests[0].output_token_ids) == preempted_after:
                 scheduler, preempted_after = llm._core.scheduler, None
-                scheduler._preempt(scheduler._running[0])
+                scheduler._preempt(scheduler._rows.running[0])
         assert output is not None
         assert_idle(llm)
         return output

@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     _mutant(
         "first-is-preempted", "the last running request in policy order is preempted", "weft/scheduler/scheduler.py",
-        "victim = self._running[-1]", "victim = self._running[0]", "tests/scheduler/test_prefix_reuse.py",
+        "victim = self._rows.running[-1]", "victim = self._rows.running[0]", "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
         "stalls-unnoticed", "a preemption without progress is counted", "weft/scheduler/stalls.py",

@@ -8,7 +8,7 @@ from tests.mutation.mutant import mutant
 SETTINGS_AND_ENDS = (
     mutant(
         "running-unsorted", "the last running request in policy order is preempted, whenever it came",
-        "weft/scheduler/scheduler.py", "        self._running.sort(key=lambda r: sort_key(self.policy, r.request))\n",
+        "weft/scheduler/running.py", "        self.running.sort(key=lambda r: sort_key(self._policy, r.request))\n",
         "", "tests/scheduler/test_scheduler.py::test_the_last_in_policy_order_makes_room_whenever_it_came",
     ),
     mutant(
@@ -35,14 +35,14 @@ SETTINGS_AND_ENDS = (
     mutant(
         "leaving-not-awaited", "the next turn finds what the last step of the turn before leaves",
         "weft/scheduler/scheduler.py",
-        ("        if self._leaving and not self._running:\n            return None  # only ended requests "
+        ("        if self._rows.leaving and not self._rows.running:\n            return None  # only ended requests "
          "are in flight: the tree gets their KV and states before the next turn\n"),
         "", "tests/scheduler/test_prefix_reuse.py::test_the_next_turn_finds_what_a_step_in_flight_leaves",
     ),
     mutant(
         "follow-starves-waiting", "who comes is admitted between steps that follow each other",
         "weft/scheduler/scheduler.py",
-        "        if len(self._waiting) > num_blocked and self._free_rows:\n            return None\n", "",
+        "        if len(self._waiting) > num_blocked and self._rows.has_room:\n            return None\n", "",
         "tests/speculation/test_traffic.py::test_who_comes_is_admitted_between_steps_that_follow_each_other",
     ),
     mutant(

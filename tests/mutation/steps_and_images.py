@@ -50,7 +50,7 @@ STEPS_AND_IMAGES = (
     ),
     mutant(
         "shortest-decode-first", "the decode with the longest context comes first in a step",
-        "weft/scheduler/scheduler.py", "key=lambda pair: -pair[1].start if", "key=lambda pair: pair[1].start if",
+        "weft/scheduler/launches.py", "key=lambda pair: -pair[1].start if", "key=lambda pair: pair[1].start if",
         "tests/scheduler/test_scheduler.py",
     ),
     mutant(

@@ -11,7 +11,8 @@ from tests.scheduler.test_scheduler import PAGE, Rig, expect, make_request, make
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput, RowSampling
 from weft.request import Request
-from weft.scheduler.scheduler import Running, Scheduler
+from weft.scheduler.running import Running, RunningRequests
+from weft.scheduler.scheduler import Scheduler
 
 
 def make_rig(
@@ -210,7 +211,7 @@ def test_a_resumed_request_stores_the_state_at_the_end_of_its_prompt() -> None:
     rig.scheduler.add(request)
     while len(request.output_token_ids) < 8:
         rig.step()
-    rig.scheduler._preempt(rig.scheduler._running[0])
+    rig.scheduler._preempt(rig.scheduler._rows.running[0])
     assert rig.manager.reset()
     run(rig)
     expect(request)
@@ -349,13 +350,14 @@ def test_a_decoding_request_keeps_one_snapshot(depth: int) -> None:
 def test_what_a_step_in_flight_uses_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rig's device is late, and it looks: memory given back at once, with steps in flight, is noticed."""
 
-    def at_once(self: Scheduler, running: Running) -> None:
-        if running in self._leaving:
-            self._leaving.remove(running)
-            self.manager.release(running.lease, running.request.known_token_ids, keep=not running.failed)
+    def at_once(self: RunningRequests, running: Running) -> bool:
+        if running in self.leaving:
+            self.leaving.remove(running)
+            self._manager.release(running.lease, running.request.known_token_ids, keep=not running.failed)
             self._free_row(running)
+        return True
 
-    monkeypatch.setattr(Scheduler, "_give_back_if_idle", at_once)
+    monkeypatch.setattr(RunningRequests, "release_if_idle", at_once)
     with pytest.raises(AssertionError):
         for seed in range(5):
             test_random_branching_workloads(seed)

@@ -150,12 +150,12 @@ def test_going_round_in_circles_raises_the_alarm(caplog: pytest.LogCaptureFixtur
     for chunks in (1, 2, 3):
         for _ in range(chunks):
             rig.step()
-        rig.scheduler._preempt(rig.scheduler._running[0])
+        rig.scheduler._preempt(rig.scheduler._rows.running[0])
         rig.scheduler.check()
     for _ in range(3):
         rig.step()
     assert not caplog.records
-    rig.scheduler._preempt(rig.scheduler._running[0])
+    rig.scheduler._preempt(rig.scheduler._rows.running[0])
     assert rig.scheduler.stats().num_stalls == 1 and "preempted again at 48 of 60 tokens" in caplog.text
     with pytest.raises(AssertionError, match="no token was computed in between"):
         rig.scheduler.check()

@@ -294,7 +294,7 @@ def test_failed_row_fails_alone() -> None:
     scheduler_output = rig.scheduler.schedule()
     assert scheduler_output is not None
     output = rig.runner.run(scheduler_output)
-    failed = next(r.row for r in rig.scheduler._running if r.request is bad)
+    failed = next(r.row for r in rig.scheduler._rows.running if r.request is bad)
     rig.scheduler.update(ModelOutput(output.step, output.rows, output.token_ids, failed_rows=[failed]))
     rig.run()
     assert bad.finish_reason == "error" and bad.output_token_ids == []

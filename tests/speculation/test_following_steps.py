@@ -87,7 +87,7 @@ class Engines:
 
         def fill_and_launch(step: SchedulerOutput, *arguments: Any) -> None:
             self.num_followed += any(request.follows for request in step.requests)
-            for running in following._core.scheduler._running:
+            for running in following._core.scheduler._rows.running:
                 text = self.texts.get(tuple(running.request.prompt_token_ids), [])[:LONGEST]
                 table_of(device)[running.row, : len(text)].copy_(torch.tensor(text, dtype=torch.int64))  # waits
             launch(step, *arguments)

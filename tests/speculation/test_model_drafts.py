@@ -89,7 +89,7 @@ def test_drafts_are_the_references(engines: Engines) -> None:
             mtp.add_request({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
         while not mtp.is_finished():
             mtp.step()
-            for running in mtp._core.scheduler._running:
+            for running in mtp._core.scheduler._rows.running:
                 compared += check_drafts(running.request, reference)
     assert compared > 40
     assert steps.followed > 10 or not mtp.config.enable_overlap

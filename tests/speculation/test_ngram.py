@@ -143,7 +143,7 @@ def test_prompts_are_looked_up(engines: tuple[LLM, LLM, Steps]) -> None:
     drafting.add_request({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=4), "seen")
     while not drafting.is_finished():
         drafting.step()
-        for running in drafting._core.scheduler._running:
+        for running in drafting._core.scheduler._rows.running:
             history = drafting._core._executor._runner.steps.drafts.history  # type: ignore[attr-defined]
             known = running.request.known_token_ids.tolist()
             if len(known) > len(prompt):  # before that, its first step may not have run

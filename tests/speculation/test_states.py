@@ -76,7 +76,7 @@ def test_after_every_accepted_position(engines: tuple[LLM, LLM], wrong_at: int |
     sequence, checked = PROMPT + expected, set()
     while not drafting.is_finished():
         drafting.step()
-        for running in drafting._core.scheduler._running:
+        for running in drafting._core.scheduler._rows.running:
             lease = running.lease
             assert lease.num_committed_tokens == running.request.num_computed_tokens
             for position, slot in [*lease.drafts.stored, (lease.num_committed_tokens, lease.state_slot)]:

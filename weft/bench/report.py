@@ -82,7 +82,6 @@ def device_name(device: str) -> str:
 
 
 def settings(config: EngineConfig) -> dict[str, Any]:
-    """All settings as plain values."""
     values = {name: getattr(config, name) for name in OPTIONS}
     return {name: _plain(value) for name, value in values.items()}
 
@@ -111,7 +110,6 @@ def open_json(path: str | None, flag: str = "--json") -> Path | None:
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write ``figures`` to ``path``, if a path was given."""
     if path is not None:
         path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

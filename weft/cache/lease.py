@@ -134,7 +134,6 @@ class LeaseCheckpoints:
         return reached
 
     def slots(self) -> list[int]:
-        """Slots of the lease besides its working slot."""
         return [slot for _, slot in self.stored] + ([self.snapshot[1]] if self.snapshot is not None else [])
 
 
@@ -199,5 +198,4 @@ class Lease:
 
     @property
     def own_pages(self) -> list[int]:
-        """The pages to which the lease has a reference of its own."""
         return self.pages[self.num_shared_pages :]

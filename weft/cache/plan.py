@@ -50,7 +50,6 @@ class CachePlan:
 
 
 def plan_for(config: EngineConfig, spec: CacheSpec, budget_bytes: int) -> CachePlan:
-    """Run ``plan_caches`` with the settings of an engine."""
     return plan_caches(
         spec,
         budget_bytes=budget_bytes,

@@ -131,6 +131,5 @@ def _moved(old: float, new: float, factor: float) -> bool:
 
 
 def make_policy(name: str) -> LRU | FlopAware:
-    """Make the policy ``"lru"`` or ``"flops"``."""
     assert name in ("lru", "flops"), f"unknown eviction policy {name!r}"
     return LRU() if name == "lru" else FlopAware()

@@ -86,7 +86,6 @@ class PagePool:
             pins[page] += 1
 
     def unpin(self, pages: Iterable[int]) -> None:
-        """Drop a pin of each page."""
         pins, num_unpinned = self._pins, 0
         for page in pages:
             left = pins[page] - 1

@@ -56,7 +56,6 @@ class RadixTree:
 
     @property
     def roots(self) -> list[Node]:
-        """The roots, one per salt."""
         return list(self._roots.values())
 
     # -- looking, without touching -------------------------------------------------------------------------------

@@ -61,12 +61,10 @@ class CacheSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's KV over all layers."""
         return sum(spec.token_bytes for spec in self.layers.values())
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
         return self.page_size * self.kv_bytes_per_token
 
     @property
@@ -95,12 +93,10 @@ class CacheSpec:
         return self.flops_per_token * (end - start) + self.flops_per_pair * pairs
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
 
 
 def cache_dtypes(config: EngineConfig) -> CacheDtypes:
-    """Dtype names of an engine's caches."""
     kv = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype
     return CacheDtypes(model=config.dtype, kv=kv, state=config.mamba_ssm_dtype)
 

@@ -27,7 +27,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _engines(folder: Path) -> list[Path]:
-    """The folders of all engines."""
     return sorted(path for path in folder.iterdir() if path.is_dir())
 
 

@@ -138,7 +138,6 @@ def on_gpu(weights: int, utilization: float, total: int) -> dict[str, Any]:
 
 
 def gpu_bytes() -> int:
-    """Memory of the GPU."""
     import torch
 
     return int(torch.cuda.mem_get_info()[1])

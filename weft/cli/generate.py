@@ -151,7 +151,6 @@ def _submit(llm: LLM, jobs: list[Job]) -> tuple[dict[str, int], dict[int, Result
 
 
 def job_prompt(llm: LLM, job: Job) -> Any:
-    """The prompt of a job for ``LLM.generate``."""
     if job.messages is None:
         return job.prompt
     return llm.render_chat(job.messages, job.tools, job.chat_template_kwargs)

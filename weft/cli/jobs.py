@@ -135,7 +135,6 @@ def _priority(entry: dict[str, Any]) -> int:
 
 
 def output_line(job: Job, result: RequestOutput | RequestError) -> dict[str, Any]:
-    """The output line of a job as plain values."""
     head: dict[str, Any] = {"line": job.number} | ({"id": job.id} if job.id is not None else {})
     if isinstance(result, RequestError):
         return head | {"error": {"message": str(result), "param": result.param}}

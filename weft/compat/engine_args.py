@@ -53,7 +53,6 @@ class _Settings:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
-        """Return the settings among the attributes of ``args``."""
         names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 

@@ -29,16 +29,13 @@ class LLMEngine:
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, lora_request: None = None, priority: int = 0
     ) -> str:
-        """Queue a request; see ``LLM.add_request``."""
         refuse_lora(lora_request)
         return self._llm.add_request(prompt, params, request_id, priority)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; see ``LLM.step``."""
         return self._llm.step()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a request is open."""
         return not self._llm.is_finished()
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:

@@ -39,7 +39,6 @@ class DraftTiming(msgspec.Struct, frozen=True):
 
     @property
     def best(self) -> int:
-        """The fastest number of drafts."""
         limit = TIE * min(self.token_ms)
         return next(drafts for drafts, ms in enumerate(self.token_ms) if ms <= limit)
 

@@ -185,7 +185,6 @@ def _plain(value: Any) -> Any:
 
 
 def device_name(device: str) -> str:
-    """The name of the device of a measurement."""
     if device == "cuda":
         import torch  # torch is loaded already, since it found the GPU
 

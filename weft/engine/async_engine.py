@@ -88,7 +88,6 @@ class AsyncEngine:
         return len(self._streams)
 
     def stream(self, request_id: str) -> ResponseStream | None:
-        """The open stream with this id."""
         return self._streams.get(request_id)
 
     def submit(

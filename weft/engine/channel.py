@@ -117,7 +117,6 @@ class ServerChannel:
         self._loop.call_soon(self._read)
 
     def stop_reading(self) -> None:
-        """Stop reading messages."""
         if self._receiver is not None:
             self._receiver = None
             self._loop.remove_reader(self._outputs.fileno())

@@ -139,7 +139,7 @@ class EngineCore:
         try:
             processors: Mapping[int, LogitsProcessor] = {}
             if self.scheduler.samples_by_history:
-                sampling = self.scheduler.sampling_by_history(scheduler_output.step)
+                sampling = self.scheduler.steps.sampling_by_history(scheduler_output.step)
                 processors = processors_of(sampling)
                 if masks := self._grammars.masks(sampling, scheduler_output.requests):
                     scheduler_output = replace(scheduler_output, token_masks=masks)
@@ -244,7 +244,7 @@ class EngineCore:
         deadline = time.monotonic() + SAVE_S
         self.manager.evict_all()
         while restores.has_unsaved and time.monotonic() < deadline:
-            self._launch(self.scheduler.idle_step())
+            self._launch(self.scheduler.steps.launch([]))
             while (output := self._result(max_in_flight=0)) is not None:
                 self.scheduler.update(output)
 
@@ -261,7 +261,6 @@ class EngineCore:
 
 
 def _make_drafts(config: EngineConfig, manager: Manager, max_model_len: int) -> DraftPlanner | None:
-    """Make the planner of drafts, if the engine speculates."""
     if config.speculative_config is None:
         return None
     return DraftPlanner.of(config.speculative_config, manager, max_model_len, on_device=config.drafts_on_device)
@@ -276,7 +275,6 @@ def _make_encoder(config: EngineConfig) -> EncoderCache | None:
 
 
 def _make_tier(config: EngineConfig, spec: CacheSpec) -> HostTier | None:
-    """Make the tier below the device, if the settings have one."""
     if not config.kv_offloading_size:
         return None
     from weft.offload.build import make_tier

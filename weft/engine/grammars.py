@@ -90,7 +90,6 @@ class Grammars:
 
     @property
     def num_compiling(self) -> int:
-        """Number of requests that wait for their grammar."""
         return len(self._compiling)
 
     def compiled(self, *, may_wait: bool) -> list[tuple[Request, BaseException | None]]:

@@ -47,7 +47,6 @@ class StepLog:
         self._last_end = 0.0
 
     def stats(self, scheduler: SchedulerStats) -> EngineStats:
-        """The engine's statistics, given the scheduler's."""
         return EngineStats(
             num_steps=self.num_steps,
             num_prefill_tokens=self.num_prefill_tokens,
@@ -95,7 +94,6 @@ class Inspection:
         self._num_numbered = 0
 
     def added(self, request: Request) -> None:
-        """Log a new request."""
         self._requests.append(request)
 
     def snapshot(self, stats: EngineStats, tokens_per_node: int = 0) -> Snapshot:

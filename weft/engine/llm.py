@@ -287,7 +287,6 @@ class LLM:
             raise EngineDeadError(f"this engine is dead, make a new LLM: {self._core.failure}")
 
     def _check_id(self, request_id: str | None) -> str:
-        """The given id, or a free one."""
         if request_id is None:
             while (name := f"request-{next(self._ids)}") in self._streams:
                 pass
@@ -339,7 +338,6 @@ class LLM:
         return stream.output()
 
     def is_finished(self) -> bool:
-        """Whether no request is open."""
         return not self._streams
 
     def _drain_if_finished(self) -> None:

@@ -53,7 +53,6 @@ class Completion:
 
     @property
     def stop(self) -> str | None:
-        """The stop string found."""
         return self.stops.matched if self.stops is not None else None
 
     @property
@@ -199,7 +198,6 @@ class OutputStream:
             completion.text += completion.stops.finish()
 
     def output(self) -> RequestOutput:
-        """A snapshot of the whole output."""
         for completion in self._completions:
             self._catch_up(completion)
         first = self._completions[0].request

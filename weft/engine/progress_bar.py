@@ -21,7 +21,6 @@ class ProgressBar:
         self._num_generated = 0
 
     def step(self, changed: list[OutputStream]) -> None:
-        """Update the bar with the outputs that one step changed."""
         if self._bar is None:
             return
         for stream in changed:

@@ -107,7 +107,6 @@ def keep_signals() -> None:
 
 
 def this_address() -> str:
-    """Return the IP address by which the cluster knows the machine."""
     import ray
 
     return ray.util.get_node_ip_address()
@@ -163,7 +162,6 @@ def _describe(resources: Mapping[str, float], names: Mapping[str, float]) -> str
 
 
 def release(group: Any) -> None:
-    """Remove a placement group."""
     from ray.util.placement_group import remove_placement_group
 
     with contextlib.suppress(Exception):  # the cluster is gone, and the group with it

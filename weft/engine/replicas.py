@@ -317,7 +317,6 @@ class ReplicaSet:
 
     @property
     def pid(self) -> int:
-        """Process id of the first replica."""
         return next((m.process.pid for m in self.members if m.process is not None), 0)
 
     async def _look(self) -> None:

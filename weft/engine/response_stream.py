@@ -130,7 +130,6 @@ class ResponseStream:
             waiter.set_result(None)
 
     def snapshot(self) -> list[RequestOutput]:
-        """Snapshots of all outputs, one per prompt."""
         self._catch_up(range(len(self.outputs)))
         return [output.output() for output in self.outputs]
 

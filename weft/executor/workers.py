@@ -119,7 +119,6 @@ class Workers:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """Kill all processes now."""
         self._is_stopping.set()
         for worker in self.ranks:
             worker.kill()

@@ -144,7 +144,6 @@ class EmulatedRecording:
         return tape
 
     def abandon(self) -> None:
-        """Stop recording after an exception."""
         if self._tape is not None:
             self.end()
 

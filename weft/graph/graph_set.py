@@ -157,7 +157,6 @@ class GraphSet(Generic[T]):
                 bar.set_postfix_str(_free_text(device), refresh=False)
 
     def graph(self, size: int) -> Graph:
-        """Return the graph of a captured size."""
         return self._graphs[size][0]
 
     def results(self, size: int) -> T:

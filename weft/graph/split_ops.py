@@ -92,7 +92,6 @@ def run_split_op(op: SplitOp, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def split_op_named(name: str) -> SplitOp:
-    """Return the split op that is defined under ``name``."""
     return _OPS[name]
 
 

@@ -102,7 +102,6 @@ class Attention(PagedAttention):
         context.layers.register(name, self)
 
     def _head_norms(self, geometry: AttentionConfig, context: ModelContext) -> list[RMSNorm]:
-        """Return the norms of queries and keys."""
         if not geometry.qk_norm_spans_heads:
             return [RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered) for _ in "qk"]
         return [

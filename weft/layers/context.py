@@ -64,5 +64,4 @@ class ModelContext:
 
     @property
     def num_rotary_rows(self) -> int:
-        """Length of the rotary tables."""
         return self.max_model_len + self.num_media_rows

@@ -117,7 +117,6 @@ class RowMap:
 
 
 def whole_rows(total: int) -> RowMap:
-    """All rows, on every rank."""
     return RowMap(total, (RowRun(0, 0, total),))
 
 
@@ -196,7 +195,6 @@ def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
 
 
 def whole(parameter: Tensor) -> WeightPiece:
-    """The piece that fills a replicated parameter."""
     return WeightPiece(tuple(parameter.shape), (((slice(None),) * parameter.dim(), parameter),))
 
 

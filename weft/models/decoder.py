@@ -234,7 +234,6 @@ def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool =
 
 
 def output_norm(config: ModelConfig, context: ModelContext) -> OutputRMSNorm:
-    """A norm of the output of a mixer or an MLP."""
     return OutputRMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm)
 
 

@@ -189,11 +189,9 @@ class PiecewiseModel:
         self.sizes = self._graphs.sizes
 
     def warm_up(self, size: int) -> None:
-        """See ``Recorder``."""
         self._source.warm_up(lambda: self._pass(size))
 
     def record(self, size: int) -> tuple[Graph, Tensor]:
-        """See ``Recorder``."""
         return self._source.capture(lambda: self._pass(size))
 
     def _pass(self, size: int) -> Tensor:

@@ -134,17 +134,14 @@ class CapturedRunner(Runner, Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Return the model."""
         ...
 
     @property
     def graphs(self) -> CapturedGraphs:
-        """Return the captured graphs."""
         ...
 
     @property
     def caches(self) -> Mapping[str, LayerCache]:
-        """Return each layer's caches."""
         ...
 
 

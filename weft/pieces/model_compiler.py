@@ -109,7 +109,6 @@ class ModelCompiler:
 
     @property
     def counters(self) -> CompileCounters:
-        """Return the counters of all sources together."""
         every = [source.counters for source in self._sources.values()]
         return CompileCounters(
             sum(c.compiled for c in every), sum(c.cache_hits for c in every), sum(c.reused for c in every)

@@ -188,7 +188,6 @@ class _Notes(TorchDispatchMode):
         return result
 
     def launched(self, kernel: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note a Triton kernel."""
         noted = {name: self._noted(value) for name, value in kwargs.items()}
         self.operations.append(Operation(kernel, self._noted(args), noted, (), is_kernel=True))
 

@@ -70,15 +70,12 @@ class Runner(Protocol):
 
     @property
     def graphs(self) -> Graphs:
-        """Return the captured graphs."""
         ...
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """Run one step and wait for its results."""
         ...
 
     def launch(self, scheduler_output: SchedulerOutput) -> LaunchedStep:
-        """Queue one step."""
         ...
 
 

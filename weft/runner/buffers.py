@@ -102,7 +102,6 @@ class StepBuffers:
 
     @property
     def block(self) -> Tensor:
-        """The device block."""
         return self._device
 
     def device(self, name: str, size: int) -> Tensor:

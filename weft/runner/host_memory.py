@@ -155,7 +155,6 @@ class Transfers:
         return self._link.finished()
 
     def finished_files(self) -> list[tuple[int, int, str]]:
-        """See ``HostFiles.finished``."""
         return self._host.files.finished() if self._host.files is not None else []
 
     def wait(self) -> None:

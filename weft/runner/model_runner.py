@@ -169,7 +169,6 @@ class ModelRunner:
         return compiled_meanwhile(lambda: walk_kernels(self), self.device)
 
     def limit_steps(self, limits: StepLimits) -> None:
-        """Make no step larger than ``limits``."""
         self.config = replace(
             self.config, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs
         )
@@ -206,23 +205,19 @@ class ModelRunner:
         self.steps.graphs = capture_graphs(sizes, functions, self.compiler, pool, options, config, self._table, encoder)
 
     def capture_sizes(self, plan: CachePlan) -> CaptureSizes:
-        """Return the sizes to capture with caches of the planned sizes."""
         verifies, longest = self.spec.verifies, plan.max_model_len
         return CaptureSizes.of(self.config, plan.max_num_seqs, self._table, verifies=verifies, max_model_len=longest)
 
     @property
     def caches(self) -> dict[str, LayerCache]:
-        """Return the caches by layer name."""
         return self.steps.caches
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Return the layers of the layer table."""
         return list(self._layers.values())
 
     @property
     def graphs(self) -> StepGraphs:
-        """The captured graphs."""
         return self.steps.graphs
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
@@ -232,7 +227,6 @@ class ModelRunner:
     def launch(
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> PendingStep:
-        """See ``StepRunner.launch``."""
         return self.steps.launch(scheduler_output, processors)
 
 

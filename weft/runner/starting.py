@@ -40,11 +40,9 @@ class StartingRunner(Protocol):
         ...
 
     def limit_steps(self, limits: StepLimits) -> None:
-        """Make no step larger than ``limits``."""
         ...
 
     def capture_sizes(self, plan: CachePlan) -> CaptureSizes:
-        """Return the sizes to capture with caches of the planned sizes."""
         ...
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
@@ -52,5 +50,4 @@ class StartingRunner(Protocol):
         ...
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
-        """Queue one step."""
         ...

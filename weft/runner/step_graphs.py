@@ -61,7 +61,6 @@ class StepGraphs:
             graphs.counters.missed += 1
 
     def replay(self, shape: BatchDescriptor, size: int) -> FullStepOutput:
-        """Replay the graph of a whole step of ``size`` sequences."""
         graphs = self._uniform(shape)
         assert graphs is not None
         return graphs.replay(size, shape.num_seqs)

@@ -119,7 +119,6 @@ class DraftPlanner:
     def of(
         cls, config: SpeculativeConfig, manager: Manager, max_model_len: int, *, on_device: bool = False
     ) -> DraftPlanner:
-        """Make the planner of a configuration."""
         count, at, is_head = config.num_speculative_tokens, config.drafts_at, config.method == "mtp"
         why_few = "the model's head guesses these texts badly" if is_head else "outputs repeat little"
         may_be_none = not is_head and config.synthetic_acceptance_rate is None
@@ -185,7 +184,6 @@ class DraftPlanner:
         return min(limit, self.max_model_len - start - 1)
 
     def stats(self) -> dict[str, Any]:
-        """Fields of ``SchedulerStats``."""
         return {
             "spec_decode_num_drafts": self.num_drafts,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,

@@ -13,12 +13,15 @@ corrects its counts when the results arrive::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput
 from weft.scheduler.draft_planner import DraftPlanner, Drafts
 from weft.scheduler.running import EMPTY, Launched, Planned, Running
+
+logger = logging.getLogger(__name__)
 
 ON_DEVICE = -1
 """A placeholder for a draft that only the device knows, and for the number of such drafts."""
@@ -112,6 +115,25 @@ def apply_acceptance(planner: DraftPlanner, manager: Manager, launched: Launched
         num_proposed = min(len(request.draft_token_ids), launched.num_drafts)
     if num_proposed:
         planner.verified(request, num_proposed, min(num_accepted, num_proposed))
+
+
+def retry_without_drafts(running: Running) -> bool:
+    """Mark a request to be computed anew, because a step that verified its drafts computed NaN.
+
+    A draft that is not finite can reach the tokens before it: a masked product adds zero times NaN. Drafts may change
+    no token, so the request drops what was computed, waits again, and never drafts again.
+
+    Returns:
+        False if the request has ended, or has no drafts any more.
+    """
+    request = running.request
+    if request.finish_reason is not None or request.no_drafts_because:
+        return False
+    logger.warning("%s: NaN in a step with drafts; the request is computed anew without drafts", request.request_id)
+    request.no_drafts_because = "a step with drafts computed NaN"
+    request.draft_token_ids = []
+    running.retries = True
+    return True
 
 
 def tokens_by_row(output: ModelOutput) -> dict[int, list[int]]:

@@ -50,7 +50,6 @@ class EncoderCache:
         self.seconds = 0.0
 
     def stats(self) -> dict[str, Any]:
-        """Fields of ``SchedulerStats``."""
         return {
             "num_encoder_queries": self._num_queries,
             "num_encoder_hits": self._num_hits,

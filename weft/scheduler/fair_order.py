@@ -54,7 +54,6 @@ class FairOrder:
         self._time += num_tokens / max(1, len(self._num_open))
 
     def end(self, caller: str) -> None:
-        """Note that a request of ``caller`` has ended."""
         self._num_open[caller] -= 1
         if self._num_open[caller] == 0:
             del self._num_open[caller]

@@ -37,15 +37,23 @@ from msgspec.structs import asdict
 
 from weft.cache.lease import Lease
 from weft.cache.manager import Manager
-from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
+from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
 from weft.scheduler.draft_planner import DraftPlanner, refusal
-from weft.scheduler.draft_steps import add_drafts, apply_acceptance, following_step, must_wait, tokens_by_row
+from weft.scheduler.draft_steps import (
+    add_drafts,
+    apply_acceptance,
+    following_step,
+    must_wait,
+    retry_without_drafts,
+    tokens_by_row,
+)  # fmt: skip
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.fair_order import FairOrder
+from weft.scheduler.launches import LaunchedSteps
 from weft.scheduler.lookups import PrefixLookups
-from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
-from weft.scheduler.running import EMPTY, Launched, Planned, Running
+from weft.scheduler.queue import SchedulePolicy, WaitingQueue
+from weft.scheduler.running import Planned, Running, RunningRequests
 from weft.scheduler.stalls import StallDetector
 from weft.scheduler.step_grid import StepGrid
 from weft.stats import SchedulerStats
@@ -79,19 +87,14 @@ class Scheduler:
         self.encoder = encoder
         self._grid = grid
         self.restores = restores
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._rows = RunningRequests(manager, max_num_seqs, policy)
         self._order = FairOrder()
         self._waiting = WaitingQueue(policy, self._order)
-        self._running: list[Running] = []
-        self._leaving: list[Running] = []
         self._by_id: dict[str, Request] = {}
-        self._finished_rows: list[int] = []
         self._lookups = PrefixLookups(manager)
-        self._launched: dict[int, list[Launched]] = {}
-        self._step = self._num_preemptions = self._num_by_history = self._num_admitted = 0
+        self._num_preemptions = self._num_by_history = self._num_admitted = 0
         self._stalls = StallDetector()
-
-    # -- requests come and go ------------------------------------------------------------------------------------
+        self.steps = LaunchedSteps(manager, self._rows, encoder, restores, self._stalls)
 
     def add(self, request: Request) -> None:
         """Add a new request to the waiting queue."""
@@ -117,7 +120,7 @@ class Scheduler:
             self._lookups.remove(request)
             self._end(request)
         else:
-            running = next(r for r in (*self._running, *self._leaving) if r.request is request)
+            running = self._rows.find(request)
             if running.retries:
                 self._end(request)
             else:
@@ -126,23 +129,21 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests that have not ended."""
         return list(self._by_id.values())
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits, runs, or has a step in flight."""
-        return bool(self._waiting or self._running or self._launched) or self._restores_now
+        return bool(self._waiting or self._rows.running or self.steps.in_flight) or self._restores_now
 
     @property
     def _restores_now(self) -> bool:
-        """Whether a prefix is being restored."""
         return self.restores is not None and self.restores.needs_steps
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_waiting=len(self._waiting),
-            num_running=len(self._running),
+            num_running=len(self._rows.running),
             num_preemptions=self._num_preemptions,
             num_stalls=self._stalls.num_stalls,
             **(self.drafts.stats() if self.drafts is not None else {}),
@@ -156,20 +157,13 @@ class Scheduler:
         """True if a request samples by its history: it has a grammar or logits processors."""
         return self._num_by_history > 0
 
-    def sampling_by_history(self, step: int) -> list[tuple[int, Request]]:
-        """Rows and requests of a launched step whose sampling depends on their history."""
-        sampling = [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
-        return [(row, request) for row, request in sampling if request.samples_by_history]
-
-    # -- a step goes out -----------------------------------------------------------------------------------------
-
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step. Returns None if nothing can run now."""
-        if self._leaving and not self._running:
+        if self._rows.leaving and not self._rows.running:
             return None  # only ended requests are in flight: the tree gets their KV and states before the next turn
         if self.encoder is not None:
             self.encoder.begin_step()
-        if self.drafts is not None and must_wait(self.drafts, self._running, self._launched):
+        if self.drafts is not None and must_wait(self.drafts, self._rows.running, self.steps.in_flight):
             return self._follow(self.drafts)
         preempted_before = self._num_preemptions
         planned, budget = self._plan_running()
@@ -177,24 +171,25 @@ class Scheduler:
             if self.drafts is not None:
                 planned, budget = add_drafts(self.drafts, planned, budget)
             self._plan_waiting(planned, budget)
-        return self._make_scheduler_output(planned) if planned or self._restores_now else None
+        return self.steps.launch(planned) if planned or self._restores_now else None
 
     def _follow(self, planner: DraftPlanner) -> SchedulerOutput | None:
         """Plan a step while the accepted drafts of the previous step are unknown; None if the plan needs them."""
         num_blocked = self.restores.num_blocked if self.restores is not None else 0
-        if len(self._waiting) > num_blocked and self._free_rows:
+        if len(self._waiting) > num_blocked and self._rows.has_room:
             return None
-        planned = following_step(planner, self.manager, self._running, self._launched, self.max_num_batched_tokens)
-        return self._make_scheduler_output(planned) if planned else None
+        running, in_flight = self._rows.running, self.steps.in_flight
+        planned = following_step(planner, self.manager, running, in_flight, self.max_num_batched_tokens)
+        return self.steps.launch(planned) if planned else None
 
     def _plan_running(self) -> tuple[list[Planned], int]:
         """Plan the tokens of each running request, decodes and prefill chunks alike. Returns the plan and the remaining
         budget."""
         planned: list[Planned] = []
         budget, page_size = self.max_num_batched_tokens, self.manager.spec.page_size
-        all_wanted = [running.request.num_tokens_to_compute for running in self._running]
+        all_wanted = [running.request.num_tokens_to_compute for running in self._rows.running]
         decoding = all_wanted.count(1)
-        for running, wanted in zip(list(self._running), all_wanted, strict=True):
+        for running, wanted in zip(list(self._rows.running), all_wanted, strict=True):
             request = running.request
             if request.status is not RequestStatus.RUNNING or request.will_be_full:
                 continue  # preempted just now for another request, or its last token is on its way
@@ -222,24 +217,20 @@ class Scheduler:
                 if not self.restores.give_up():
                     return False
                 continue
-            victim = self._running[-1]
-            if victim.in_flight or self._leaving:
+            victim = self._rows.running[-1]
+            if victim.in_flight or self._rows.leaving:
                 return False  # a launched step frees room when it is done, so this request just waits
-            assert len(self._running) > 1, "a request alone always finds pages: the context is clamped to the pool"
+            assert len(self._rows.running) > 1, "a request alone always finds pages: the context is clamped to the pool"
             self._preempt(victim)
             if victim is running:
                 return False
         return True
 
     def _preempt(self, victim: Running) -> None:
-        """Take all resources from ``victim`` and put it back into the queue. It will resume from what the cache
-        keeps."""
+        """Take all resources from ``victim`` and put it back into the queue."""
         request = victim.request
         self._stalls.preempted(request)
-        assert victim.in_flight == 0 and request.num_pending == 0
-        self._running.remove(victim)
-        self.manager.preempt(victim.lease, victim.cache_tokens())
-        self._free_row(victim)
+        self._rows.preempt(victim)
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._wait_again(request)
@@ -252,27 +243,29 @@ class Scheduler:
 
     def _plan_waiting(self, planned: list[Planned], budget: int) -> None:
         """Admit waiting requests in order. Stops at the first that does not fit."""
-        for request in self._lookups.candidates(self._waiting, self.policy, self._step) if self._free_rows else ():
+        if not self._rows.has_room:
+            return
+        for request in self._lookups.candidates(self._waiting, self.policy, self.steps.step):
             if self._lookups.awaits_prefill(request):
                 continue
             if self.restores is not None and self.restores.still_waits(request):
                 continue
             match = self._lookups.match(request)
-            self._lookups.await_in_flight_match(request, match, self._running)
+            self._lookups.await_in_flight_match(request, match, self._rows.running)
             if self._lookups.awaits_prefill(request):
                 continue
-            if not self._free_rows or budget <= 0:
+            if not self._rows.has_room or budget <= 0:
                 break
             if self._grid is not None and not self._grid.reach(request, match.num_tokens, budget):
                 break
             if self.restores is not None:
-                if self.restores.waits(request, match, len(self._running)):
+                if self.restores.waits(request, match, len(self._rows.running)):
                     continue
                 match = self._lookups.match(request)
             lease = self.manager.lease(
                 match,
                 request.num_tokens,
-                reserve_pages=self._num_reserved_pages,
+                reserve_pages=len(self._rows.running) + (self.restores.num_missing_pages if self.restores else 0),
                 num_prompt_tokens=request.num_prompt_tokens,
                 boundaries=request.checkpoint_positions,
             )
@@ -289,15 +282,8 @@ class Scheduler:
             budget -= num_tokens
             planned.append(Planned(running, num_tokens))
 
-    @property
-    def _num_reserved_pages(self) -> int:
-        """Pages that an admission must leave for others."""
-        missing = self.restores.num_missing_pages if self.restores is not None else 0
-        return len(self._running) + missing
-
     def _reach(self, request: Request, num_tokens: int) -> int:
-        """How many of the request's next ``num_tokens`` tokens can run, up to the first image that has to wait, and to
-        the last point of the grid."""
+        """Cut ``num_tokens`` tokens at the first image that has to wait, and at the last point of the grid."""
         if request.media and num_tokens > 0:
             assert self.encoder is not None, "a request with images came to a model without a vision tower"
             num_tokens = self.encoder.reach(request.media, request.num_computed_tokens, num_tokens)
@@ -306,9 +292,6 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, request: Request, lease: Lease) -> Running:
-        running = Running(request, self._free_rows.pop(), lease)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = lease.num_cached_tokens
         report = lease.report if self.restores is None else self.restores.admitted(request, lease)
         logger.debug("%s: %s", request.request_id, report)
         if request.num_cached_tokens is None:
@@ -318,76 +301,7 @@ class Scheduler:
             self._num_admitted += 1
             request.admission = self._num_admitted
             self._order.admit(request.caller, request.num_prompt_tokens - lease.num_cached_tokens)
-        self._running.append(running)
-        self._running.sort(key=lambda r: sort_key(self.policy, r.request))
-        return running
-
-    def _make_scheduler_output(self, planned: list[Planned]) -> SchedulerOutput:
-        """Make the scheduler output of a plan, which counts as launched from now on."""
-        self._step += 1
-        starting = [plan.running for plan in planned if not plan.running.announced]
-        scheduled = [(plan, self._make_scheduled_request(plan)) for plan in planned]
-        scheduled.sort(key=lambda pair: -pair[1].start if pair[1].is_decode else 0)
-        self._launched[self._step] = [
-            Launched(p.running, e.samples, e.start + e.num_tokens, len(p.drafts), p.num_proposed) for p, e in scheduled
-        ]
-        finished_rows, self._finished_rows = self._finished_rows, []
-        stores, restores, restored = self.restores.take_orders() if self.restores is not None else (EMPTY, EMPTY, EMPTY)
-        return SchedulerOutput(
-            self._step,
-            [entry for _, entry in scheduled],
-            [self._announce(running) for running in starting],
-            finished_rows,
-            state_forks=[running.lease.state_fork for running in starting if running.lease.state_fork],
-            page_copies=[running.lease.page_copy for running in starting if running.lease.page_copy],
-            encodings=self.encoder.take_encodings() if self.encoder is not None else [],
-            stores=stores,
-            restores=restores,
-            restored=restored,
-            files=self.restores.take_file_orders() if self.restores is not None else EMPTY,
-        )
-
-    def idle_step(self) -> SchedulerOutput:
-        """Plan a step without requests."""
-        return self._make_scheduler_output([])
-
-    def _announce(self, running: Running) -> NewRequest:
-        running.announced = True
-        request = running.request
-        runs = [run for item in request.media for run in item.runs()]
-        return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling, runs)
-
-    def _make_scheduled_request(self, plan: Planned) -> ScheduledRequest:
-        running, num_tokens, drafts = plan.running, plan.num_tokens, plan.drafts
-        request, lease = running.request, running.lease
-        start = request.num_computed_tokens
-        num_drafts = len(drafts)
-        known_end = start + num_tokens - num_drafts
-        samples = known_end == request.num_tokens
-        new_pages = EMPTY
-        if running.num_pages_sent < len(lease.pages):
-            new_pages = lease.pages[running.num_pages_sent :]
-            running.num_pages_sent = len(lease.pages)
-        running.in_flight += 1
-        request.num_computed_tokens = start + num_tokens
-        sure_end = known_end - num_drafts if plan.follows else known_end  # the step before may accept no draft
-        if sure_end > request.max_computed_tokens:
-            self._stalls.num_new_tokens += sure_end - request.max_computed_tokens
-            request.max_computed_tokens = sure_end
-        request.num_pending += samples + num_drafts
-        state_slot = lease.state_slot
-        if plan.follows and lease.drafts.num_unsettled:
-            checkpoints, state_slot = self.manager.drafts.follow(lease, start)
-        else:
-            checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, num_drafts)
-        self.manager.commit(lease, request.num_computed_tokens)
-        media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else EMPTY
-        return ScheduledRequest(
-            running.row, start, num_tokens, new_pages, state_slot, samples, checkpoints, lease.write_start, drafts,
-            media, plan.follows,
-        )  # fmt: skip
-
-    # -- a step's results come in --------------------------------------------------------------------------------
+        return self._rows.admit(request, lease)
 
     def update(
         self, output: ModelOutput, no_token_left: Callable[[Request, list[int]], tuple[int, str] | None] | None = None
@@ -411,7 +325,7 @@ class Scheduler:
         runs = tokens_by_row(output) if self.drafts is not None else {}
         changed: list[Request] = []
         charges: dict[str, int] = {}
-        for launched in self._launched.pop(output.step):
+        for launched in self.steps.in_flight.pop(output.step):
             running, request = launched.running, launched.running.request
             running.in_flight -= 1
             request.num_pending -= launched.samples + launched.num_drafts
@@ -424,10 +338,11 @@ class Scheduler:
                 self.manager.confirm(running.lease, launched.num_tokens)
             if self.drafts is not None and launched.num_drafts:
                 apply_acceptance(self.drafts, self.manager, launched, len(runs.get(running.row, ())))
-            if failed and exclusion is None and launched.num_drafts and not request.no_drafts_because:
-                self._retry_without_drafts(running)
+            if failed and exclusion is None and launched.num_drafts and retry_without_drafts(running):
+                self._rows.leave(running)
             if request.finish_reason is not None or running.retries:
-                self._give_back_if_idle(running)
+                if self._rows.release_if_idle(running) and running.retries and request.finish_reason is None:
+                    self._wait_again(request)
                 continue
             num_output_tokens = len(request.output_token_ids)
             request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
@@ -455,38 +370,9 @@ class Scheduler:
 
     def _leave(self, running: Running) -> None:
         """End a running request. Its resources are freed as soon as no launched step uses them."""
-        self._running.remove(running)
-        self._leaving.append(running)
+        self._rows.leave(running)
         self._end(running.request)
-        self._give_back_if_idle(running)
-
-    def _retry_without_drafts(self, running: Running) -> None:
-        """Compute a request anew, because a step that verified its drafts computed NaN.
-
-        A draft that is not finite can reach the tokens before it: a masked product adds zero times NaN. Drafts may
-        change no token, so the request drops what was computed, waits again, and never drafts again.
-        """
-        request = running.request
-        if request.finish_reason is not None:
-            return
-        logger.warning("%s: NaN in a step with drafts; the request is computed anew without drafts", request.request_id)
-        request.no_drafts_because = "a step with drafts computed NaN"
-        request.draft_token_ids = []
-        running.retries = True
-        self._running.remove(running)
-        self._leaving.append(running)
-
-    def _give_back_if_idle(self, running: Running) -> None:
-        if running.in_flight == 0 and running in self._leaving:
-            self._leaving.remove(running)
-            self.manager.release(running.lease, running.cache_tokens(), keep=not running.failed)
-            self._free_row(running)
-            if running.retries and running.request.finish_reason is None:
-                self._wait_again(running.request)
-
-    def _free_row(self, running: Running) -> None:
-        self._free_rows.append(running.row)
-        self._finished_rows.append(running.row)
+        self._rows.release_if_idle(running)
 
     def _end(self, request: Request) -> None:
         request.status = RequestStatus.FINISHED
@@ -496,8 +382,6 @@ class Scheduler:
         self._num_by_history -= request.samples_by_history
         request.drop_pixels()
 
-    # -- invariants ----------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Assert that rows, leases and counters agree, that work makes progress, and the manager's invariants."""
         self.manager.check()
@@ -506,13 +390,7 @@ class Scheduler:
         if self.restores is not None:
             self.restores.check()
         assert self._stalls.num_stalls == 0, "a request was preempted twice, and no token was computed in between"
-        rows = [r.row for r in self._running + self._leaving]
-        assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "a row has two owners"
-        for running in self._running:
-            request = running.request
-            assert request.status is RequestStatus.RUNNING and request.finish_reason is None
-            assert request.num_computed_tokens <= len(running.lease.pages) * self.manager.spec.page_size
-            assert 0 <= request.num_computed_tokens <= request.num_tokens
+        self._rows.check()
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
         assert self._num_by_history == sum(r.samples_by_history for r in self._by_id.values())

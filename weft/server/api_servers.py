@@ -110,7 +110,6 @@ class ApiServers:
 
     @property
     def num_open(self) -> int:
-        """Completions that are open."""
         return self._counts.total
 
     async def run(self) -> None:

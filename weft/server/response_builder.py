@@ -24,7 +24,6 @@ class ResponseBuilder(ABC):
         """The whole response, once the call's stream has ended."""
 
     def first_events(self) -> Iterator[bytes]:
-        """The events before the first delta."""
         return iter(())
 
     @abstractmethod
@@ -50,7 +49,6 @@ class ResponseBuilder(ABC):
         yield LastEvent(content + self.last_events())
 
     def response(self, stream: bool | None) -> JsonResponse | StreamResponse:
-        """The response to the caller."""
         call, timeout_s = self.call, self.call.context.settings.request_timeout_s
         if stream:
             pushed = (call.stream, self.content)

@@ -17,12 +17,10 @@ def _option(default: Any, help: str, flag: str | None = None, **arguments: Any) 
 
 
 def flag_of(option: Field[Any]) -> str:
-    """Return the flag of a field of ``ServerSettings``."""
     return option.metadata["flag"] or f"--{option.name.replace('_', '-')}"
 
 
 def server_flags() -> list[Field[Any]]:
-    """Return the fields that have a flag."""
     return [option for option in fields(ServerSettings) if option.metadata]
 
 

@@ -46,7 +46,6 @@ def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
 
 
 def _named_function(choice: str | dict[str, Any]) -> str | None:
-    """The function that ``{"type": "function", "function": {"name": …}}`` names."""
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None

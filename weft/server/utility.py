@@ -24,12 +24,10 @@ from weft.text.tokenizer import Tokenizer
 
 
 def models(context: Context) -> dict[str, Any]:
-    """``/v1/models``."""
     return {"object": "list", "data": [model(context, name) for name in served_names(context)]}
 
 
 def model(context: Context, name: str) -> dict[str, Any]:
-    """``/v1/models/{name}``."""
     _ = context.service.engine
     return {
         "id": check_model(context, name),
@@ -44,7 +42,6 @@ def model(context: Context, name: str) -> dict[str, Any]:
 
 
 async def tokenize(context: Context, body: bytes, client: Client) -> dict[str, Any] | Response:
-    """``/tokenize``."""
     if (response := await respond_to_large(context, "/tokenize", body, client)) is not None:
         return response
     request = context.bodies.read(body, TokenizeRequest)
@@ -81,7 +78,6 @@ async def _token_ids(context: Context, request: TokenizeRequest, client: Client)
 
 
 def tokenize_options(request: TokenizeRequest) -> TemplateOptions:
-    """Collect the template options of a request to tokenize messages."""
     return TemplateOptions(
         request.tools, request.chat_template_kwargs, request.add_generation_prompt, request.continue_final_message
     )
@@ -96,7 +92,6 @@ def check_tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> None:
 
 
 async def detokenize(context: Context, body: bytes, client: Client) -> dict[str, Any] | Response:
-    """``/detokenize``."""
     if (response := await respond_to_large(context, "/detokenize", body, client)) is not None:
         return response
     request = context.bodies.read(body, DetokenizeRequest)
@@ -115,7 +110,6 @@ def detokenized(tokenizer: Tokenizer, limit: int, tokens: list[int]) -> str:
 
 
 def tokenizer_info(context: Context) -> dict[str, Any]:
-    """``/tokenizer_info``."""
     tokenizer = need_tokenizer(context.service.engine)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return {
@@ -161,7 +155,6 @@ def load(context: Context) -> dict[str, Any]:
 
 
 def version(context: Context) -> dict[str, Any]:
-    """``/version``."""
     return {"version": __version__}
 
 

@@ -124,7 +124,6 @@ class Tokenizer:
         return ids[1:] if has_two else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode token ids. An id without a token has no text."""
         if len(token_ids) > _MANY:  # a batch call lets other threads run
             return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

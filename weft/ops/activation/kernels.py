@@ -48,12 +48,10 @@ def _gate(x: Tensor, gate: Tensor, silu: bool) -> Tensor:
 
 @launches(silu_and_mul, invariant={})
 def silu_and_mul_triton(x) -> Tensor:
-    """``silu_and_mul`` of ``weft/ops/activation``."""
     gate, up = x.chunk(2, dim=-1)
     return _gate(up, gate, silu=True)
 
 
 @launches(sigmoid_mul, invariant={})
 def sigmoid_mul_triton(x, gate) -> Tensor:
-    """``sigmoid_mul`` of ``weft/ops/activation``."""
     return _gate(x, gate, silu=False)

@@ -143,7 +143,6 @@ def _latent_attention_kernel(
 
 @launches(latent_attention)
 def latent_attention_triton(q, latents, batch, *, rank, scale) -> Tensor:
-    """``latent_attention`` of ``weft/ops/attention``."""
     num_rows, num_heads, entry = q.shape
     assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= entry
     assert latents.shape[2] % 8 == 0, "entries of pages are read in vectors of 16 bytes, whatever their place"

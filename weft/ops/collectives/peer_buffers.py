@@ -101,5 +101,4 @@ def packets_offset(size: int, width: int, dtype: torch.dtype, max_rows: int) -> 
 
 
 def make_counters(device: torch.device) -> Tensor:
-    """No exchanges so far."""
     return torch.zeros(2, MAX_PROGRAMS, dtype=torch.int32, device=device)

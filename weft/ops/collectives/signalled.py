@@ -186,7 +186,6 @@ def _all_reduce_norm_kernel(
 def all_reduce_rms_norm_triton(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, peers: PeerBuffers, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``all_reduce_rms_norm`` of ``weft/ops/collectives``."""
     num_rows, width = x.shape[-2:]
     assert num_rows <= peers.max_rows and width == peers.width and x.stride(-1) == 1
     other = x if residual is None else residual

@@ -96,13 +96,11 @@ def _conv_update_kernel(
 
 @launches(causal_conv1d_update, invariant={})
 def causal_conv1d_update_triton(x, weight, bias, conv_state, state_slots, *, out) -> Tensor:
-    """``causal_conv1d_update`` of ``weft/ops/convolution``."""
     return _launch(x, weight, bias, conv_state, state_slots, out, double_gated=False, most_channels=512)
 
 
 @launches(short_conv_decode, invariant={})
 def short_conv_decode_triton(projected, weight, bias, conv_state, state_slots, *, out) -> Tensor:
-    """``short_conv_decode`` of ``weft/ops/convolution``."""
     return _launch(projected, weight, bias, conv_state, state_slots, out, double_gated=True, most_channels=256)
 
 

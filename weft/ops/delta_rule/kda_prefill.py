@@ -72,7 +72,6 @@ def _gates_kernel(
 
 @launches(kda_gates)
 def kda_gates_triton(f, b, A_log, dt_bias, *, floor) -> tuple[Tensor, Tensor]:
-    """Triton kernel of ``kda_gates``."""
     assert f.stride(1) == b.stride(1) == 1 and A_log.is_contiguous() and dt_bias.is_contiguous()
     num_tokens, heads = f.shape[0], A_log.shape[0]
     dim = f.shape[1] // heads

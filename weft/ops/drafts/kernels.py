@@ -65,7 +65,6 @@ def _follow_kernel(
 def follow_step_triton(
     input_ids, positions, sample_positions, seq_lens, rows, follows, slots, page_table, page_size, state
 ) -> FollowedStep:
-    """Launch the kernel of ``follow_step``."""
     num_seqs, query_len = slots.shape
     assert slots.is_contiguous() and page_table.is_contiguous() and state.drafts.is_contiguous()
     assert query_len <= _BLOCK
@@ -117,7 +116,6 @@ def _accept_kernel(
 def accept_drafts_triton(
     token_ids, input_ids, seeds, positions, rows, query_len, rule, last_token, num_rejected
 ) -> AcceptedDrafts:
-    """Launch the kernel of ``accept_drafts``."""
     num_tokens, device = len(token_ids), token_ids.device
     num_seqs, num_never = num_tokens // query_len, 0 if rule.never is None else len(rule.never)
     counted = torch.empty(num_tokens, dtype=torch.bool, device=device)
@@ -155,7 +153,6 @@ def _ahead_kernel(
 
 @launches(places_ahead)
 def places_ahead_triton(last, ends, positions, seq_lens, page_table, page_size, num_ahead, max_len) -> PlacesAhead:
-    """Launch the kernel of ``places_ahead``."""
     count, device = len(last), last.device
     assert page_table.is_contiguous()
     assert num_ahead <= _BLOCK

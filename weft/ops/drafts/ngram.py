@@ -67,7 +67,6 @@ def _ngram_kernel(
 
 @launches(ngram_drafts)
 def ngram_drafts_triton(token_ids, num_accepted, rows, seq_lens, history, state, rule) -> Tensor:
-    """Launch the kernel of ``ngram_drafts``."""
     num_drafts, low, high, always = rule
     num_seqs, query_len = len(rows), len(token_ids) // len(rows)
     assert history.is_contiguous() and state.drafts.is_contiguous()

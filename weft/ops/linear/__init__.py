@@ -22,7 +22,6 @@ from weft.ops.traced import traced_op
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Torch reference of ``linear``."""
     return F.linear(x, weight, bias)
 
 
@@ -92,7 +91,6 @@ def invariant_linear_parts(x: Tensor, weight: Tensor, *, backend: Backend) -> Te
 
 
 def linear_silu_mul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Torch reference of ``linear_silu_mul``."""
     return silu_and_mul.reference(F.linear(x, weight, bias))
 
 

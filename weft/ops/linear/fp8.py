@@ -213,7 +213,6 @@ def outputs(num_rows: int, width: int, like: Tensor) -> Tensor:
 
 @launches(fp8_linear)
 def fp8_linear_triton(x, weight, weight_scale, bias, input_scale, plain_weight, *, block) -> Tensor:
-    """``fp8_linear`` of ``weft/ops/linear``."""
     flat, rows = x.flatten(0, -2), weight.shape[0]
     total = rows + (0 if plain_weight is None else plain_weight.shape[0])
     out = outputs(flat.shape[0], total, x)
@@ -233,7 +232,6 @@ def fp8_linear_triton(x, weight, weight_scale, bias, input_scale, plain_weight, 
 
 @launches(fp8_linear_parts)
 def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block) -> Tensor:
-    """``fp8_linear_parts`` of ``weft/ops/linear``."""
     config = choose_config(weight, x.shape[0], False, block)
     if not x.shape[0] or not isinstance(config, FewRows) or not 1 < config.splits <= _MOST_PARTS:
         return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
@@ -244,7 +242,6 @@ def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block) -> T
 
 @launches(fp8_linear_silu_mul)
 def fp8_linear_silu_mul_triton(x, weight, weight_scale, bias, input_scale, *, block) -> Tensor:
-    """``fp8_linear_silu_mul`` of ``weft/ops/linear``."""
     flat, rows = x.flatten(0, -2), weight.shape[0]
     if flat.shape[0] > MAX_TOKENS:
         return silu_and_mul_triton(fp8_linear_triton(x, weight, weight_scale, bias, input_scale, block=block))

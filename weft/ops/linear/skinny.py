@@ -377,7 +377,6 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``linear`` of ``weft/ops/linear``."""
     flat = x.flatten(0, -2)
     config = choose_config(flat, weight, silu_mul=False)
     if config is None:
@@ -387,7 +386,6 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @launches(linear_parts)
 def linear_parts_triton(x, weight, peers) -> Tensor | SentRows:
-    """``linear_parts`` of ``weft/ops/linear``."""
     config = choose_config(x, weight, silu_mul=False, leaves_sums=True)
     if config is None:
         return F.linear(x, weight)
@@ -402,7 +400,6 @@ def linear_parts_triton(x, weight, peers) -> Tensor | SentRows:
 
 
 def linear_silu_mul_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``linear_silu_mul`` of ``weft/ops/linear``."""
     flat = x.flatten(0, -2)
     config = choose_config(flat, weight, silu_mul=True)
     if config is None and bias is None and GLUON_IS_KNOWN and hopper.takes_gated(flat, weight):

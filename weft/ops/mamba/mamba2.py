@@ -44,7 +44,6 @@ def _gates_kernel(
 
 @launches(mamba2_gates, invariant={})
 def mamba2_gates_triton(dt, A_log, dt_bias, limit) -> tuple[Tensor, Tensor]:
-    """Triton kernel of ``mamba2_gates``."""
     assert dt.stride(1) == 1 and A_log.is_contiguous() and dt_bias.is_contiguous()
     num_tokens, num_heads = dt.shape
     g, step = (torch.empty(dt.shape, dtype=torch.float32, device=dt.device) for _ in range(2))

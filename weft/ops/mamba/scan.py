@@ -143,7 +143,6 @@ def _selective_scan_kernel(
 
 @launches(selective_scan_step, invariant={})
 def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, out) -> Tensor:
-    """Triton kernel of ``selective_scan_step``."""
     (num_rows, channels), size = x.shape, b.shape[1]
     dt_bias, A_log, D = weights
     _check(x, z, dt, b, c, A_log, state)

@@ -218,7 +218,6 @@ def _split_norm_kernel(
 
 @launches(split_rms_norm, invariant={})
 def split_rms_norm_triton(x, weight, eps, sizes) -> tuple[Tensor, ...]:
-    """Triton kernel of ``split_rms_norm``."""
     assert x.stride(1) == 1 and weight.is_contiguous() and x.shape[1] == sum(sizes)
     outs = tuple(x.new_empty(x.shape[0], size) for size in sizes)
     if x.shape[0]:

@@ -304,7 +304,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, k_window: Tensor, v_window: Tensor) 
 
 @launches(window_attention_decode)
 def window_attention_decode_triton(q, k, v, k_window, v_window, state_slots, positions, *, scale, sinks, out) -> Tensor:
-    """``window_attention_decode`` of ``weft/ops/window_attention``."""
     _check(q, k, v, k_window, v_window)
     keep, out = out is not None, torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     head_dim, element = q.shape[2], q.element_size()
@@ -337,7 +336,6 @@ def window_split(window: int, num_programs: int) -> int:
 
 @launches(window_attention)
 def window_attention_triton(q, k, v, k_window, v_window, batch, *, scale, sinks) -> Tensor:
-    """``window_attention`` of ``weft/ops/window_attention``."""
     _check(q, k, v, k_window, v_window)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     chunks = batch.chunk_table

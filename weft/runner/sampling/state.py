@@ -48,7 +48,6 @@ class BadWords:
     recent: Tensor
 
     def after(self, token_ids: Tensor) -> BadWords:
-        """Return the bad words after ``token_ids [N]`` have been generated."""
         return BadWords(self.prefixes, self.last, torch.cat([self.recent, token_ids])[len(token_ids) :])
 
     def blocked(self) -> Tensor:
@@ -124,7 +123,6 @@ class SamplingState:
         return (packed[:, None] >> shifts & 1).bool().flatten()[: self._vocab_size]
 
     def free_row(self, row: int) -> None:
-        """Drop the state of a row."""
         for table in (self._counts, self._bad_words, self._allowed, self._biases, self._ends, self._num_logprobs):
             table.pop(row, None)
         self._editing.discard(row)
@@ -198,7 +196,6 @@ class SamplingState:
     def with_edits(
         self, sampled: Sequence[ScheduledRequest], rows: SamplingTensors, edits: StepEdits = NO_EDITS
     ) -> SamplingMetadata:
-        """Describe the requests that sample, with edits."""
         params = [self._rows.sampling[request.row] for request in sampled]
         generated = [r.start + r.num_tokens - int(self._rows.num_prompt_tokens[r.row]) for r in sampled]
         processors = {i: edits.processors[r.row] for i, r in enumerate(sampled) if r.row in edits.processors}
@@ -229,7 +226,6 @@ class SamplingState:
         )
 
     def _with_drafts(self, counts: Counts | None, drafts: list[int]) -> Counts | None:
-        """Return the counts after ``drafts`` have been generated."""
         if counts is None or not drafts:
             return counts
         times = torch.ones(len(drafts), dtype=torch.int32, device=self._device)

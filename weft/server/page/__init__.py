@@ -47,7 +47,6 @@ attaches are data: URLs. A browser keeps the files and asks with their ``ETag`` 
 
 
 def media_types() -> dict[str, str]:
-    """The media type of each path."""
     return {path: _TYPES[_file(path).suffix].partition(";")[0] for path in sorted(PATHS)}
 
 
