@@ -3,8 +3,6 @@
 Each public name is loaded from its module on first use, so that ``import weft`` takes milliseconds and loads no torch.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -4,8 +4,6 @@ Messages say what was given, what is allowed and what to do. Anything a user can
 Invariants of Weft itself are checked with ``assert``.
 """
 
-from __future__ import annotations
-
 _LONGEST_MESSAGE = 1000
 """Upper bound on characters in a message about a request, since messages go into logs and answers."""
 

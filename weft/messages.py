@@ -8,8 +8,6 @@ runner executes. The order of a step: ``finished_rows`` are cleared, ``new_reque
 ``page_copies`` and ``state_forks`` run, then the batch, then sampling.
 """
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left
 

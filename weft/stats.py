@@ -3,8 +3,6 @@
 Counters count since the start of the engine.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

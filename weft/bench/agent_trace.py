@@ -7,8 +7,6 @@ steps in a session, 523 output tokens in a step, and 95.8% of all input tokens r
 here by default. Contexts end at ``max_context``, where an agent begins anew with a summary.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ answers. With a synthetic acceptance rate, random tokens. A batch is submitted t
 for ``NEW_TOKENS`` tokens per sequence less that for one token, as in ``weft bench latency``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import time

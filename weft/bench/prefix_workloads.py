@@ -1,7 +1,5 @@
 """Workloads for the prefix cache: sequences of prompts, most of which continue an earlier prompt."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

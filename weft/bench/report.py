@@ -1,7 +1,5 @@
 """The common head of measurements in JSON (device, versions, commit, settings, command, date), and tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

@@ -7,8 +7,6 @@ figures. Does not know: Weft's server; any server of the protocol will do.
     ITL   time between two chunks       E2E   time to the last token
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """A picture of a sweep of ``weft bench serve``: latency and throughput against the load, as one SVG file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -11,8 +11,6 @@ Processes find the bytecode of all modules, as pip installs it. In an installati
 makes it, and ``bytecode`` of the figures is ``made`` instead of ``found``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -16,8 +16,6 @@ the same whole blocks, its next block is taken for the cut one too.
 sent ``delay`` after the previous answer's last token. Without ``delay`` the difference of their timestamps counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

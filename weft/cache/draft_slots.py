@@ -4,8 +4,6 @@ The module finds room for drafts and chooses the slots for the states after them
 becomes the working slot. The slots belong to the leases (``cache/lease.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

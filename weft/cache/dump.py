@@ -1,7 +1,5 @@
 """The prefix tree as text for people: one line per node, indented by depth."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from weft.cache.nodes import Node

@@ -7,8 +7,6 @@ KV of a leaf is evicted from its tail, back to the last state inside it, or by f
 that is evicted alone leaves its KV (a tombstone). Evicted KV takes its states along.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The lease keeps its lock on all that it still reads.
 """
 
-from __future__ import annotations
-
 import itertools
 
 from weft.cache.lease import Lease

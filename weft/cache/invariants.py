@@ -1,7 +1,5 @@
 """The invariants of the cache: every page and every slot has exactly one owner, recounted from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from weft.cache.lease import Lease

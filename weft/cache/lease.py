@@ -3,8 +3,6 @@
 Does not know: pools, the tree, or when they change.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from weft.cache.nodes import Checkpoint, CheckpointKind, Node, Tokens

@@ -28,8 +28,6 @@ must not write it. The lease locks the matched prefix, and below it the nodes th
 request inserted the same tokens, the tree's pages stay evictable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

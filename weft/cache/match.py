@@ -1,7 +1,5 @@
 """The result of a prefix lookup, and the reason why it found no more."""
 
-from __future__ import annotations
-
 import time
 
 import msgspec

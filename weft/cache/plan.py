@@ -3,8 +3,6 @@
 ``runner/memory.py`` measures the budget. The result has a reason for every value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ Efficiency is scaled by the *horizon*, the age at which entries are evicted: ``a
 recent entry one horizon of extra life. Recency and efficiency then span the same range, as in the paper.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 

@@ -8,8 +8,6 @@ computed it. A *pin* marks a page that a running request reads. Pages in use wit
 tree nodes. A slot has one owner; states are shared by copying.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -17,8 +17,6 @@ A checkpoint is a recurrent state after exactly ``position`` tokens, ``start < p
 checkpoints and keeps its KV is a tombstone. The tree remembers what it lost and when, to explain misses.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol

@@ -6,8 +6,6 @@ Keys, values and states are reusable if the steps of any request would compute t
 of a prompt they would. Generated tokens, and the end of a prompt that fills no chunk, are computed anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

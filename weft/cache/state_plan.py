@@ -10,8 +10,6 @@ chosen checkpoint finds a slot.
 * ``finish_only``: the working state at the end of the request, and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -4,8 +4,6 @@ Job: what the cache offers to a tier, and what a lookup finds there. Does not kn
 copies.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import msgspec

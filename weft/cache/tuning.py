@@ -10,8 +10,6 @@ time: each request is replayed once per candidate after its end, one request per
 a long search. Nothing is replayed before the first eviction, since no choice was made before.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Only the module of the given verb is loaded. Verbs that run an engine import tor
 ``weft --help`` takes 50 ms.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

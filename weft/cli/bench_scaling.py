@@ -1,7 +1,5 @@
 """``weft bench scaling``: one model on one GPU, split over several, and in several replicas."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from typing import Any

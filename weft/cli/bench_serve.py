@@ -3,8 +3,6 @@
 Job: flags of the load, and figures as a table and as JSON. Owns: the verb's output. Does not know: how to make load.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -4,8 +4,6 @@ Job: flags of the replay, and figures as a table, as JSON and as a picture. Owns
 to replay a trace.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """``weft cache``: list, verify and empty a folder of the disk tier."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ Job: check packages, device, memory and limits, one line each. Owns: the checks.
 torch is imported, and only if it is installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

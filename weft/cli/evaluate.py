@@ -1,7 +1,5 @@
 """``weft eval``: the accuracy of a model on the bundled word problems."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

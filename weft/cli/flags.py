@@ -4,8 +4,6 @@ Job: one flag per field, its aliases, and the way back from parsed flags to keyw
 to flags. Does not know: ranges (the fields' own validation checks those).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any, NoReturn

@@ -11,8 +11,6 @@ parameters are optional; they have precedence over flags:
     {"messages": [{"role": "user", "content": "What is 12 + 30?"}]}
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator

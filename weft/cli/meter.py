@@ -1,7 +1,5 @@
 """Speed from the view of a command-line user."""
 
-from __future__ import annotations
-
 import time
 
 from weft.outputs import RequestOutput

@@ -1,7 +1,5 @@
 """``weft models``: the architectures that Weft runs, and the verification of each."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -4,8 +4,6 @@ Job: argparse with short errors that suggest similar names. Owns: their wording,
 not know: verbs, settings.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import sys

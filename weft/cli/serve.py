@@ -1,7 +1,5 @@
 """``weft serve``: the model over HTTP."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

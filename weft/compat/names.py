@@ -4,8 +4,6 @@
 ``weft.v1.engine.async_llm``, which exist for their names alone. Nothing else of Weft imports this room.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader

@@ -1,7 +1,5 @@
 """Prompts as typed dicts. A plain dict with the same keys does as well."""
 
-from __future__ import annotations
-
 from typing import Any, TypedDict
 
 from weft.engine.prompts import Prompt as PromptType

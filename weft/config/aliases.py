@@ -4,8 +4,6 @@ Every field also has the flag of its own name (``max_model_len``: ``--max-model-
 negation (``--no-enable-prefix-caching``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Everything in the folder may be deleted at any time.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

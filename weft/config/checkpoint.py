@@ -5,8 +5,6 @@ Job: read the keys of every supported architecture, old and new, with the defaul
 share (``families.py`` has the others). Does not know: tensors, weights, devices, user settings.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

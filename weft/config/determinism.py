@@ -4,8 +4,6 @@ Job: decide for which settings a request's bits can be independent of its compan
 not know: how kernels, steps and the cache keep the promise (``docs/determinism.md``).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Set
 from typing import Any

@@ -1,7 +1,5 @@
 """How speculative decoding affects other settings, and the number of drafts by batch size."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from typing import Any

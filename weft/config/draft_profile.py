@@ -4,8 +4,6 @@ Job: the file's format, the choice that follows from its figures, and whether a 
 folder of these profiles. Does not know: how drafts are measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path

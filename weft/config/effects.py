@@ -4,8 +4,6 @@ A script that many machines share may name such settings, so they are not refuse
 setting is chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 

@@ -5,8 +5,6 @@ architecture is registered here and in ``models/weight_names.py``; ``defaults.js
 ``config.json`` may leave out. Does not know: values of a checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

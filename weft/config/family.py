@@ -1,7 +1,5 @@
 """``Family``: the properties that follow from an architecture's name alone (``families.py`` has one entry each)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

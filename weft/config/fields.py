@@ -7,8 +7,6 @@ Does not know: flags (``aliases.py``, the command line), how automatic values ar
 Build one with ``weft.config.resolve``; the constructor checks nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of settings as flags of the command line, alone and within messages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Gated DeltaNet (arXiv 2412.06464) as a kind of layer: geometry, keys in ``config.json``, cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """Request defaults from a checkpoint's ``generation_config.json``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

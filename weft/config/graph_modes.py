@@ -1,7 +1,5 @@
 """Graph modes that may be configured, and the rules of each."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

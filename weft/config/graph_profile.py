@@ -6,8 +6,6 @@ profiles depend on. Does not know: how modes are measured, or which mode a batch
 A profile fits if device, model, settings and versions equal those of the measurement. Differences are reported by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -4,8 +4,6 @@ Each has a geometry, keys in ``config.json``, and a cache. Latent attention (MLA
 per token for all heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from weft.config.json_object import JsonObject

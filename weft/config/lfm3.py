@@ -1,7 +1,5 @@
 """LFM3: short convolutions, sliding windows and full attention with head gates; readers of its keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Lightning attention (arXiv 2401.04658) as a kind of layer: geometry, keys in ``config.json``, cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from weft.config.attention import read_head_dim

@@ -3,8 +3,6 @@
 A folder has precedence over the local hub cache, and the cache over a download.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

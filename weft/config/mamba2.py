@@ -1,7 +1,5 @@
 """Mamba-2 (arXiv 2405.21060) as a kind of layer: geometry, keys in ``config.json``, cache."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The families with Mamba layers: entries of ``FAMILIES``, and readers of their own keys."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The number of images and videos that a prompt may hold (``limit_mm_per_prompt``, as in vLLM)."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

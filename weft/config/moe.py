@@ -1,7 +1,5 @@
 """Mixture of experts: geometry, routing, and keys in ``config.json``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from weft.config.json_object import JsonObject

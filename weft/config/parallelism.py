@@ -1,7 +1,5 @@
 """How a model is split over ranks, and who starts the ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Set
 from typing import Any

@@ -5,8 +5,6 @@ everything else by name, and decide which modules are quantised. Does not know: 
 (``weft/quantization``).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ rules of automatic choices. Does not know: flags, or memory (pool sizes are plan
 torch is imported only if a choice depends on a GPU and a driver is installed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -3,8 +3,6 @@
 The module knows the supported scalings and the numbers that each needs. The layer computes the frequencies.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from weft.config.json_object import JsonObject

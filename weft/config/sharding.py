@@ -1,7 +1,5 @@
 """Arithmetic of splitting a dimension over ranks."""
 
-from __future__ import annotations
-
 from weft.errors import ConfigError
 
 

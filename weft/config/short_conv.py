@@ -1,7 +1,5 @@
 """Short convolution (LFM2) as a kind of layer: geometry, keys in ``config.json``, cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from weft.config.json_object import JsonObject

@@ -5,8 +5,6 @@ sequence therefore has a fixed size, and planning counts windows like recurrent 
 window was stored completely.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

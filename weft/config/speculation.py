@@ -4,8 +4,6 @@ Job: read ``speculative_config`` in vLLM's keys, translate SGLang's flags to the
 Owns: the keys, their limits and defaults. Does not know: how a draft is made or verified.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

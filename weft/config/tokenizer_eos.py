@@ -1,7 +1,5 @@
 """The tokenizer's EOS, read from its files. Settings are resolved before a tokenizer is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

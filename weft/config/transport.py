@@ -1,7 +1,5 @@
 """Serialisation of messages between processes: hooks for types that msgspec does not know."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping
 from importlib import import_module

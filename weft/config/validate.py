@@ -1,7 +1,5 @@
 """Validation of one setting's value."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterable

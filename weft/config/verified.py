@@ -3,8 +3,6 @@
 ``weft models`` prints the table. ``tests/cli/test_models.py`` compares it with the tests' own lists.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ Job: read ``VisionConfig`` from ``vision_config`` and the special tokens next to
 of the reference implementation. Does not know: tensors, images.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any

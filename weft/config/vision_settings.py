@@ -1,7 +1,5 @@
 """Settings of the vision tower: whether it runs, and how many tokens it encodes at a time."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

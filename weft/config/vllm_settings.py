@@ -3,8 +3,6 @@
 Scripts often state vLLM's defaults, so these are accepted without a warning. ``ANY``: no value would change an answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@
 they are less than a hundredth.
 """
 
-from __future__ import annotations
-
 from weft.config.layer_spec import DTYPE_BYTES, CacheDtypes
 from weft.config.model import ModelConfig
 

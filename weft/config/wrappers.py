@@ -4,8 +4,6 @@ Job: say which text model a checkpoint's ``text_config`` describes, and how its 
 model alone; the tensors of towers and projectors are not loaded. Does not know: keys of a text model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -5,8 +5,6 @@ that nobody reads, and fail every open stream after the engine died. Owns: the o
 processes (a ``Link`` carries the messages).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -10,8 +10,6 @@ The server's side binds, so the engine can connect at any time. Queues are not l
 requests, and the engine sends at most one message per step.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ parts if there are images. Tool arguments become objects; roles and reasoning ge
 that form, for the offline interface and the server. Does not know: engines, or how images are read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ It runs only after the sampling of a request failed, so steps of other requests 
 processors exclude no token here, since a bias is finite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

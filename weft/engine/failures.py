@@ -3,8 +3,6 @@
 Requests that end outside a step are kept until the loop returns them. The cause of a failure is not known here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from weft.errors import EngineDeadError

@@ -1,7 +1,5 @@
 """Assignment of GPUs to replicas, without torch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Job: tokenize and validate prompts, make one ``Request`` per completion. Owns: t
 (vocabulary, context length, tokenizer). Does not know: scheduling, sampling parameters (``sampling_resolver.py``).
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from array import array

@@ -7,8 +7,6 @@ The logs cost a few microseconds per step. A snapshot is made only on request, b
 whatever the size of the tree (``snapshot.py``).
 """
 
-from __future__ import annotations
-
 import heapq
 import time
 from collections import deque

@@ -5,8 +5,6 @@ private directory and the server's side of its sockets. ``EngineHandle`` has wha
 Does not know: requests, HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Methods of vLLM's engines that Weft refuses by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NoReturn
 

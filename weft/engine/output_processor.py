@@ -4,8 +4,6 @@ Job: detokenize tokens as they arrive, find stop strings, assemble ``RequestOutp
 open request. Does not know: scheduling, models, HTTP.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ states a request can start from few prefixes only. A tree that continues beyond 
 the hash up to there with other bits (``passing``).
 """
 
-from __future__ import annotations
-
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Reset of the prefix caches of several replicas, with one answer for all of them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompts: the forms that users give, and the form that the engine accepts."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ nothing; actors and placement groups belong to the callers. Does not know: reque
 engine directly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

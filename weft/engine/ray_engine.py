@@ -8,8 +8,6 @@ start message, the heartbeats, and the report of the end. An engine whose connec
 lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

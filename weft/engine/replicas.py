@@ -10,8 +10,6 @@ When a replica dies, another process is started in its place. Its requests witho
 replica; the others end with an error. The whole set ends only when no replica is left and none can be started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

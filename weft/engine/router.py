@@ -13,8 +13,6 @@ cached as well, up to the first new chunk of tokens. The turns of a conversation
 simultaneous prompts with one system prompt.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Job: apply the checkpoint's defaults, encode bad words, convert grammars, and re
 not know: prompts, requests, seeds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from weft.config import EngineConfig

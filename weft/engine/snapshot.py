@@ -3,8 +3,6 @@
 Lengths are in tokens, moments in seconds of ``time.monotonic()``, ages in seconds.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from weft.outputs import CacheReport

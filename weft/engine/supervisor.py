@@ -3,8 +3,6 @@
 Does not know: requests, tokenizers, HTTP.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Protocol

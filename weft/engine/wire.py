@@ -12,8 +12,6 @@ replica also sends ``CachedPrefixes``. ``Failed`` says that the engine cannot st
 ``time.monotonic()``, which all processes of a machine share on Linux.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import msgspec

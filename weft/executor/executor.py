@@ -3,8 +3,6 @@
 Does not know: processes, devices, requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 

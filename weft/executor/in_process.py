@@ -1,7 +1,5 @@
 """The executor of a single rank, in this process."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext

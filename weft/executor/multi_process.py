@@ -8,8 +8,6 @@ Every rank prepares its own inputs from the scheduler output, and samples the sa
 so the others send nothing back.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

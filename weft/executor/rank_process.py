@@ -4,8 +4,6 @@ Job: two kinds, a child process of rank 0 and a process that a launcher started.
 reports. Does not know: steps, other ranks.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

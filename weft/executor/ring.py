@@ -16,8 +16,6 @@ writes a byte to the pipes of sleeping readers. If a reader falls asleep just wh
 itself after ``_NAP_MS``.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import select

@@ -7,8 +7,6 @@ A dead rank leaves the others waiting for it in a collective. The first failure 
 that closes their connections, on NCCL the communicator is aborted, and every waiting thread gets an error.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -3,8 +3,6 @@
 The rules of each mode are in ``config/graph_modes.py``. Knows no graphs, devices or requests.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

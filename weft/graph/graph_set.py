@@ -5,8 +5,6 @@ read has moved. Owns: the captured graphs, their outputs, counters. Does not kno
 size a batch runs in.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

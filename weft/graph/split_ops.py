@@ -13,8 +13,6 @@ Outside a broken pass ``layer.mix(x)`` is the plain method call. The layer needs
 it in the table that the forward context carries.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable

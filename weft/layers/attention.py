@@ -5,8 +5,6 @@ projections and norms, and the scales of an FP8 cache. Does not know: who alloca
 own name in the forward context.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

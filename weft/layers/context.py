@@ -1,7 +1,5 @@
 """``ModelContext``: what a layer's constructor gets of dtype, device, ranks and backend; one frozen value for all."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """Batches in recurrent layers: decodes come first and advance by one token, the rest are prefills."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from torch import Tensor

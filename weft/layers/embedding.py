@@ -4,8 +4,6 @@ Job: ids to vectors and vectors to logits. Owns: the vocabulary shards (the last
 vocabulary does not divide). Does not know: the decoder between them.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

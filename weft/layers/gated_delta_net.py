@@ -6,8 +6,6 @@ gated norm, output projection. Owns: the layer's weights, sharded by head, and t
 forward context.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -7,8 +7,6 @@ are whole on every rank. Does not know: how states are allocated or forked; it f
 context.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

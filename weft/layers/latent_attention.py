@@ -5,8 +5,6 @@ gate the heads. Owns: the layer's projections. Does not know: who allocated the 
 name in the forward context.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ sharded by head. Does not know: how states are allocated or forked; it finds the
 context.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

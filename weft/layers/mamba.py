@@ -7,8 +7,6 @@ channels, so they are summed over the ranks. Does not know: how states are alloc
 them by the layer's name.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

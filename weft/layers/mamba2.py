@@ -5,8 +5,6 @@ decoding rows, chunks for the rest), gated norm by group, output projection. Own
 and group. Does not know: how states are allocated or forked; it finds them by its own name in the forward context.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

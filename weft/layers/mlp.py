@@ -4,8 +4,6 @@ Job: ``down(silu(gate(x)) * up(x))`` with gate and up merged, or ``down(relu(up(
 not know: experts.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

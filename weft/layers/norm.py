@@ -1,7 +1,5 @@
 """Normalisation layers: RMSNorm, plain or zero-centred, and the gated one of Gated DeltaNet."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -5,8 +5,6 @@ the model has been built and every layer has a name; until then a layer has no w
 ``linear.py`` and ``ExpertsMethod`` in ``moe.py``, beside the layers that call them.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 

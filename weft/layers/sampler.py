@@ -5,8 +5,6 @@ ids, blocked ids, logit bias, penalties, then ``ops/sampling``) and the form of 
 requests, rows' histories, or stop conditions; the runner hands in tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

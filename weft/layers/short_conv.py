@@ -5,8 +5,6 @@ sharded by channel. Does not know: how states are allocated or forked; it finds 
 context.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig

@@ -5,8 +5,6 @@ order of stores and reads. Does not know: how states are allocated or forked; it
 forward context.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

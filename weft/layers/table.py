@@ -1,7 +1,5 @@
 """The layer table: every layer that split ops find by name, in model order."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any

@@ -4,8 +4,6 @@ Job: hold parameters under their published names. Does not know: images, towers.
 what is no operation of torch is a kernel that is compiled once for all of them.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ which are the published tensors' names up to merging (``weight_names.py``), and 
 mixer. Does not know: caches, batches, graphs, files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 

@@ -8,8 +8,6 @@ The head's attention layer has its own cache in the pages of the sequence. The e
 state of t and token t + 1, so a step that computes tokens also fills the head's cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -7,8 +7,6 @@ A frame is a grid of patches. The processor lays it out square by square; the ``
 become one embedding. Frames of a video do not attend to each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 

@@ -1,7 +1,5 @@
 """From a model config to a model."""
 
-from __future__ import annotations
-
 from weft.config.model import ModelConfig
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM

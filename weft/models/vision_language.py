@@ -10,8 +10,6 @@ as it does in a text model. The decoder's first layers add further features (Dee
 after the vocabulary. Steps of decodes have no such tokens and skip this.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Does not know: anything that ``decoder.py`` and the config express.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from weft.config.model import ModelConfig

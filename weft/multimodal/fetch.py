@@ -8,8 +8,6 @@ resolves to. The connection goes to a checked address, so a name that resolves d
 Proxies of the environment are not used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import ipaddress

@@ -4,8 +4,6 @@ A text in a part is always a URL (``SourceReader`` decides which URLs are allowe
 file of the machine by its path. ``pathlib.Path`` and image objects can only come from a Python program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ The inserted tokens are between two special tokens (``<|vision_start|>`` and ``<
 them do not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

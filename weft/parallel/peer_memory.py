@@ -4,8 +4,6 @@ Job: allocate the same buffer on every rank and exchange addresses. Owns: the bu
 what is exchanged through the buffer (``ops/collectives``).
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -8,8 +8,6 @@ records and replays it as a unit. CUDA graphs capture NCCL's kernels like any ot
 compute the sum of a chunk once and copy it to the other ranks, so every rank has the same bits.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ different experts or tokens compute different models. The values are equal for t
 copied, or computed by every rank in the same order. And the same kernels run on the same values everywhere else.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 

@@ -13,8 +13,6 @@ lives across a break (the residual stream) stays in the pool. During capture the
 until the last use, so later pieces of the pass cannot reuse the memory. Another pass writes the memory before reading.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence

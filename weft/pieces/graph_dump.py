@@ -4,8 +4,6 @@ Job: capture one pass with a pool that records its operations, run the pass, and
 not know: how they are shown.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,16 +131,13 @@ class CapturedRunner(Runner, Protocol):
     """A runner whose graphs are shown."""
 
     @property
-    def model(self) -> nn.Module:
-        ...
+    def model(self) -> nn.Module: ...
 
     @property
-    def graphs(self) -> CapturedGraphs:
-        ...
+    def graphs(self) -> CapturedGraphs: ...
 
     @property
-    def caches(self) -> Mapping[str, LayerCache]:
-        ...
+    def caches(self) -> Mapping[str, LayerCache]: ...
 
 
 PoolMaker = Callable[[torch.device], GraphPool]

@@ -8,8 +8,6 @@ inputs, the versions and the device. Layers that are built alike have pieces of 
 Nothing checks guards when a compiled piece runs: it holds for any number of tokens, and all else about it is fixed.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools

@@ -3,8 +3,6 @@
 Chooses the sources that the settings name, and prepares the model with each of them once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

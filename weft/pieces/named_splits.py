@@ -14,8 +14,6 @@ and fixes all other arguments; a later pass with other values is refused. The ca
 ``[T, width]`` of the first input's dtype.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import importlib

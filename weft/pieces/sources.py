@@ -8,8 +8,6 @@ captures either alike. Does not know: models, sizes, how passes are captured.
     inductor   the same, each distinct piece compiled once for any number of tokens, and kept on disk
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

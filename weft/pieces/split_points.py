@@ -7,8 +7,6 @@ A split op gets the real rows of the running batch only. The operation cuts the 
 output's other rows, so that no later operation reads unwritten memory.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

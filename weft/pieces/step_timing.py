@@ -6,8 +6,6 @@ figure is the median. Prompts are random tokens, sampling is greedy, which costs
 Sequences have pages of their own as far as the cache is large enough. The pages hold arbitrary, finite values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import time

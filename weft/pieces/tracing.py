@@ -12,8 +12,6 @@ size depends on the batch belong to split ops, which look them up when they run.
     …
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 import types

@@ -1,7 +1,5 @@
 """The name of the processor."""
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 

@@ -5,8 +5,6 @@ it, which takes 0.3 s or more. The cached key is valid while the sizes and modif
 unchanged; the name of the cache file is a hash of these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import tempfile

@@ -1,7 +1,5 @@
 """The installed version of Triton, and the kernels that run under it."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 KNOWN: tuple[str, ...] = ("3.6.", "3.7.", "3.8.", "3.9.")

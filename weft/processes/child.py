@@ -6,8 +6,6 @@ process, and the threads that wait for it. Does not know: what the child does, o
 The child's side is in ``lifeline.py`` (the end of the parent) and ``heartbeat.py`` (signs of life).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

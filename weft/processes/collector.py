@@ -4,8 +4,6 @@ Loading torch creates about 200,000 permanent objects. The collector would scan 
 fifth of the import. A tensor that is freed in the middle of a capture would break the capture.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ process that uses processor time, or waits for a processor, is not frozen. A pro
 in the kernel, or in a deadlock.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

@@ -1,7 +1,5 @@
 """Interrupts (Ctrl-C) are delivered between steps, since an interrupt inside a step would leave half-written state."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The child's side of supervision: a child process ends with its parent, and only when its parent says so."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Liveness and progress of a process, from processor time and thread states in ``/proc``."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

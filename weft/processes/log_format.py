@@ -1,7 +1,5 @@
 """The format of log lines, text or JSON, the same in every process of a server."""
 
-from __future__ import annotations
-
 import logging
 import time
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Logging through a thread, so that no caller waits for the disk or for a full pipe."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

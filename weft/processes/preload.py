@@ -6,8 +6,6 @@ third of the import of torch, and the first use of the CUDA driver takes as long
 Errors here are ignored: torch repeats the same call later and reports the error.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

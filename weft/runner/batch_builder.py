@@ -8,8 +8,6 @@ graph that the step is to run in, and sends them to the device. ``materialise`` 
 buffers for given, possibly padded sizes, with device work only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ that after the step's launches, when the device does not wait for the host. The 
 captured graphs read it. On the CPU, host and device block are the same memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

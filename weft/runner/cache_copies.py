@@ -3,8 +3,6 @@
 A step's copies become one launch per size of a page or state, over all layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

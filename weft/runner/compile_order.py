@@ -4,8 +4,6 @@ Job: the compile seconds of kernels that take half a second or more. Does not kn
 arguments that distinguish kernels of one name.
 """
 
-from __future__ import annotations
-
 _SECONDS = {
     "_prefill_hopper_kernel": 3.4,
     "_scan_hopper_kernel": 2.3,

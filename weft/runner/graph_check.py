@@ -5,8 +5,6 @@ shapes are the same, and so are the kernels; what differs is only that one was c
 captured and runs on the real rows, with kernels for their number, so there results agree to rounding only.
 """
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Callable, Iterator

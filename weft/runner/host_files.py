@@ -4,8 +4,6 @@ Job: run the orders of a step's ``files``, and say how each ended. Owns: the thr
 are, or when a place may be used again.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor

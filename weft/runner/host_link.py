@@ -12,8 +12,6 @@ the pages afterwards. A second stream copies the buffer to the host. Restores us
 On the CPU every copy is done at once.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import deque

@@ -3,8 +3,6 @@
 While kernels compile, launches do not run, or compute meaningless results (``warmup.compiled_meanwhile``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

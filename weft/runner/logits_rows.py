@@ -1,7 +1,5 @@
 """Which rows of a step logits may be computed from: the last token of each of its sequences (``LogitsRows``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

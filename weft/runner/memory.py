@@ -3,8 +3,6 @@
 How a budget is shared between the caches: ``cache/plan.py``.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Job: measure the device memory of the largest step, and size the caches so that 
 what a step computes, how caches are used.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

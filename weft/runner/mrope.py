@@ -5,8 +5,6 @@ follows it goes on after the longer side. So tokens after an image have position
 in the sequence, by a difference that stays the same for all that is generated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Steps are recorded with the torch profiler into a Chrome trace, and marked with NVTX ranges on a GPU.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

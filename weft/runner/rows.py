@@ -5,8 +5,6 @@ become inputs of the next step without a copy to the host. The row after the las
 of a batch use it, so they read and write no request's memory.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

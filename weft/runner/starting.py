@@ -1,7 +1,5 @@
 """A rank's runner while it starts, as the walk over kernels and the plan of the memory see it."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -3,8 +3,6 @@
 Device work that a stage only queues is counted where the host first waits for it.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ sampled token. In a batch with prefill, only sequences whose prompt ends in the 
 Such a batch runs as two graphs: the forward pass sized by tokens, the sampling by samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

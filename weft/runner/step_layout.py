@@ -3,8 +3,6 @@
 Job: derive both from a scheduler output, on the host. Does not know: buffers, devices, graphs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

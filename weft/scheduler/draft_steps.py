@@ -11,8 +11,6 @@ corrects its counts when the results arrive::
     device  ---- step 1: a accepted -------------| ---- step 2, from the position after a ------------ …
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 

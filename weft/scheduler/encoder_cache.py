@@ -9,8 +9,6 @@ image may be evicted for another, the least recently used first. A request that 
 therefore holds nothing, and the first request of a step always finds room.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ counter of a caller with a fair share. (Sheng et al., Fairness in Serving Large 
 Goyal et al., Start-time Fair Queueing, 1996.)
 """
 
-from __future__ import annotations
-
 MAX_EXPECTED = 512
 """Upper bound on the expected cost of a request, in tokens. Most prompts are partly cached, and most callers do not say
 how long the answer will be."""

@@ -3,8 +3,6 @@
 Owns: what is remembered of waiting requests between steps. Does not know: rows, budgets.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

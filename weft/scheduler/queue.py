@@ -1,7 +1,5 @@
 """The waiting queue: which request is admitted next."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from bisect import bisect_left, insort_left

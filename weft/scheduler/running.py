@@ -4,8 +4,6 @@ Resources of a request are freed only after its last launched step is done, so n
 changes its owner.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Detection of preemption loops, in which no new token is computed."""
 
-from __future__ import annotations
-
 import logging
 
 from weft.request import Request

@@ -10,8 +10,6 @@ Job: say how many of a request's next tokens a step may run. Owns: these rules. 
   keys, values and states then equal the lost ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from weft.request import Request

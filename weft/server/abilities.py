@@ -1,7 +1,5 @@
 """Abilities of the served model: what ``/v1/models`` tells beyond OpenAI's fields, for the page and other clients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from weft.sampling_params import SamplingParams

@@ -3,8 +3,6 @@
 Completions are counted from the moment a call is accepted until its response has ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from mmap import mmap
 

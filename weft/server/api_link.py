@@ -7,8 +7,6 @@ Towards the API process come the engine's messages as they are (``Configured``, 
 ``Inspected`` of what it asked for), and those below. Back come messages to the engine, and those below.
 """
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from collections.abc import Callable

@@ -7,8 +7,6 @@ When an API process dies, its open requests are aborted, and later messages of t
 dropped. Other API processes do not notice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -8,8 +8,6 @@ It decides on the raw ASGI path, by a list of open paths: what is not on the lis
 of it later.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Collection, Iterable

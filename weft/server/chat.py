@@ -1,7 +1,5 @@
 """Conversations: from the API's messages to a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

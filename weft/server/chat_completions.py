@@ -4,8 +4,6 @@ Job: a conversation in, messages out, whole or streamed, with reasoning and tool
 Owns: the response's shape. Does not know: how the parts are found (``output_parser.py``).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

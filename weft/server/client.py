@@ -3,8 +3,6 @@
 Owns: how clients are kept apart in the prefix cache. Does not know: keys themselves.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Job: prompts in, texts out, whole or streamed. Owns: the response's shape. Does not know: how text comes about.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

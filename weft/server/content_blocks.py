@@ -4,8 +4,6 @@ Job: turn parts into blocks that open, grow and close. A protocol writes the eve
 Owns: their order and numbers. Does not know: the shape of events.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Errors on the wire, in the shape of the OpenAI API, with Anthropic's types on its paths."""
 
-from __future__ import annotations
-
 import msgspec
 from starlette.responses import Response
 

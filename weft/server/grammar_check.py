@@ -4,8 +4,6 @@ Job: keep one worker process, give it a grammar, wait a limited time, remember t
 Owns: the worker. Does not know: what grammars are for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

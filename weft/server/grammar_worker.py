@@ -6,8 +6,6 @@ One JSON line in, one out. First a ``Hello``, then one grammar per line; the ans
 something is wrong with the tokenizer, it ends.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 from pathlib import Path

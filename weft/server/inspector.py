@@ -5,8 +5,6 @@ Owns: the latest snapshot, and the rule: texts, and ids of requests that the cal
 Does not know: how a snapshot is made, how it is drawn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Collection

@@ -4,8 +4,6 @@ Job: decide which bodies are large, and have ``prompt_worker.py`` read them. A w
 prompt, and token ids as bytes. Owns: the messages to the workers. Does not know: what a request means.
 """
 
-from __future__ import annotations
-
 from array import array
 from typing import TypeVar
 

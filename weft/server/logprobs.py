@@ -1,7 +1,5 @@
 """Log probabilities in the two shapes of the OpenAI API."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

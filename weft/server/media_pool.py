@@ -6,8 +6,6 @@ Does not know: how a picture is processed (``multimodal/processor.py``).
 Prompts whose images have to be downloaded wait in threads of their own, so that a slow host keeps nobody else waiting.
 """
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The worker process for images and videos: ``python -m weft.server.media_worker``, see ``worker.serve``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

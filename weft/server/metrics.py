@@ -5,8 +5,6 @@ and Weft's own (``weft:…``). Owns: the gauges, and the format. Does not know: 
 calls are counted (``request_metrics.py``).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate

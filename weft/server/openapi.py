@@ -4,8 +4,6 @@ Paths and request bodies are described from the types that read them. A path may
 writes it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ the last reports of processes that died. Owns: the pending requests. Does not kn
 transport.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Iterator

@@ -1,7 +1,5 @@
 """The worker process for large bodies: ``python -m weft.server.prompt_worker``, see ``worker.serve``."""
 
-from __future__ import annotations
-
 import logging
 from array import array
 from collections.abc import Callable, Iterable

@@ -8,8 +8,6 @@ Every field may be null, which means the same as leaving it out. ``NO_EFFECT`` a
 bear on the answer (accounting, storage, caching hints): they are known and have no effect here.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -8,8 +8,6 @@ inputs, since large inputs are processed one at a time. Small inputs run in the 
 costs less than a thread. Work that takes longer starts again in a thread. Large bodies: see ``large_bodies.py``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import signal

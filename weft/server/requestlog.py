@@ -3,8 +3,6 @@
 What a call was and how it ended, as text or as JSON; prompts and answers are never logged.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -1,7 +1,5 @@
 """Base classes that turn the stream of a call into a response, whole or as events."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from typing import Any

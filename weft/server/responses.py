@@ -4,8 +4,6 @@ Job: translate a request into a chat completion's, and the answer's blocks into 
 Owns: both translations. Does not know: generation.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Names, units and limits of the API, and its own defaults; what depends on the model is checked elsewhere.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from weft.errors import RequestError

@@ -9,8 +9,6 @@ Does not know: routes, the shape of requests, who keeps the engine's process (an
        │  └──▶ dead ◀┘   (exit 1; with restart_engine: back to starting)
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import logging

@@ -1,7 +1,5 @@
 """Settings of the HTTP server."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import Field, dataclass, field, fields
 from typing import Any

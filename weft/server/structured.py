@@ -4,8 +4,6 @@ Job: ``response_format``, ``structured_outputs``, the older ``guided_*`` fields 
 ``Constraint``. Owns: the rule of one constraint per request, and sizes. Does not know: how grammars are compiled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar

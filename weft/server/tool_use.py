@@ -1,7 +1,5 @@
 """Tool use: which tools the template shows, how calls are parsed, ``tool_choice``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

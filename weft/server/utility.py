@@ -1,7 +1,5 @@
 """Endpoints around generation: models, tokenization, the state of the server and of the replicas behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

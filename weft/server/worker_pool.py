@@ -7,8 +7,6 @@ A thread cannot do this work: most of it holds the interpreter lock. Each proces
 which waits for it without the lock. Large results come back as bytes beside a small value.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -7,8 +7,6 @@ A conversation of plain JSON needs no preparation, so it goes straight to the co
 takes half the time of transformers' own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Job: turn tokens into pieces of text, and find stop strings in the text. Owns: t
 answer may be shown. Does not know: requests, models.
 """
 
-from __future__ import annotations
-
 import codecs
 import itertools
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the interpreter lock. One call for the whole text would use 130 times its memory
 that memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

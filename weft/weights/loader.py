@@ -7,8 +7,6 @@ declared ignorable) and its errors. Does not know: what layers compute, or which
 At most one tensor is in host memory at a time. Under tensor parallelism only the rows of this rank are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

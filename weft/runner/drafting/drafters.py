@@ -6,8 +6,6 @@ the tokens of every row on the device and looks for earlier occurrences of the l
 drafts (``models/mtp.py``), how a match is found (``ops/drafts``), which requests get drafts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any

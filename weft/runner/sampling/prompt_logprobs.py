@@ -1,7 +1,5 @@
 """Log probabilities of prompt tokens, from the hidden states of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -5,8 +5,6 @@ probabilities for the rows that want them. The functions that graphs capture sam
 order of this, and the rows' sampling state. Does not know: how a token is chosen, requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple

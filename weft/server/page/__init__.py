@@ -4,8 +4,6 @@ The files beside this one, as they are, with headers that let the page load noth
 It is an API client like any other.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 
