@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     arch: partial(make_repeating_checkpoint, arch)
     for arch in (
         "Gemma3ForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "BambaForCausalLM", "MiniMaxForCausalLM",
-        "JambaForCausalLM", "BailingHybridForCausalLM", "Lfm3ForCausalLM",
+        "JambaForCausalLM", "BailingHybridForCausalLM", "Lfm3ForCausalLM", "RecurrentGemmaForCausalLM",
     )
 }  # fmt: skip
 """Most repeat themselves, so that drafts from the text are often right."""

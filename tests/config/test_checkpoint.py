@@ -48,6 +48,7 @@ def test_qwen3_5_moe_multimodal(tmp_path: Path) -> None:
 
 READ_BELOW = (
     "Lfm3ForCausalLM",
+    "RecurrentGemmaForCausalLM",
     "KimiLinearForCausalLM",
     "BailingHybridForCausalLM",
     "Gemma3ForCausalLM",

@@ -12,7 +12,9 @@ import pytest
 from tests.config.published import attention, read, tiny
 from weft.config.attention import AttentionConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
+from weft.config.model import Multipliers
 from weft.config.moe import ClampedSwiGLU, MoeConfig, SigmoidRouting
+from weft.config.recurrent_gemma import RgLruConfig
 from weft.config.rope import RopeConfig
 from weft.config.short_conv import ShortConvConfig
 from weft.config.sliding_window import SlidingWindowConfig
@@ -263,3 +265,36 @@ def test_gemma_3_as_published_and_as_transformers_writes_it(tmp_path: Path) -> N
 def test_what_gemma_3_does_not_do_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="is not supported"):
         read(tmp_path, tiny("Gemma3ForCausalLM", **changes))
+
+
+RECURRENT_GEMMA = "RecurrentGemmaForCausalLM"
+
+
+def test_recurrent_gemma_empty_and_as_transformers_writes_it(tmp_path: Path) -> None:
+    import transformers
+
+    config, reference = read(tmp_path, {"architectures": [RECURRENT_GEMMA]}), transformers.RecurrentGemmaConfig()
+    assert list(config.layer_types) == reference.layers_block_type and config.tie_word_embeddings
+    for key in ("vocab_size", "hidden_size", "rms_norm_eps", "num_hidden_layers"):
+        assert getattr(config, key) == getattr(reference, key), key
+    assert config.intermediate_size == reference.intermediate_size // 2
+    assert config.mixers["linear_attention"]["recurrent"] == RgLruConfig(2560, 10, 4)
+    heads = AttentionConfig(10, 10, 256, RopeConfig(1e4, 128), output_bias=True)
+    assert config.mixers["sliding_attention"]["self_attn"] == SlidingWindowConfig(heads, 2048)
+    assert config.multipliers == Multipliers(embedding=50.5, logits_cap=30.0)  # of 50.596, in bfloat16
+    assert config.mlp_bias and config.zero_centered_norm
+    written = json.loads(reference.to_json_string())
+    assert read(tmp_path, written | {"architectures": [RECURRENT_GEMMA]}) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_types": ["recurrent", "mamba"]}, "a list of 'recurrent' and 'attention'"),
+        ({"lru_width": 74}, "lru_width=74 is not divisible by num_attention_heads=4"),
+        ({"hidden_activation": "gelu"}, "supported is 'gelu_pytorch_tanh'"),
+    ],
+)
+def test_what_recurrent_gemma_does_not_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        read(tmp_path, tiny(RECURRENT_GEMMA, **changes))

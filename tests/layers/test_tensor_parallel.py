@@ -122,6 +122,8 @@ def run_layer(name: str) -> Run:
         ("GptOssForCausalLM", "model.layers.1.mlp", {}),
         ("Lfm3ForCausalLM", "model.layers.1.self_attn", {}),
         ("Lfm3ForCausalLM", "model.layers.3.self_attn", {}),
+        ("RecurrentGemmaForCausalLM", "model.layers.0.recurrent", {}),
+        ("RecurrentGemmaForCausalLM", "model.layers.1.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.0.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {"q_lora_rank": 18}),

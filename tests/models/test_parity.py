@@ -24,12 +24,25 @@ HYBRID = (
         a
         for a in PLAIN
         if a.startswith(
-            ("Qwen3Next", "Qwen3_5", "Lfm2", "Lfm3", "OlmoHybrid", "KimiLinear", "BailingHybrid", "Gemma3", "GptOss")
+            (
+                "Qwen3Next",
+                "Qwen3_5",
+                "Lfm2",
+                "Lfm3",
+                "OlmoHybrid",
+                "KimiLinear",
+                "BailingHybrid",
+                "Gemma3",
+                "GptOss",
+                "RecurrentGemma",
+            )
         )
     ),
     *MAMBA_ARCHITECTURES,
 )
-LEAVE_NO_SUMS = ("FalconH1", "FalconMamba", "Gemma3", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid")
+LEAVE_NO_SUMS = (
+    "FalconH1", "FalconMamba", "Gemma3", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid", "RecurrentGemma",
+)  # fmt: skip
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
 mixers that leave no sums."""
 

@@ -114,7 +114,7 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
             }
         ),
         tie_word_embeddings=top.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False)),
-        mlp_bias=text.boolean("mlp_bias", False) and family.mlp_bias,
+        mlp_bias=text.boolean("mlp_bias", False) if family.mlp_bias == "key" else family.mlp_bias == "always",
         layers_without_mlp=frozenset(i for i, kind in enumerate(layer_types) if kind in family.without_mlp),
         activation=family.activation,
         multipliers=family.multipliers(text) if family.multipliers is not None else Multipliers(),

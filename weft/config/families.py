@@ -25,6 +25,7 @@ from weft.config.lfm3 import LFM3
 from weft.config.mamba_families import MAMBA_FAMILIES
 from weft.config.model import Multipliers
 from weft.config.moe import read_gpt_oss_moe, read_kimi_moe, read_lfm2_moe, read_moe, read_renormalised_moe
+from weft.config.recurrent_gemma import RECURRENT_GEMMA
 from weft.config.short_conv import read_short_conv
 from weft.config.sliding_window import (
     all_sliding,
@@ -166,7 +167,7 @@ _qwen3_vl = partial(
 
 FAMILIES: dict[str, Family] = {
     # Llama 3 (arXiv 2407.21783): grouped-query attention and a dense SwiGLU MLP. Mistral and Qwen2 are alike.
-    "LlamaForCausalLM": Family({"full_attention": {"self_attn": read_attention}}, mlp_bias=True),
+    "LlamaForCausalLM": Family({"full_attention": {"self_attn": read_attention}}, mlp_bias="key"),
     "MistralForCausalLM": Family(
         _windowed(partial(read_attention, qkv_bias=False), switched=False), layer_types=all_sliding
     ),
@@ -212,6 +213,8 @@ FAMILIES: dict[str, Family] = {
         zero_centered_norm=True,
         keys={"hidden_activation": "hidden_act"},
     ),
+    # RecurrentGemma (arXiv 2404.07839): two layers of RG-LRU to one with a sliding window.
+    "RecurrentGemmaForCausalLM": RECURRENT_GEMMA,
     # gpt-oss (arXiv 2508.10925): windows and full attention in turn, all with sinks; experts with biases.
     "GptOssForCausalLM": Family(
         _windowed(partial(read_attention, sinks=True), switched=False),

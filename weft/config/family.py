@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
@@ -37,7 +38,7 @@ class Family:
         activation: the activation of the architecture's MLPs, one of ``ACTIVATIONS``. A checkpoint with another one is
             refused.
         moe: reads the mixture of experts from the (text) config and the number of layers; None if no layer has experts.
-        mlp_bias: whether ``mlp_bias`` is read. Other architectures have no bias.
+        mlp_bias: whether dense MLPs have biases: never, always, or as the key ``mlp_bias`` says.
         zero_centered_norm: see ``ModelConfig``.
         norm_placement: see ``ModelConfig``.
         residual_weights: reads ``ModelConfig.residual_weights``.
@@ -54,7 +55,7 @@ class Family:
     multipliers: Callable[[JsonObject], Multipliers] | None = None
     activation: str = "silu"
     moe: MoeReader | None = None
-    mlp_bias: bool = False
+    mlp_bias: Literal["never", "always", "key"] = "never"
     zero_centered_norm: bool = False
     norm_placement: Mapping[str, str] = field(default_factory=dict)
     residual_weights: Callable[[JsonObject], dict[str, ResidualWeights]] | None = None

@@ -251,7 +251,7 @@ MAMBA_FAMILIES: dict[str, Family] = {
         },
         layer_types=bamba_layer_types,
         keys={"layers_block_type": "layer_types"},
-        mlp_bias=True,
+        mlp_bias="key",
     ),
     # Granite 4: Mamba-2 with a few layers of attention without rotation, experts with a shared MLP.
     "GraniteMoeHybridForCausalLM": Family(
@@ -274,7 +274,7 @@ MAMBA_FAMILIES: dict[str, Family] = {
         without_mlp=("linear_attention", "full_attention"),
         moe=read_nemotron_moe,
         activation="relu2",
-        mlp_bias=True,
+        mlp_bias="key",
         keys=_NEMOTRON_KEYS,
     ),
     # Falcon-H1 (arXiv 2507.22448): attention and Mamba-2 side by side in every layer, dense MLPs, many multipliers.
@@ -282,7 +282,7 @@ MAMBA_FAMILIES: dict[str, Family] = {
         {"hybrid": {"mamba": read_mamba2, "self_attn": read_falcon_h1_attention}},
         layer_types=lambda _, num_layers: ("hybrid",) * num_layers,
         multipliers=read_falcon_h1_multipliers,
-        mlp_bias=True,
+        mlp_bias="key",
         keys={"projectors_bias": "mamba_out_bias"},
     ),
     # Jamba (arXiv 2403.19887): Mamba with a few layers of attention without rotation, experts in every other layer.

@@ -33,6 +33,7 @@ class Multipliers:
         residual: factor of each mixer's and MLP's contribution to the residual stream.
         logits: factor of the logits.
         gate, down: factors of the dense MLP's gate (before the activation) and of its output.
+        logits_cap: logits x become ``cap * tanh(x / cap)``; None: they stay as they are.
     """
 
     embedding: float = 1.0
@@ -40,6 +41,7 @@ class Multipliers:
     logits: float = 1.0
     gate: float = 1.0
     down: float = 1.0
+    logits_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ VERIFIED: dict[str, Verified] = {
     "MiniMaxForCausalLM": Verified(True, Ranks.ENGINE),
     "Mamba2ForCausalLM": Verified(True, Ranks.LAYERS),
     "Gemma3ForCausalLM": Verified(True, Ranks.ENGINE),
+    "RecurrentGemmaForCausalLM": Verified(False, Ranks.LAYERS),
     "GptOssForCausalLM": Verified(True, Ranks.LAYERS),
     "KimiLinearForCausalLM": Verified(True, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(True, Ranks.ENGINE),

@@ -8,6 +8,7 @@ mixer. Does not know: caches, batches, graphs, files.
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from weft.config.attention import AttentionConfig
@@ -17,6 +18,7 @@ from weft.config.lightning_attention import LightningAttentionConfig
 from weft.config.mamba import MambaConfig
 from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig, layer_name
+from weft.config.recurrent_gemma import RgLruConfig
 from weft.config.short_conv import ShortConvConfig
 from weft.config.sliding_window import SlidingWindowConfig
 from weft.forward_context import LogitsRows, get_forward_context, other_batch
@@ -33,6 +35,7 @@ from weft.layers.mamba2 import Mamba2
 from weft.layers.mlp import dense_mlp
 from weft.layers.moe import SparseMoe, sparse_moe
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
+from weft.layers.rg_lru import RgLru
 from weft.layers.short_conv import ShortConv
 from weft.layers.sliding_window import SlidingWindowAttention
 from weft.layers.weight import LoadableModel
@@ -48,6 +51,7 @@ MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] =
     MambaConfig: Mamba,
     Mamba2Config: Mamba2,
     ShortConvConfig: ShortConv,
+    RgLruConfig: RgLru,
 }
 """From the class of a geometry to the token mixer that is built by ``(geometry, config, context, name)`` and registers
 itself in the layer table under ``name``: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
@@ -278,7 +282,7 @@ class CausalLM(LoadableModel):
         self.model = self.decoder(config, context)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied)
-        self._multiplier = config.multipliers.logits
+        self._multiplier, self._cap = config.multipliers.logits, config.multipliers.logits_cap
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[T] int64 -> [T, hidden_size]``, or ``[N, hidden_size]`` of the batch's ``logits_rows``; rows of padding
@@ -288,4 +292,6 @@ class CausalLM(LoadableModel):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """``[N, hidden_size] -> [N, vocab_size]`` in the model's dtype."""
         logits = self.lm_head(hidden_states)
-        return logits if self._multiplier == 1.0 else logits * self._multiplier
+        if self._multiplier != 1.0:
+            logits = logits * self._multiplier
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap

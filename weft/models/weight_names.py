@@ -14,6 +14,19 @@ _PLAIN = _ATTENTION | {"gate_up_proj": ("gate_proj", "up_proj")}
 _ROUTER: dict[str, tuple[str, ...]] = {"router": ("gate",)}
 _GATED_ROUTER: dict[str, tuple[str, ...]] = {"router": ("gate", "shared_expert_gate")}
 
+_RECURRENT_GEMMA = WeightTable(  # whatever mixes tokens is the ``temporal_block``
+    _PLAIN | {"in_proj": ("linear_y", "linear_x")},
+    modules={
+        "input_layernorm": "temporal_pre_norm",
+        "post_attention_layernorm": "channel_pre_norm",
+        "norm": "final_norm",
+        "mlp": "mlp_block",
+        "self_attn": "temporal_block",
+        "recurrent": "temporal_block",
+        "conv1d": "conv_1d",
+        "out_proj": "linear_out",
+    },
+)
 _LLAMA = WeightTable(_PLAIN, ignorable=("*.rotary_emb.inv_freq",))  # a buffer that early checkpoints saved along
 
 # ``mtp.*`` is the multi-token-prediction head (``models/mtp.py``), ``model.visual.*`` the vision tower.
@@ -162,6 +175,7 @@ WEIGHT_TABLES = {
     "Lfm3ForCausalLM": _LFM3,
     "OlmoHybridForCausalLM": _OLMO_HYBRID,
     "Gemma3ForCausalLM": WeightTable(_PLAIN),
+    "RecurrentGemmaForCausalLM": _RECURRENT_GEMMA,
     "GptOssForCausalLM": WeightTable(_ATTENTION | {"router": ("router",)}),
     "KimiLinearForCausalLM": _KIMI_LINEAR,
     "BailingHybridForCausalLM": _LING,

@@ -29,7 +29,7 @@ FOLDER = Path(weft.ops.__path__[0])
 CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_step_kernel", "_gdn_decode_kernel",
     "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
-    "_conv_update_kernel", "_scan_step_kernel", "_group_norm_kernel",
+    "_conv_update_kernel", "_scan_step_kernel", "_rg_lru_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
     "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel", "_span_kernel",
 }  # fmt: skip
@@ -256,7 +256,7 @@ def test_launches_of_decode_steps_say_when_the_next_may_start(monkeypatch: pytes
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
     "weight", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
-    "counts", "slots", "norm_weight", "rate", "skip", "addresses",
+    "decay", "counts", "slots", "norm_weight", "rate", "skip", "addresses",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
@@ -269,14 +269,14 @@ EARLY_LOADS = (
 
 LEAVES_EARLY = {
     "_step_kernel", "_gdn_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
-    "_scan_step_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_verify_states_kernel",
+    "_scan_step_kernel", "_rg_lru_step_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_verify_states_kernel",
 }  # fmt: skip
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
 LOADERS = [
     "linear/skinny.py", "linear/fp8_few_rows.py", "attention/decode.py", "attention/merge.py",
     "linear_attention/decode.py", "norm/kernels.py", "rotary/kernels.py", "convolution/decode.py", "mamba/scan.py",
-    "attention/prefill_hopper.py", "linear/fp8_few_rows_hopper.py", "moe/fp8_pairs_hopper.py",
+    "rg_lru/scan.py", "attention/prefill_hopper.py", "linear/fp8_few_rows_hopper.py", "moe/fp8_pairs_hopper.py",
     "delta_rule/decode.py", "delta_rule/decode_gluon.py", "delta_rule/verify.py", "delta_rule/verify_gluon.py",
     "attention/decode_hopper.py", "moe/combine.py",
 ]  # fmt: skip

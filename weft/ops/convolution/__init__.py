@@ -163,10 +163,11 @@ def causal_conv1d_update(
     conv_state: Tensor,
     state_slots: Tensor,
     *,
+    silu: bool = True,
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The convolution with SiLU of one token for each of N rows that continue a state; the states advance in place.
+    """The convolution of one token for each of N rows that continue a state; the states advance in place.
 
     Args:
         x: ``[N, C]``; rows may be strided.
@@ -174,11 +175,12 @@ def causal_conv1d_update(
         bias: ``[C]`` or None.
         conv_state: ``[num_slots, C, W - 1]``.
         state_slots: ``[N]`` int32; rows with slot 0 are padding: zero, or left as they are in a given ``out [N, C]``.
+        silu: whether SiLU follows the convolution.
 
     Returns:
         ``[N, C]`` in x's dtype.
     """
-    y = causal_conv1d_update_reference(x, weight, conv_state, state_slots, bias=bias)
+    y = causal_conv1d_update_reference(x, weight, conv_state, state_slots, bias=bias, silu=silu)
     return settle_padding(y, state_slots, out)
 
 

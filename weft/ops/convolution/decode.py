@@ -56,11 +56,11 @@ def store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
 @jit(do_not_specialize_on_alignment=["state_slots"])
 def _conv_update_kernel(
     x, weight, bias, conv_state, state_slots, out, stride_x,
-    C: tl.constexpr, W: tl.constexpr, BLOCK_C: tl.constexpr, DOUBLE_GATED: tl.constexpr, KEEP: tl.constexpr,
-    EARLY: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, BLOCK_C: tl.constexpr, DOUBLE_GATED: tl.constexpr, SILU: tl.constexpr,
+    KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row and block of channels: SiLU of the convolution of ``x``; or ``c * conv(b * x)`` of ``b | c | x``,
-    rounded as a chain of operations in the model's dtype would."""
+    """Compute one row and block of channels: the convolution of ``x``, with SiLU or without; or ``c * conv(b * x)`` of
+    ``b | c | x``, rounded as a chain of operations in the model's dtype would."""
     release(EARLY, ALWAYS)
     i_row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -89,24 +89,28 @@ def _conv_update_kernel(
     store_inputs(p_state, kept, channels, mask, W)
     if DOUBLE_GATED:
         result = total.to(out.dtype.element_ty) * gate_out
-    else:
+    elif SILU:
         result = (total * sigmoid(total)).to(out.dtype.element_ty)
+    else:
+        result = total.to(out.dtype.element_ty)
     tl.store(p_out, result, mask=mask)
 
 
 @launches(causal_conv1d_update, invariant={})
-def causal_conv1d_update_triton(x, weight, bias, conv_state, state_slots, *, out) -> Tensor:
-    return _launch(x, weight, bias, conv_state, state_slots, out, double_gated=False, most_channels=512)
+def causal_conv1d_update_triton(x, weight, bias, conv_state, state_slots, *, silu, out) -> Tensor:
+    return _launch(x, weight, bias, conv_state, state_slots, out, double_gated=False, silu=silu, most_channels=512)
 
 
 @launches(short_conv_decode, invariant={})
 def short_conv_decode_triton(projected, weight, bias, conv_state, state_slots, *, out) -> Tensor:
-    return _launch(projected, weight, bias, conv_state, state_slots, out, double_gated=True, most_channels=256)
+    return _launch(
+        projected, weight, bias, conv_state, state_slots, out, double_gated=True, silu=False, most_channels=256
+    )
 
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_slots: Tensor, out: Tensor | None, *,
-    double_gated: bool, most_channels: int,
+    double_gated: bool, silu: bool, most_channels: int,
 ) -> Tensor:  # fmt: skip
     num_rows, (num_channels, kernel) = x.shape[0], weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous() and state_slots.is_contiguous()
@@ -116,7 +120,7 @@ def _launch(
         block = min(most_channels, next_power_of_2(num_channels))
         _conv_update_kernel[(num_rows, cdiv(num_channels, block))](
             x, weight, bias, conv_state, state_slots, out, x.stride(0),
-            C=num_channels, W=kernel, BLOCK_C=block, DOUBLE_GATED=double_gated, KEEP=keep,
+            C=num_channels, W=kernel, BLOCK_C=block, DOUBLE_GATED=double_gated, SILU=silu, KEEP=keep,
             num_warps=4, **early_launch(x.device),
         )  # fmt: skip
     return out
