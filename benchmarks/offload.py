@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
@@ -52,6 +52,7 @@ class Sizes:
         host_gib, disk_host_gib: host memory, of the engine without and with files.
         trace: the sessions of agents.
         turns: upper bound on the turns of a session.
+        settings: more settings of the engines.
     """
 
     prefix: int = 100_000
@@ -63,13 +64,14 @@ class Sizes:
     disk_host_gib: float = 2.0
     trace: AgentTrace = AgentTrace(shared_tokens=4096, first_tokens=20_000, output_tokens=150, max_context=80_000)
     turns: int = 4
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 SIZES = {
-    "qwen3-next-12l": Sizes(),
+    "qwen3-next-12l": Sizes(settings={"mamba_ssm_dtype": "bfloat16"}),
     "qwen3-0.6b": Sizes(
-        host_gib=13.0, disk_host_gib=4.0,
-        trace=AgentTrace(shared_tokens=1024, first_tokens=4000, turn_tokens=400, output_tokens=150, max_context=16_000),
+        host_gib=15.0, disk_host_gib=4.0,
+        trace=AgentTrace(shared_tokens=1024, first_tokens=3000, turn_tokens=400, output_tokens=150, max_context=12_000),
     ),
     "bundled": Sizes(
         prefix=1500, disk_prefix=700, others=4, alone=10, repeats=2, host_gib=0.3, disk_host_gib=0.1,
@@ -96,11 +98,17 @@ def tokens(seed: int, count: int, top: int = 400) -> list[int]:
 
 
 def greedy(count: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=0)
 
 
 def generate(llm: LLM, prompt: list[int], count: int = 1) -> Any:
     return llm.generate({"prompt_token_ids": prompt}, greedy(count), use_tqdm=False)[0]
+
+
+def bits(output: Any) -> tuple[int, float]:
+    """The first token and its log probability."""
+    (token,) = output.outputs[0].token_ids
+    return token, output.outputs[0].logprobs[0][token].logprob
 
 
 class Bench:
@@ -115,7 +123,7 @@ class Bench:
         self._settings: dict[str, Any] = {
             "device": device, "max_model_len": sizes.prefix + 1024, "max_num_seqs": sizes.others + 2,
             "num_kv_pages": pages, "num_state_slots": sizes.others + 48, "eviction_policy": "lru",
-        }  # fmt: skip
+        } | sizes.settings  # fmt: skip
         if folder is not None:
             self._settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
 
@@ -126,7 +134,7 @@ class Bench:
             torch.cuda.empty_cache()
         began = time.perf_counter()
         llm = LLM(self._folder, **self._settings, **settings)
-        self.note(**{f"start_{name}_s": time.perf_counter() - began})
+        self.note(**{f"start_{name}_s": time.perf_counter() - began, f"stages_{name}": llm.startup})
         generate(llm, tokens(77, min(8192, self.sizes.prefix)))  # the clocks rise
         try:
             yield llm
@@ -158,22 +166,22 @@ class Bench:
             self.note(off_ms=self.decode_ms(llm))
             self.replay(llm, "off")
 
-    def with_files(self, below: dict[str, Any]) -> list[int]:
-        """Replay with files. Returns the first token after the prefix that the restart reads."""
+    def with_files(self, below: dict[str, Any]) -> tuple[int, float]:
+        """Replay with files. Returns the first token, by a hit on the device, of the prefix that the restart reads."""
         with self.engine("disk", **below) as llm:
             self.replay(llm, "disk")
             computed = generate(llm, tokens(5, self.sizes.disk_prefix))
             self.note(disk_computed_first_token_ms=1e3 * computed.metrics.time_to_first_token)
-            return list(computed.outputs[0].token_ids)
+            return bits(generate(llm, tokens(5, self.sizes.disk_prefix)))
 
-    def after_a_restart(self, below: dict[str, Any], first: list[int]) -> None:
+    def after_a_restart(self, below: dict[str, Any], hit: tuple[int, float]) -> None:
         with self.engine("restart", **below) as llm:
             read = generate(llm, tokens(5, self.sizes.disk_prefix))
             self.note(
                 disk_first_token_ms=1e3 * read.metrics.time_to_first_token,
                 disk_report=str(read.cache_report),
                 disk_loaded_gb=llm.stats().loaded_bytes / 1e9,
-                disk_equal=list(read.outputs[0].token_ids) == first,
+                disk_equal=bits(read) == hit,
             )
 
     # -- one long prefix -------------------------------------------------------------------------------------------
@@ -198,6 +206,7 @@ class Bench:
             bytes_per_token=core.manager.spec.kv_bytes_per_token, state_bytes=core.manager.spec.slot_bytes,
             computed_first_token_ms=1e3 * computed.metrics.time_to_first_token,
         )  # fmt: skip
+        hit = bits(generate(llm, prompt))
         evict_all(llm)
         stats = core.stats()
         self.note(stored_gb=stats.stored_bytes / 1e9, stores_gb_s=rate(stats.stored_bytes, stats.stored_seconds))
@@ -206,7 +215,7 @@ class Bench:
             before = core.stats()
             output = generate(llm, prompt)
             after = core.stats()
-            assert output.outputs[0].token_ids == computed.outputs[0].token_ids, "a restored prefix has another token"
+            assert bits(output) == hit, "a restored prefix has other bits than a hit on the device"
             moved = after.restored_bytes - before.restored_bytes
             rows.append(
                 {

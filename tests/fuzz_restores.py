@@ -32,6 +32,7 @@ import torch
 
 from tests import x_matrix as matrix
 from tests.engine.conftest import assert_idle
+from tests.offload.always import AlwaysRestore
 from weft import LLM, SamplingParams
 from weft.bench import report
 from weft.cache.spec import CacheSpec
@@ -112,7 +113,7 @@ class Life:
             engine = matrix.Poisoned(llm, self.reference, self.settings["enable_overlap"])
             restores = llm._core.scheduler.restores
             assert restores is not None
-            restores.tier.costs.latency_s = -1e9  # every restore is worth it
+            restores.tier.costs = AlwaysRestore()
             restores._slice_pages = rng.randint(1, 20)
             for _ in range(RETURNS):
                 self.serve(engine, [rng.choice(turns) for _ in range(rng.choice([1, 1, 2, 3]))])

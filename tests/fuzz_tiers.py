@@ -19,6 +19,7 @@ import torch
 
 from tests.fuzz_engine import Episode, run_for
 from tests.fuzz_references import ARCHITECTURES, Reference
+from tests.offload.always import AlwaysRestore
 from tests.unread import Unread
 from weft.cache.spec import CacheSpec
 from weft.config import resolve
@@ -49,7 +50,7 @@ class TierEpisode(Episode):
         restores = self.llm._core.scheduler.restores
         assert restores is not None
         if self.rng.random() < 0.9:
-            restores.tier.costs.latency_s = -1e9  # every restore is worth it
+            restores.tier.costs = AlwaysRestore()
         self._unread = Unread(self.llm)
         restores._slice_pages = self.rng.randint(1, 20)
         super()._traffic()

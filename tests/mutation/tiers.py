@@ -65,7 +65,7 @@ TIERS = (
         'if (header["name"], header["fingerprint"]) != (name, fingerprint):', "if False:", "tests/offload/test_disk.py",
     ),
     mutant(
-        "tier-uses-rejected", "what could not be read is not used", "weft/offload/restores.py",
+        "tier-uses-rejected", "what could not be read is not used", "weft/offload/loads.py",
         "tier.end_loading(entry, keep=not reason)", "tier.end_loading(entry, keep=True)", "tests/offload/test_disk.py",
     ),
     mutant(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.offload.always import AlwaysRestore
 from tests.offload.fake_host import request
 from tests.offload.test_engine import PROMPTS, TINY, serve
 from tests.offload.test_tier import PROMPT, House
@@ -116,7 +117,7 @@ def engine(folder: Path, **more: Any) -> LLM:
 def always_restores(llm: LLM) -> LLM:
     restores = llm._core.scheduler.restores
     assert restores is not None
-    restores.tier.costs.latency_s = -1e9
+    restores.tier.costs = AlwaysRestore()
     return llm
 
 
@@ -230,17 +231,40 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatc
     assert read(tmp_path) == CONTENT and len(list(tmp_path.glob("*/*/*"))) == 1
 
 
-def test_a_rejected_file_is_not_used(tmp_path: Path) -> None:
+def with_files(folder: Path) -> House:
+    """A house whose tier has ``PROMPT`` in files alone."""
     house = House()
     house.serve(PROMPT)
     house.evict()
-    house.tier.disk = tier = DiskTier(tmp_path, "f", 10**9, 1e9)
+    house.tier.disk = tier = DiskTier(folder, "f", 10**9, 1e9)
     for store in (house.tier.pages, house.tier.states):
         for entry in store.entries():
             tier._add(entry_of(name_of(entry)), 10, time.time())
             store.drop(entry)
     assert house.found([*PROMPT, 1]) == 22
+    return house
+
+
+def test_a_rejected_file_is_not_used(tmp_path: Path) -> None:
+    house = with_files(tmp_path)
+    tier = house.tier.disk
+    assert tier is not None
     assert house.restores.waits(request("r", PROMPT), house.manager.match([*PROMPT, 1]), 0)
     loads = tier.take_orders()
     house.restores.files_done([(order.number, 10, "" if place else "torn") for place, order in enumerate(loads)])
     assert house.found([*PROMPT, 1]) == 0 and len(tier) == 6
+
+
+def test_a_request_waits_for_files_no_longer_than_computing_takes(tmp_path: Path) -> None:
+    house = with_files(tmp_path)
+    house.tier.costs.flops_per_s = 1e30
+    late, other = request("r", PROMPT), request("other", PROMPT)
+    assert not house.restores.waits(late, house.manager.match([*PROMPT, 1]), 0)
+    house.tier.costs.flops_per_s = None
+    assert house.restores.waits(other, house.manager.match([*PROMPT, 1]), 0)
+    assert house.restores.still_waits(other)
+    house.restores._deadlines["other"] = time.monotonic()
+    assert not house.restores.still_waits(other)
+    assert not house.restores.waits(other, house.manager.match([*PROMPT, 1]), 0)
+    house.restores.files_done([(order.number, 10, "") for order in house.restores.take_file_orders()])
+    assert house.found([*PROMPT, 1]) == 22, "the files were read for others"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.errors import ConfigError
+from weft.runner.host_link import DirectLink
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPTS = [[(i * i + seed) % 300 + 5 for i in range(150)] for seed in range(4)]
@@ -51,7 +53,7 @@ def test_requests_that_wait_for_a_restore_are_looked_up_once(monkeypatch: pytest
         assert restores is not None
         lookups, match = [], manager.match
         restores._slice_pages = 1
-        monkeypatch.setattr(manager, "match", lambda *args, **more: lookups.append(args) or match(*args, **more))
+        monkeypatch.setattr(manager, "match", lambda *args, **more: (lookups.append(args), match(*args, **more))[1])
         for index in range(2):
             llm.add_request({"prompt_token_ids": PROMPTS[index]}, PARAMS)
         counts = []
@@ -61,6 +63,24 @@ def test_requests_that_wait_for_a_restore_are_looked_up_once(monkeypatch: pytest
                 counts.append(len(lookups))
     assert counts.count(2) > 1, "both requests waited for several steps, and were looked up at their begin"
     assert restores.tier.counts.num_restores == 2
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_slow_link_is_measured_and_not_used(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
+    """The first restore measures the link. What follows depends on that measurement alone."""
+    if is_slow:
+        copy = DirectLink.to_device
+        monkeypatch.setattr(DirectLink, "to_device", lambda *args: (time.sleep(0.4), copy(*args))[1])
+    with LLM(**TINY, kv_offloading_size=0.1) as llm:
+        first = [serve(llm, index)[0] for index in range(4)]
+        again = [serve(llm, index) for _ in range(2) for index in range(4)]
+        stats = llm.stats()
+    assert [tokens for tokens, *_ in again] == first * 2
+    if is_slow:
+        assert (stats.num_restores, stats.num_refused_restores) == (1, 7)
+        assert "but restoring would take" in again[-1][1]
+    else:
+        assert stats.num_restores > 2
 
 
 def test_too_little_memory_is_refused() -> None:

@@ -23,6 +23,7 @@ class Below(msgspec.Struct, frozen=True):
         kind: the reason for which the state was stored.
         num_bytes: bytes to copy.
         refused: the reason why the prefix is computed again instead; empty if it is restored.
+        compute_s: seconds that computing it would take; None if nothing was measured yet.
     """
 
     num_tokens: int
@@ -32,6 +33,7 @@ class Below(msgspec.Struct, frozen=True):
     kind: CheckpointKind = "end"
     num_bytes: int = 0
     refused: str = ""
+    compute_s: float | None = None
 
 
 class Tier(Protocol):

@@ -11,7 +11,7 @@ WEIGHT = 0.2
 """Weight of a new measurement."""
 
 LATENCY_S = 2e-3
-"""Seconds that a restore takes in addition to its copies: one step orders them, and a later step uses them."""
+"""The latency of a restore before the first one is measured."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class RestoreCosts:
         bytes_per_s: of restores.
         flops_per_s: of prefills.
         disk_bytes_per_s: of reading files.
-        latency_s: seconds of a restore besides its copies.
+        latency_s: seconds of a restore besides its copies. One step orders the copies, and a later step uses them.
     """
 
     bytes_per_s: float | None = None
@@ -35,6 +35,10 @@ class RestoreCosts:
         if seconds > 0:
             self.bytes_per_s = _moved(self.bytes_per_s, num_bytes / seconds)
 
+    def restored(self, seconds: float, copy_seconds: float) -> None:
+        """Note a whole restore, and the seconds of its copies."""
+        self.latency_s = _moved(self.latency_s, max(0.0, seconds - copy_seconds))
+
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """Note files that were read."""
         if seconds > 0 and num_bytes:
@@ -45,12 +49,17 @@ class RestoreCosts:
         if seconds > 0 and flops > 0:
             self.flops_per_s = _moved(self.flops_per_s, flops / seconds)
 
+    def seconds_to_compute(self, flops: float) -> float | None:
+        """Seconds of a prefill; None before the first measurement."""
+        return flops / self.flops_per_s if self.flops_per_s is not None else None
+
     def refusal(self, num_bytes: int, flops: float, disk_bytes: int = 0) -> str:
         """The reason why computing is quicker; empty if restoring is. ``disk_bytes`` have to be read from files
         first."""
-        if self.bytes_per_s is None or self.flops_per_s is None:
+        computing = self.seconds_to_compute(flops)
+        if self.bytes_per_s is None or computing is None:
             return ""
-        restoring, computing = self.latency_s + num_bytes / self.bytes_per_s, flops / self.flops_per_s
+        restoring = self.latency_s + num_bytes / self.bytes_per_s
         if disk_bytes and self.disk_bytes_per_s is not None:
             restoring += disk_bytes / self.disk_bytes_per_s
         if restoring <= computing:

@@ -16,6 +16,9 @@ from weft.cache.nodes import Node, Tokens
 
 KEY_BYTES = 16
 
+KEYS_AHEAD = 63
+"""Keys that are computed in advance. A lookup asks for one after the other."""
+
 MAX_REMEMBERED = 128
 """Upper bound on sequences whose keys are remembered between lookups."""
 
@@ -110,12 +113,19 @@ class SequenceKeys:
 
     def __getitem__(self, count: int) -> bytes:
         """The key of the first ``count`` pages."""
-        keys, page_bytes = self._keys, 8 * self._page_size
-        assert count * page_bytes <= len(self._bytes), "the sequence has fewer pages"
-        while len(keys) <= count - self.first:
-            begin = (self.first + len(keys) - 1) * page_bytes
-            keys.append(page_key(keys[-1], self._bytes[begin : begin + page_bytes]))
-        return keys[count - self.first]
+        if count - self.first >= len(self._keys):
+            self._extend(count)
+        return self._keys[count - self.first]
+
+    def _extend(self, count: int) -> None:
+        """Compute the keys up to ``count`` pages, and some after them."""
+        data, size, keys = self._bytes, 8 * self._page_size, self._keys
+        key, num_pages = keys[-1], len(data) // size
+        assert count <= num_pages, "the sequence has fewer pages"
+        end = min(count + KEYS_AHEAD, num_pages) * size
+        for begin in range((self.first + len(keys) - 1) * size, end, size):
+            key = page_key(key, data[begin : begin + size])
+            keys.append(key)
 
     def state(self, count: int, tail: int) -> bytes:
         """The key of the state after ``count`` pages and ``tail`` tokens."""

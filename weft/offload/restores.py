@@ -30,6 +30,7 @@ from weft.cache.nodes import Prefix
 from weft.cache.tier import Below
 from weft.messages import FileOrder, SchedulerOutput, Transfer
 from weft.offload.disk_tier import DiskEntry
+from weft.offload.loads import Loads
 from weft.offload.store import Entry
 from weft.offload.tier import HostTier
 from weft.outputs import CacheReport
@@ -37,6 +38,9 @@ from weft.request import Request
 
 MAX_SLICES = 4
 """Upper bound on slices that are ordered and not done. More would hold back the copies of evicted entries."""
+
+FILES_S = 2.0
+"""How long a request waits for files, before it is known how long computing its prefix would take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +53,7 @@ class Restore:
         begun: time of the begin.
         num_before: tokens that the request could reuse without it.
         num_ordered: pages that were ordered.
+        copy_seconds: seconds of its finished copies.
         is_complete: whether everything was ordered.
         outstanding: numbers of ordered copies that are not done.
         failed: whether its content is not to be used.
@@ -59,27 +64,10 @@ class Restore:
     begun: float
     num_before: int
     num_ordered: int = 0
+    copy_seconds: float = 0.0
     is_complete: bool = False
     outstanding: dict[int, Transfer] = field(default_factory=dict)
     failed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """Files on their way to host memory.
-
-    Attributes:
-        request_id: the request that needs them.
-        begun: time of the begin.
-        pinned: entries of the prefix that are in host memory already.
-        waiting: number of the order -> the file, and the place that it fills.
-    """
-
-    request_id: str
-    begun: float
-    pinned: list[Entry]
-    waiting: dict[int, tuple[DiskEntry, Entry]] = field(default_factory=dict)
-    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +94,19 @@ class Restores:
         self._had: dict[str, Restored | None] = {}
         self._blocked: set[str] = set()  # until the restore or the load in flight ends
         self._confirmed: list[int] = []
-        self._load: Load | None = None
-        self._loaded: set[str] = set()
-        self._orphans: dict[int, Entry] = {}  # places that a thread may still fill for a step that broke
+        self._loads = Loads(tier)
+        self._deadlines: dict[str, float] = {}  # of requests that wait for files
 
     # -- waiting requests ------------------------------------------------------------------------------------------
 
     def still_waits(self, request: Request) -> bool:
         """Whether a request waits for what is in flight. Its prefix need not be looked up again before that ends."""
-        return request.request_id in self._blocked
+        return request.request_id in self._blocked and not self._is_late(request)
+
+    def _is_late(self, request: Request) -> bool:
+        """Whether a request has waited for files as long as computing its prefix would take."""
+        deadline = self._deadlines.get(request.request_id)
+        return deadline is not None and time.monotonic() >= deadline
 
     def waits(self, request: Request, match: Match, num_running: int) -> bool:
         """Whether a waiting request waits for a restore, which may begin now. Others pass it."""
@@ -126,7 +118,7 @@ class Restores:
         below = match.below
         if self._active is not None and self._for == request.request_id:
             return True
-        if self._load is not None and self._load.request_id == request.request_id:
+        if self._loads.is_for(request) and not self._is_late(request):
             return True
         if below is None or request.request_id in self._had:
             return False
@@ -135,7 +127,11 @@ class Restores:
             self._had[request.request_id] = None
             return False
         if any(isinstance(entry, DiskEntry) for entry in _entries(below)):
-            return self._load is not None or self._begin_load(request, below)
+            self._deadlines.setdefault(request.request_id, time.monotonic() + (below.compute_s or FILES_S))
+            if not self._is_late(request) and (self._loads.is_active or self._loads.begin(request, _entries(below))):
+                return True
+            self._had[request.request_id] = None
+            return False
         if self._active is not None:
             return True
         self.tier.pin(_entries(below))  # making room on the device evicts entries of the host too
@@ -146,60 +142,13 @@ class Restores:
         self._had[request.request_id] = None
         self._for = request.request_id
         self._active = Restore(lease, below, time.monotonic(), match.num_tokens)
-        self.tier.touch(below)
         self.tier.counts.num_restores += 1
-        return True
-
-    def _begin_load(self, request: Request, below: Below) -> bool:
-        """Read the files of a prefix into host memory. Returns False, and reads none, if it has no room for them, or if
-        the request had its turn."""
-        tier = self.tier
-        assert tier.disk is not None
-        if request.request_id in self._loaded:
-            self._had[request.request_id] = None
-            return False
-        self._loaded.add(request.request_id)
-        entries = _entries(below)
-        load = Load(request.request_id, time.monotonic(), [entry for entry in entries if isinstance(entry, Entry)])
-        tier.pin(load.pinned)
-        added: list[tuple[DiskEntry, Entry]] = []
-        for file in entries:
-            if isinstance(file, DiskEntry) and (entry := tier.add_loading(file)) is not None:
-                added.append((file, entry))
-        if len(load.pinned) + len(added) < len(entries):
-            tier.unpin(load.pinned)
-            for _, entry in added:
-                tier.end_loading(entry, keep=False)
-            self._had[request.request_id] = None
-            return False
-        load.waiting = {tier.disk.load(file, entry.place): (file, entry) for file, entry in added}
-        self._load = load
         return True
 
     def files_done(self, files: Collection[tuple[int, int, str]]) -> None:
         """Note the ends of file orders: number, bytes, and the reason of a failure."""
-        tier, load = self.tier, self._load
-        assert tier.disk is not None
-        for number, num_bytes, reason in files:
-            saved = tier.disk.saved(number, num_bytes, reason)
-            if saved is not None:
-                tier.unpin([saved])
-            elif number in self._orphans:
-                tier.unpin([self._orphans.pop(number)])
-            elif load is not None and number in load.waiting:
-                file, entry = load.waiting.pop(number)
-                tier.end_loading(entry, keep=not reason)
-                if reason:
-                    tier.disk.rejected(file, reason)
-                else:
-                    tier.disk.counts.num_disk_loads += 1
-                    tier.disk.counts.loaded_bytes += num_bytes
-                    load.num_bytes += num_bytes
-        if load is not None and not load.waiting:
-            self._load = None
+        if self._loads.files_done(files):
             self._blocked.clear()
-            tier.unpin(load.pinned)
-            tier.costs.loaded(load.num_bytes, time.monotonic() - load.begun)
 
     def _begin(self, match: Match, below: Below, request: Request, num_running: int) -> Lease | None:
         """Lock the part of the prefix that the device has, and take a slot. None if the request would not fit."""
@@ -243,7 +192,8 @@ class Restores:
     def ended(self, request: Request) -> None:
         """Forget a request that waits no more."""
         self._had.pop(request.request_id, None)
-        self._loaded.discard(request.request_id)
+        self._loads.forget(request)
+        self._deadlines.pop(request.request_id, None)
         self._blocked.discard(request.request_id)
 
     def admitted(self, request: Request, lease: Lease) -> CacheReport:
@@ -252,7 +202,7 @@ class Restores:
         before = had.num_before if had is not None else lease.num_cached_tokens
         counts.num_external_query_tokens += max(0, len(lease.tokens) - before)
         hits = min(had.num_tokens, lease.num_cached_tokens) - before if had is not None else 0
-        where = "disk" if request.request_id in self._loaded else "host memory"
+        where = "disk" if self._loads.was_for(request) else "host memory"
         self.ended(request)
         if had is None or hits <= 0:
             return lease.report
@@ -273,7 +223,7 @@ class Restores:
     @property
     def needs_steps(self) -> bool:
         """Whether steps without requests are worth launching, to move copies on."""
-        return self._active is not None or self._load is not None
+        return self._active is not None or self._loads.is_active
 
     @property
     def has_unsaved(self) -> bool:
@@ -351,6 +301,7 @@ class Restores:
                 self._confirmed.append(number)
                 counts.restored_bytes += num_bytes
                 counts.restored_seconds += seconds
+                active.copy_seconds += seconds
                 self.tier.costs.copied(num_bytes, seconds)
             else:
                 self.tier.stored(number, seconds)
@@ -369,15 +320,8 @@ class Restores:
         lost: set[Entry] = set()
         for transfer in step.stores:
             lost.update(self.tier.broke(transfer.number))
-        if self._load is not None:
-            for order in step.files:
-                if (waiting := self._load.waiting.pop(order.number, None)) is not None:
-                    self._orphans[order.number] = waiting[1]
-                    self.tier.abandon(waiting[1])
-            if not self._load.waiting:
-                self.tier.unpin(self._load.pinned)
-                self._load = None
-                self._blocked.clear()
+        if self._loads.broke(step):
+            self._blocked.clear()
         if active is not None:
             broken = [t.number for t in step.restores if active.outstanding.pop(t.number, None) is not None]
             active.failed |= bool(broken) or not lost.isdisjoint(_entries(active.below))
@@ -390,11 +334,14 @@ class Restores:
         self._active = None
         self._blocked.clear()
         self._manager.restored(active.lease, keep=not active.failed)
+        self.tier.touch(active.below)
         self.tier.unpin(_entries(active.below))
+        seconds = time.monotonic() - active.begun
         if active.failed:
             self.tier.counts.num_failed_restores += 1
-        elif self._for in self._had:
-            seconds = time.monotonic() - active.begun
+            return
+        self.tier.costs.restored(seconds, active.copy_seconds)
+        if self._for in self._had:
             self._had[self._for] = Restored(active.num_before, active.below.num_tokens, seconds)
 
     def stats(self) -> dict[str, Any]:

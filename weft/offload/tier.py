@@ -91,6 +91,7 @@ class HostTier:
         self.costs, self.counts = RestoreCosts(), TierCounts()
         self.policy: WritePolicy = policy
         self._spec, self._size, self._budget = spec, spec.page_size, page_budget
+        self._page_bytes, self._slot_bytes = spec.page_bytes, spec.slot_bytes  # sums over layers
         self._keys = PageKeys(fingerprint, spec.page_size)
         self._orders = _Orders()
         self._sent: dict[int, list[Entry]] = {}
@@ -133,7 +134,7 @@ class HostTier:
         if self.states.get(key) is not None:
             self.states.touch(key)
         elif (entry := self.states.add(key, prefix, tail, checkpoint.kind)) is not None:
-            page = node.pages[count - node.start // self._size] if tail and self._spec.page_bytes else 0
+            page = node.pages[count - node.start // self._size] if tail and self._page_bytes else 0
             self._orders.states.append((checkpoint.slot, entry.place, page))
             self._order(entry)
 
@@ -174,7 +175,9 @@ class HostTier:
         flops = self._spec.prefill_flops(num_tokens, found.num_tokens)
         on_disk = [entry for entry in (*found.pages, found.state) if isinstance(entry, DiskEntry)]
         disk_bytes = sum(self._bytes_of(entry) for entry in on_disk)
-        return replace(found, refused=self.costs.refusal(found.num_bytes, flops, disk_bytes))
+        costs = self.costs
+        refused = costs.refusal(found.num_bytes, flops, disk_bytes)
+        return replace(found, refused=refused, compute_s=costs.seconds_to_compute(flops))
 
     def _page(self, key: bytes) -> Entry | DiskEntry | None:
         """A page of host memory, or else of the disk."""
@@ -194,7 +197,7 @@ class HostTier:
         return tails if self.disk is None else sorted({*tails, *self.disk.tails(prefix)})
 
     def _bytes_of(self, entry: Entry | DiskEntry) -> int:
-        return self._spec.slot_bytes if entry.prefix else self._spec.page_bytes
+        return self._slot_bytes if entry.prefix else self._page_bytes
 
     def _longest_kv(self, keys: SequenceKeys, kv: int, num_tokens: int) -> Below | None:
         """The longest run of whole pages, for models without states."""
@@ -203,7 +206,7 @@ class HostTier:
         end = (shared + len(pages)) * self._size
         if min(end, len(keys.tokens) - 1) <= num_tokens:
             return None
-        return Below(end, shared * self._size, pages, num_bytes=len(pages) * self._spec.page_bytes)
+        return Below(end, shared * self._size, pages, num_bytes=len(pages) * self._page_bytes)
 
     def _pages_from(self, keys: SequenceKeys, first: int, end: int) -> list[Entry | DiskEntry]:
         """The entries of pages ``first``, ``first + 1``, … up to the first one that is missing."""
@@ -222,7 +225,7 @@ class HostTier:
         pages: list[Entry | DiskEntry] = []
         best: tuple[int, Entry | DiskEntry] | None = None
         for count in range(num_tokens // size, limit // size + 1):
-            if count > shared and self._spec.page_bytes:
+            if count > shared and self._page_bytes:
                 entry = self._page(keys[count])
                 if entry is None:
                     break
@@ -235,9 +238,9 @@ class HostTier:
             return None
         position, state = best
         if position <= kv:
-            return Below(position, position, [], state, state.kind, self._spec.slot_bytes)
+            return Below(position, position, [], state, state.kind, self._slot_bytes)
         pages = pages[: position // size - shared]
-        num_bytes = len(pages) * self._spec.page_bytes + self._spec.slot_bytes
+        num_bytes = len(pages) * self._page_bytes + self._slot_bytes
         return Below(position, shared * size, pages, state, state.kind, num_bytes)
 
     def touch(self, below: Below) -> None:
@@ -274,7 +277,7 @@ class HostTier:
 
     def num_bytes(self, transfer: Transfer) -> int:
         """Bytes that a copy moves."""
-        return len(transfer.pages) * self._spec.page_bytes + len(transfer.states) * self._spec.slot_bytes
+        return len(transfer.pages) * self._page_bytes + len(transfer.states) * self._slot_bytes
 
     def stored(self, number: int, seconds: float) -> None:
         """Note that a copy to the host is done."""

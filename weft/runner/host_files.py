@@ -15,6 +15,8 @@ from weft.messages import FileOrder
 from weft.offload import disk
 
 NUM_THREADS = 4
+"""Threads that read files, and as many that write or remove them. A request waits for reads, nobody for writes."""
+
 WAIT_S = 5e-3
 
 
@@ -24,7 +26,8 @@ class HostFiles:
     def __init__(self, folder: Path, fingerprint: str, pages: Tensor, states: Tensor) -> None:
         self._folder, self._fingerprint = folder, fingerprint
         self._pages, self._states = pages.numpy(), states.numpy()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-tier")
+        self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-tier-read")
+        self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-tier-write")
         self._finished: deque[tuple[int, int, str]] = deque()
         self._ended = threading.Event()
         self._num_waiting = 0
@@ -34,10 +37,11 @@ class HostFiles:
         for order in orders:
             if order.kind == "drop":
                 path = disk.path_of(self._folder, self._fingerprint, order.name)
-                self._threads.submit(path.unlink, missing_ok=True)
+                self._writers.submit(path.unlink, missing_ok=True)
             else:
                 self._num_waiting += 1
-                self._threads.submit(self._run, order)
+                threads = self._readers if order.kind == "load" else self._writers
+                threads.submit(self._run, order)
 
     def _run(self, order: FileOrder) -> None:
         content = memoryview((self._states if order.is_state else self._pages)[order.place])
@@ -66,4 +70,5 @@ class HostFiles:
 
     def close(self) -> None:
         """Finish the orders in flight."""
-        self._threads.shutdown(cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)
+        self._writers.shutdown(cancel_futures=True)
