@@ -8,8 +8,10 @@ import time
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from weft import LLM, SamplingParams
+from weft.cache.match import Match
 from weft.config import resolve
 from weft.errors import ConfigError
 from weft.runner.host_link import DirectLink
@@ -53,7 +55,12 @@ def test_requests_that_wait_for_a_restore_are_looked_up_once(monkeypatch: pytest
         assert restores is not None
         lookups, match = [], manager.match
         restores._slice_pages = 1
-        monkeypatch.setattr(manager, "match", lambda *args, **more: (lookups.append(args), match(*args, **more))[1])
+
+        def look_up(*args: Any, **more: Any) -> Match:
+            lookups.append(args)
+            return match(*args, **more)
+
+        monkeypatch.setattr(manager, "match", look_up)
         for index in range(2):
             llm.add_request({"prompt_token_ids": PROMPTS[index]}, PARAMS)
         counts = []
@@ -65,12 +72,19 @@ def test_requests_that_wait_for_a_restore_are_looked_up_once(monkeypatch: pytest
     assert restores.tier.counts.num_restores == 2
 
 
+COPY = DirectLink.to_device
+
+
+def slow(*args: Any) -> Tensor:
+    time.sleep(0.4)
+    return COPY(*args)
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_slow_link_is_measured_and_not_used(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
     """The first restore measures the link. What follows depends on that measurement alone."""
     if is_slow:
-        copy = DirectLink.to_device
-        monkeypatch.setattr(DirectLink, "to_device", lambda *args: (time.sleep(0.4), copy(*args))[1])
+        monkeypatch.setattr(DirectLink, "to_device", slow)
     with LLM(**TINY, kv_offloading_size=0.1) as llm:
         first = [serve(llm, index)[0] for index in range(4)]
         again = [serve(llm, index) for _ in range(2) for index in range(4)]
