@@ -34,6 +34,7 @@ import torch
 from weft import LLM, SamplingParams
 from weft.bench import report, trace
 from weft.bench.agent_trace import AgentTrace, write_trace
+from weft.cache.nodes import Prefix
 
 CONFIGS = Path(__file__).parent / "configs"
 PAGE, BLOCK = 16, 512
@@ -105,10 +106,29 @@ def generate(llm: LLM, prompt: list[int], count: int = 1) -> Any:
     return llm.generate({"prompt_token_ids": prompt}, greedy(count), use_tqdm=False)[0]
 
 
-def bits(output: Any) -> tuple[int, float]:
-    """The first token and its log probability."""
-    (token,) = output.outputs[0].token_ids
-    return token, output.outputs[0].logprobs[0][token].logprob
+def content(llm: LLM, prompt: list[int]) -> list[torch.Tensor]:
+    """The KV and the state on the device that the prompt would reuse, in every layer."""
+    core: Any = llm._core
+    manager, caches = core.manager, core._executor._runner.caches
+    match = manager.match(prompt)
+    whole, tail = divmod(match.num_tokens, PAGE)
+    places = manager.tree.page_list(Prefix(match.prefix.node, match.num_tokens))
+    pages = torch.tensor(places[:whole], device=llm.config.device)
+    found = []
+    for name, layer in manager.spec.layers.items():
+        for kind in layer.paged:
+            found += [caches[name][kind.name][pages], caches[name][kind.name][places[-1], :tail].clone()]
+        found += [caches[name][kind.name][match.checkpoint.slot].clone() for kind in layer.states]
+    return found
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(found, expected, strict=True))
+
+
+def logprob(output: Any) -> float:
+    """The log probability of the first token."""
+    return output.outputs[0].logprobs[0][output.outputs[0].token_ids[0]].logprob
 
 
 class Bench:
@@ -116,6 +136,7 @@ class Bench:
 
     def __init__(self, model: str, folder: str | None, device: str, note: Callable[..., None]) -> None:
         self.sizes, self.note = SIZES[model], note
+        self.checks: list[bool] = []
         sizes = self.sizes
         self.sessions = trace_of(sizes)
         self._folder = folder
@@ -144,6 +165,11 @@ class Bench:
             self.note(**{f"stop_{name}_s": time.perf_counter() - began})
             del llm
 
+    def check(self, is_equal: bool) -> None:
+        """Note whether a restored prefix has the bytes that it had before it left the device."""
+        self.checks.append(is_equal)
+        self.note(restored_bytes_equal=self.checks)
+
     def run(self, folder: Path) -> None:
         below = {"kv_offloading_size": self.sizes.disk_host_gib, "kv_offloading_dir": folder}
         self.note(sizes=asdict(self.sizes))
@@ -166,22 +192,24 @@ class Bench:
             self.note(off_ms=self.decode_ms(llm))
             self.replay(llm, "off")
 
-    def with_files(self, below: dict[str, Any]) -> tuple[int, float]:
-        """Replay with files. Returns the first token, by a hit on the device, of the prefix that the restart reads."""
+    def with_files(self, below: dict[str, Any]) -> list[torch.Tensor]:
+        """Replay with files. Returns the KV and state of the prefix that the restart reads."""
         with self.engine("disk", **below) as llm:
             self.replay(llm, "disk")
-            computed = generate(llm, tokens(5, self.sizes.disk_prefix))
+            prompt = tokens(5, self.sizes.disk_prefix)
+            computed = generate(llm, prompt)
             self.note(disk_computed_first_token_ms=1e3 * computed.metrics.time_to_first_token)
-            return bits(generate(llm, tokens(5, self.sizes.disk_prefix)))
+            return [part.cpu() for part in content(llm, prompt)]
 
-    def after_a_restart(self, below: dict[str, Any], hit: tuple[int, float]) -> None:
+    def after_a_restart(self, below: dict[str, Any], expected: list[torch.Tensor]) -> None:
         with self.engine("restart", **below) as llm:
-            read = generate(llm, tokens(5, self.sizes.disk_prefix))
+            prompt = tokens(5, self.sizes.disk_prefix)
+            read = generate(llm, prompt)
+            self.check(equal([part.cpu() for part in content(llm, prompt)], expected))
             self.note(
                 disk_first_token_ms=1e3 * read.metrics.time_to_first_token,
                 disk_report=str(read.cache_report),
                 disk_loaded_gb=llm.stats().loaded_bytes / 1e9,
-                disk_equal=bits(read) == hit,
             )
 
     # -- one long prefix -------------------------------------------------------------------------------------------
@@ -206,7 +234,8 @@ class Bench:
             bytes_per_token=core.manager.spec.kv_bytes_per_token, state_bytes=core.manager.spec.slot_bytes,
             computed_first_token_ms=1e3 * computed.metrics.time_to_first_token,
         )  # fmt: skip
-        hit = bits(generate(llm, prompt))
+        before_eviction = content(llm, prompt)
+        self.note(logprobs_of_hits=[logprob(generate(llm, prompt)) for _ in range(2)])
         evict_all(llm)
         stats = core.stats()
         self.note(stored_gb=stats.stored_bytes / 1e9, stores_gb_s=rate(stats.stored_bytes, stats.stored_seconds))
@@ -215,7 +244,7 @@ class Bench:
             before = core.stats()
             output = generate(llm, prompt)
             after = core.stats()
-            assert bits(output) == hit, "a restored prefix has other bits than a hit on the device"
+            self.check(equal(content(llm, prompt), before_eviction))
             moved = after.restored_bytes - before.restored_bytes
             rows.append(
                 {
@@ -225,6 +254,7 @@ class Bench:
                     "gb": moved / 1e9,
                     "gb_s": rate(moved, output.cache_report.restore_seconds),
                     "copies_gb_s": rate(moved, after.restored_seconds - before.restored_seconds),
+                    "logprob": logprob(output),
                 }
             )
             self.note(restored=rows, share_of_link=1e9 * median(row["gb_s"] for row in rows) / CEILING)
@@ -395,7 +425,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             files = Path(folder) / "files"
             folder_of_model = folder_of(model, SIZES[model].prefix + 4096, Path(folder))
-            Bench(model, folder_of_model, args.device, note).run(files)
+            bench = Bench(model, folder_of_model, args.device, note)
+            bench.run(files)
+            assert all(bench.checks), "a restored prefix has other bytes than before it left the device"
 
 
 if __name__ == "__main__":

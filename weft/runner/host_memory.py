@@ -75,7 +75,8 @@ class HostMemory:
 def _allocate(num_bytes: int, *, pin: bool, owner: object) -> Tensor:
     """Allocate host memory. Pinned memory has huge pages where the system allows them, and is unpinned with ``owner``.
 
-    torch's own allocator of pinned memory rounds sizes up to powers of two.
+    torch's own allocator of pinned memory rounds sizes up to powers of two. Forked processes do not get the memory. The
+    system would copy all pinned pages for each of them at once.
     """
     try:
         block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -83,6 +84,8 @@ def _allocate(num_bytes: int, *, pin: bool, owner: object) -> Tensor:
         raise CapacityError(
             f"the host lacks {num_bytes / 2**30:.2f} GiB for kv_offloading_size ({error}); give a smaller one"
         ) from error
+    with suppress(OSError, AttributeError):
+        block.madvise(mmap.MADV_DONTFORK)
     if not pin:
         return torch.frombuffer(block, dtype=torch.uint8)
     with suppress(OSError, AttributeError):
