@@ -97,6 +97,14 @@ def test_flags_of_the_server_are_refused_by_name(flag: str, capsys: pytest.Captu
     ("argv", "message"),
     [
         (["config", "--max-model-length", "5"], "unknown flag --max-model-length; did you mean --max-model-len"),
+        (
+            ["config", "--cpu-offload-gb", "3"],
+            "--cpu-offload-gb is a flag of vLLM that Weft does not have: weights stay",
+        ),
+        (
+            ["serve", "--block-size=32"],
+            "--block-size is a flag of vLLM that Weft does not have: here it is called --page-",
+        ),
         (["config", "--page-siz=5"], "unknown flag --page-siz; did you mean --page-size"),
         (["config", "--page-size", "many"], "invalid int value: 'many'"),
         (["config", "--cuda-graph-bs", "1,many"], "invalid int value: '1,many'"),

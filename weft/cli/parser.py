@@ -29,7 +29,13 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, word: str) -> NoReturn:
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}; {self._positional_words()}")
+        from weft.config.flag_names import with_flags
+        from weft.config.vllm_settings import VLLM_SETTINGS
+
         flag = word.split("=", maxsplit=1)[0]
+        vllms = VLLM_SETTINGS.get(flag.lstrip("-").replace("-", "_"))
+        if vllms is not None and "--model" in self._option_string_actions:
+            self.error(f"{flag} is a flag of vLLM that Weft does not have: {with_flags(vllms.why)}")
         close = difflib.get_close_matches(flag, self._option_string_actions, n=3)
         self.error(f"unknown flag {flag}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
 
