@@ -17,6 +17,8 @@ from weft.cache.manager import Manager
 from weft.cache.tuning import ReplayCounts, replay_request
 from weft.engine.prefix_hashes import CHUNK, STEP, chunks_of_hashes, reusable_prefixes
 from weft.engine.router import FULL_TOKENS, LOAD_TOKENS, RECENT_S, NoReplicaError, Router
+from weft.offload.reports import UNMEASURED_PRICE, PrefixReports
+from weft.offload.tier import HostTier
 
 
 def prefix_hashes(token_ids: Any, salt: str | None = None) -> list[int]:
@@ -219,6 +221,41 @@ def test_a_replica_that_comes_back_has_what_it_tells_of_from_then_on() -> None:
     router.up(1)
     router.refresh(1, told)
     assert router.choose(other) == 1
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_what_a_replica_would_restore_counts_at_its_price(hybrid: bool) -> None:
+    spec, long = make_spec(linear=1 if hybrid else 0), prompt(1, 7000)
+    tier = HostTier(spec, num_pages=12_000, num_slots=800 if hybrid else 0, fingerprint="")
+    manager = Manager(
+        spec, num_pages=12_000, num_slots=800 if hybrid else 1, enable_prefix_caching=True, tier=tier
+    )  # fmt: skip
+    reports = PrefixReports(tier, spec)
+
+    def told() -> tuple[list[int], list[int]]:
+        hashes = reusable_prefixes(manager.tree, needs_state=hybrid, listener=reports.on_device)
+        return hashes, reports.below(hashes)
+
+    replay_request(manager, [*long, 5], len(long))
+    on_device, below = told()
+    assert not below
+    manager.evict_all()
+    assert told() == ([], sorted(on_device, key=list(reports._keys).index))
+    router, _ = make_router(2)
+    router.refresh(1, *told(), price=0.5)
+    turn = [*long, *prompt(2, 100)]
+    cached = router._cached(router._hashes(turn, None, [0, 1]), [0, 1])
+    assert cached == {0: 0, 1: 0.5 * (len(long) // STEP * STEP)}
+    assert router.choose(turn) == 1
+    router, _ = make_router(2)
+    router.refresh(1, *told(), price=1.0)
+    assert router.choose(turn) == 0, "restoring is no cheaper than computing"
+    tier.clear()
+    assert told() == ([], []) and not reports._keys
+    assert reports.price == UNMEASURED_PRICE
+    tier.costs.copied(10**9, 1.0)
+    tier.costs.computed(1e15, 1.0)
+    assert reports.price == min(1.0, spec.kv_bytes_per_token / 1e9 / (spec.flops_per_token / 1e15))
 
 
 def test_a_choice_costs_little() -> None:

@@ -115,8 +115,8 @@ class FakeCore:
             requests=[],
         )
 
-    def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]:
-        return 1, [1, 2, 3]
+    def cached_prefixes(self, known_version: int) -> tuple[int, wire.CachedPrefixes]:
+        return 1, wire.CachedPrefixes([1, 2, 3])
 
     def reset_prefix_cache(self) -> bool:
         return not self.requests

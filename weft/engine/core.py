@@ -36,6 +36,7 @@ from weft.engine.inspection import Inspection
 from weft.engine.logits_processors import processors_of
 from weft.engine.prefix_hashes import reusable_prefixes
 from weft.engine.snapshot import Snapshot
+from weft.engine.wire import CachedPrefixes
 from weft.errors import EngineDeadError
 from weft.executor.executor import Executor, make_executor
 from weft.executor.rank_process import StartedRank
@@ -228,13 +229,18 @@ class EngineCore:
         """A snapshot for the inspector: the latest steps and requests, tree and pools."""
         return self._inspection.snapshot(self.stats(), tokens_per_node)
 
-    def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]:
-        """The version of the prefix tree, and hashes of its reusable prefixes; no hashes if the caller knows the
+    def cached_prefixes(self, known_version: int) -> tuple[int, CachedPrefixes]:
+        """The version of the prefix tree, and hashes of the reusable prefixes; no hashes if the caller knows the
         version."""
-        tree = self.manager.tree
+        tree, restores = self.manager.tree, self.scheduler.restores
         if tree.version == known_version:
-            return known_version, []
-        return tree.version, reusable_prefixes(tree, needs_state=self.manager.spec.slot_bytes > 0)
+            return known_version, CachedPrefixes([])
+        needs_state = self.manager.spec.slot_bytes > 0
+        if restores is None:
+            return tree.version, CachedPrefixes(reusable_prefixes(tree, needs_state=needs_state))
+        reports = restores.reports
+        hashes = reusable_prefixes(tree, needs_state=needs_state, listener=reports.on_device)
+        return tree.version, CachedPrefixes(hashes, reports.below(hashes), reports.price)
 
     def _save_tier(self) -> None:
         """Write all that the tree holds to the disk tier, if there is one, for the next start."""

@@ -13,7 +13,7 @@ the hash up to there with other bits (``passing``).
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,13 @@ def passing(value: int) -> int:
     return value ^ _PASSING
 
 
-def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:
+class Listener(Protocol):
+    """Told of every reported hash: its node, its position, and whether a request could start there."""
+
+    def __call__(self, value: int, node: Node, position: int, *, is_start: bool) -> None: ...
+
+
+def reusable_prefixes(tree: RadixTree, *, needs_state: bool, listener: Listener | None = None) -> list[int]:
     """Hashes of the prefixes in ``tree`` from which a request could start, and of the chunks on the way, most recently
     used first.
 
@@ -69,11 +75,16 @@ def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:
         node, before, at_step = stack.pop()  # hashes of all tokens before the node, and up to the last multiple
         hashes = np.add.accumulate(_terms(node.start, node.tokens)) + np.uint64(before)
         for position, last_used in _positions(node, needs_state):
-            inside = position - node.start
+            inside = position // STEP * STEP - node.start
             value = int(hashes[inside - 1]) if inside > 0 else at_step
             found[value] = max(last_used, found.get(value, 0))
+            if listener is not None:
+                listener(value, node, position, is_start=True)
         for position in range(node.start // CHUNK * CHUNK + CHUNK, node.end + 1, CHUNK) if needs_state else ():
-            found[passing(int(hashes[position - node.start - 1]))] = node.last_used
+            mark = passing(int(hashes[position - node.start - 1]))
+            found[mark] = node.last_used
+            if listener is not None:
+                listener(mark, node, position, is_start=False)
         last = node.end // STEP * STEP - node.start
         at_end = int(hashes[-1]) if len(hashes) else before
         stack += [(c, at_end, int(hashes[last - 1]) if last > 0 else at_step) for c in node.children.values()]
@@ -81,9 +92,10 @@ def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:
 
 
 def _positions(node: Node, needs_state: bool) -> list[tuple[int, int]]:
-    """Multiples of ``STEP`` up to which a request could reuse this node, each with its time of last use."""
+    """Positions from which a request could start in this node, each with its time of last use. Without states these
+    are multiples of ``STEP``."""
     if needs_state:
-        return [(p // STEP * STEP, c.last_used) for p, c in node.checkpoints.items() if p >= STEP]
+        return [(p, c.last_used) for p, c in node.checkpoints.items() if p >= STEP]
     return [(p, node.last_used) for p in range((node.start // STEP + 1) * STEP, node.end + 1, STEP)]
 
 

@@ -207,7 +207,7 @@ class ReplicaSet:
             case wire.Outputs():
                 self._take(member, message)
             case wire.CachedPrefixes():
-                self._router.refresh(member.index, message.hashes)
+                self._router.refresh(member.index, message.hashes, message.below, message.price)
             case wire.Ready():
                 self._became_ready(member, message.capacity)
             case wire.Failed():

@@ -4,9 +4,10 @@ Job: estimate the tokens to compute on each replica, from the replica's cache an
 the replicas. Does not know: processes, text.
 
 The cost of a request on a replica is the number of prompt tokens to compute, plus ``LOAD_TOKENS`` for every open
-completion there. If the replica runs as many completions as it can, the prompt would have to wait. It then costs all
-its tokens and ``FULL_TOKENS`` more. A conversation therefore stays where its cache is, until that replica is much
-busier than another one.
+completion there. A token that the replica would restore from the tier below its device counts at its price. If the
+replica runs as many completions as it can, the prompt would have to wait. It then costs all its tokens and
+``FULL_TOKENS`` more. A conversation therefore stays where its cache is, until that replica is much busier than another
+one.
 
 A replica reports from time to time what it has cached (``refresh``). Prompts sent to it within ``RECENT_S`` count as
 cached as well, up to the first new chunk of tokens. The turns of a conversation thus go to the same replica, and so do
@@ -34,6 +35,8 @@ class Replica:
         is_up: whether it accepts requests.
         num_open: number of its open completions.
         reported: hashes of prefixes that it reported.
+        below: hashes of prefixes that it would restore.
+        price: cost of restoring a token there, as a share of the cost of computing it.
         sent: hashes of recently sent prefixes, each with the time of sending.
         sent_since: lower bound on the times in ``sent``.
     """
@@ -41,6 +44,8 @@ class Replica:
     is_up: bool = False
     num_open: int = 0
     reported: set[int] = field(default_factory=set)
+    below: set[int] = field(default_factory=set)
+    price: float = 1.0
     sent: dict[int, float] = field(default_factory=dict)
     sent_since: float = 0.0
 
@@ -50,7 +55,7 @@ class Replica:
 
     def goes_beyond(self, value: int) -> bool:
         """Whether the replica may have whole chunks beyond the prefix with this hash."""
-        return value in self.sent or value in self.reported or passing(value) in self.reported
+        return value in self.sent or any({value, passing(value)} & known for known in (self.reported, self.below))
 
     def expire_sent(self, now: float) -> None:
         """Drop prefixes that were sent too long ago."""
@@ -98,12 +103,19 @@ class Router:
                 break
         return hashes
 
-    def _cached(self, hashes: list[int], up: list[int]) -> dict[int, int]:
-        """Number of prompt tokens that each replica has, as far as known."""
+    def _cached(self, hashes: list[int], up: list[int]) -> dict[int, float]:
+        """Number of prompt tokens that each replica has, as far as known. Those below its device count less."""
         tokens = dict(zip(hashes, range(STEP, STEP * len(hashes) + 1, STEP), strict=True))
-        return {index: max(map(tokens.__getitem__, self.replicas[index].known(hashes)), default=0) for index in up}
+        found: dict[int, float] = {}
+        for index in up:
+            replica = self.replicas[index]
+            found[index] = on_device = max(map(tokens.__getitem__, replica.known(hashes)), default=0)
+            if replica.below:
+                restored = max(map(tokens.__getitem__, replica.below.intersection(hashes)), default=0)
+                found[index] += (1.0 - replica.price) * max(0, restored - on_device)
+        return found
 
-    def _cost(self, index: int, num_missing: int, num_tokens: int) -> int:
+    def _cost(self, index: int, num_missing: float, num_tokens: int) -> float:
         num_open = self.replicas[index].num_open
         cost = num_missing + LOAD_TOKENS * num_open
         return cost + num_tokens + FULL_TOKENS if num_open >= self.max_num_seqs else cost
@@ -112,14 +124,15 @@ class Router:
         """Note that a completion on a replica has ended."""
         self.replicas[index].num_open -= 1
 
-    def refresh(self, index: int, reported: Iterable[int]) -> None:
-        """Note the prefixes that a replica has cached."""
-        self.replicas[index].reported = set(reported)
+    def refresh(self, index: int, reported: Iterable[int], below: Iterable[int] = (), price: float = 1.0) -> None:
+        """Note the prefixes that a replica has cached, on its device and below."""
+        self.replicas[index].reported, self.replicas[index].below = set(reported), set(below)
+        self.replicas[index].price = price
         self.replicas[index].expire_sent(self._clock())
 
     def reset(self, index: int) -> None:
         """Note that a replica has dropped all its cached prefixes."""
-        self.replicas[index].reported, self.replicas[index].sent = set(), {}
+        self.replicas[index].reported, self.replicas[index].below, self.replicas[index].sent = set(), set(), {}
 
     def up(self, index: int) -> None:
         """Note that a replica accepts requests, with nothing cached."""

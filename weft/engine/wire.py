@@ -181,9 +181,17 @@ class Inspected(msgspec.Struct, frozen=True, tag="inspected"):
 
 
 class CachedPrefixes(msgspec.Struct, frozen=True, tag="prefixes"):
-    """The prefixes that a replica has cached; see ``weft/engine/prefix_hashes.py``."""
+    """The prefixes that a replica has cached; see ``weft/engine/prefix_hashes.py``.
+
+    Attributes:
+        hashes: of prefixes on the device.
+        below: of prefixes that the tier below would restore.
+        price: cost of restoring a token, as a share of the cost of computing it.
+    """
 
     hashes: list[int]
+    below: list[int] = []
+    price: float = 1.0
 
 
 FromEngine = Configured | Stage | Ready | Failed | Outputs | Inspected | CachedPrefixes | PrefixCacheReset

@@ -87,6 +87,12 @@ class PageKeys:
             return self.root(node.salt)
         return self.of_node(node)[at - node.start // size - 1]
 
+    def of_state(self, node: Node, position: int) -> tuple[bytes, bytes]:
+        """The key of the whole pages before ``position`` on the path of ``node``, and that of the state there."""
+        before = self.before(node, position)
+        tail = path_tokens(node, position // self._page_size * self._page_size, position)
+        return before, state_key(before, as_bytes(tail))
+
     def of_sequence(self, tokens: Tokens, salt: str | None, node: Node | None, first: int) -> SequenceKeys:
         """Keys of a sequence from page ``first`` on. The path of ``node`` holds its first ``first`` pages. The keys
         are remembered while the caller keeps asking with the same array."""

@@ -31,6 +31,7 @@ from weft.cache.tier import Below
 from weft.messages import FileOrder, SchedulerOutput, Transfer
 from weft.offload.disk_tier import DiskEntry
 from weft.offload.loads import Loads
+from weft.offload.reports import PrefixReports
 from weft.offload.store import Entry
 from weft.offload.tier import HostTier
 from weft.outputs import CacheReport
@@ -87,7 +88,7 @@ class Restores:
     """
 
     def __init__(self, manager: Manager, tier: HostTier, slice_pages: int) -> None:
-        self.tier = tier
+        self.tier, self.reports = tier, PrefixReports(tier, manager.spec)
         self._manager, self._slice_pages = manager, max(1, slice_pages)
         self._active: Restore | None = None
         self._for: str = ""

@@ -32,7 +32,7 @@ from weft.cache.tier import Below
 from weft.messages import Transfer
 from weft.offload.costs import RestoreCosts
 from weft.offload.disk_tier import DiskEntry, DiskTier
-from weft.offload.keys import PageKeys, SequenceKeys, as_bytes, path_tokens, state_key
+from weft.offload.keys import PageKeys, SequenceKeys
 from weft.offload.store import Entry, HostStore
 
 WritePolicy = Literal["write_back", "write_through_selective"]
@@ -92,7 +92,7 @@ class HostTier:
         self.policy: WritePolicy = policy
         self._spec, self._size, self._budget = spec, spec.page_size, page_budget
         self._page_bytes, self._slot_bytes = spec.page_bytes, spec.slot_bytes  # sums over layers
-        self._keys = PageKeys(fingerprint, spec.page_size)
+        self.keys = PageKeys(fingerprint, spec.page_size)
         self._orders = _Orders()
         self._sent: dict[int, list[Entry]] = {}
         self._to_copy: deque[tuple[Node, int]] = deque()
@@ -117,7 +117,7 @@ class HostTier:
 
     def _store_pages(self, node: Node, pages: Iterable[int]) -> None:
         """Copy whole pages that end inside the node's span, given by their place in the sequence."""
-        keys, first = self._keys.of_node(node), node.start // self._size
+        keys, first = self.keys.of_node(node), node.start // self._size
         for page in pages:
             key = keys[page - first]
             if self.pages.get(key) is not None:
@@ -129,8 +129,7 @@ class HostTier:
     def _store_state(self, checkpoint: Checkpoint) -> None:
         node, position = checkpoint.node, checkpoint.position
         count, tail = divmod(position, self._size)
-        prefix = self._keys.before(node, position)
-        key = state_key(prefix, as_bytes(path_tokens(node, count * self._size, position)))
+        prefix, key = self.keys.of_state(node, position)
         if self.states.get(key) is not None:
             self.states.touch(key)
         elif (entry := self.states.add(key, prefix, tail, checkpoint.kind)) is not None:
@@ -152,7 +151,7 @@ class HostTier:
             node, num_tokens = self._to_copy[0]
             for each in reversed(list(node.path())) if node.attached else ():
                 pages = range(each.start // self._size, min(each.end, num_tokens) // self._size)
-                keys = self._keys.of_node(each)
+                keys = self.keys.of_node(each)
                 new = [page for page in pages if self.pages.get(keys[page - pages.start]) is None][:left]
                 self._store_pages(each, new)
                 left -= len(new)
@@ -165,7 +164,7 @@ class HostTier:
         if not (self.pages or self.states or self.disk) or num_tokens >= len(tokens) - 1:
             return None
         first = num_tokens // self._size
-        keys = self._keys.of_sequence(tokens, salt, prefix.node, first)
+        keys = self.keys.of_sequence(tokens, salt, prefix.node, first)
         if self._spec.has_states:
             found = self._longest_with_state(keys, prefix.num_tokens, num_tokens, len(tokens) - 1)
         else:
@@ -178,6 +177,10 @@ class HostTier:
         costs = self.costs
         refused = costs.refusal(found.num_bytes, flops, disk_bytes)
         return replace(found, refused=refused, compute_s=costs.seconds_to_compute(flops))
+
+    def has(self, key: bytes) -> bool:
+        """Whether a page or a state is in host memory or in a file."""
+        return (self._state(key) if self.states.get(key) is not None else self._page(key)) is not None
 
     def _page(self, key: bytes) -> Entry | DiskEntry | None:
         """A page of host memory, or else of the disk."""
@@ -340,7 +343,7 @@ class HostTier:
     # -- what is not kept ------------------------------------------------------------------------------------------
 
     def forget(self, tokens: Tokens, salt: str | None) -> None:
-        keys = SequenceKeys(tokens, salt, 0, self._keys.root(salt), self._size)
+        keys = SequenceKeys(tokens, salt, 0, self.keys.root(salt), self._size)
         for count in range(len(tokens) // self._size + 1):
             self._forget(self.pages, keys[count])
             for tail in self._tails(keys[count]):
