@@ -8,22 +8,54 @@ engines, their poisoned memory and the paths are those of the x-matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from tests.deterministic import PATHS, Alone, InCompany, check, open_company
-from tests.x_matrix import DENSE, HYBRID, MODES, OVERLAP, PHASES, WHOLE, make_reference, part
+from tests.deterministic import (
+    FP8,
+    GUESSES,
+    HEAD,
+    PATHS,
+    REPEATS,
+    Alone,
+    InCompany,
+    check,
+    make_folder,
+    open_company,
+    open_drafting,
+)
+from tests.x_matrix import DENSE, HYBRID, MODES, OVERLAP, PHASES, WHOLE, WITH_HEAD, part
 
 KINDS = [HYBRID, DENSE, "BambaForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "Lfm2MoeForCausalLM"]
-COLUMNS = list(product(KINDS, MODES, OVERLAP)) if WHOLE else [(HYBRID, "NONE", "overlap"), (HYBRID, "FULL", "in turn")]
+IN_FP8 = [HYBRID + FP8 + "block", HYBRID + FP8 + "channel-token", DENSE + FP8 + "tensor-static"]
+MORE_KINDS = ["GptOssForCausalLM", "KimiLinearForCausalLM", IN_FP8[2]]
+"""Kinds that ``make test`` runs as well, in two cases."""
+EVERY = product([*KINDS, *MORE_KINDS, "BailingHybridForCausalLM", *IN_FP8[:2]], MODES, OVERLAP)
+COLUMNS = list(EVERY) if WHOLE else [(HYBRID, "NONE", "overlap"), (HYBRID, "FULL", "in turn")]
+DRAFTS = [(HYBRID, GUESSES), (DENSE, GUESSES), (WITH_HEAD, HEAD), (WITH_HEAD, REPEATS)]
+DRAFTING = (
+    list(product(DRAFTS, MODES, OVERLAP)) if WHOLE else [(DRAFTS[0], "FULL", "overlap"), (DRAFTS[2], "NONE", "overlap")]
+)
+
+
+class References(dict[str, Alone]):
+    """Engines that run each request alone, started when they are asked for."""
+
+    def __init__(self, make_path: Callable[[str], Path]) -> None:
+        self._make_path = make_path
+
+    def __missing__(self, name: str) -> Alone:
+        folder = make_folder(name, self._make_path("tiny"))
+        self[name] = alone = Alone(folder, temperature=0.8 * (name != WITH_HEAD))
+        return alone
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Alone]]:
-    names = {column[0] for column in COLUMNS}
-    found = {name: Alone(make_reference(name, tmp_path_factory.mktemp("tiny")).folder) for name in names}
+    found = References(tmp_path_factory.mktemp)
     yield found
     for alone in found.values():
         alone.shutdown()
@@ -40,3 +72,24 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Alone]) -> Iter
 @pytest.mark.parametrize("path", PATHS)
 def test_bits_do_not_depend_on_the_company(engine: InCompany, path: str, phase: str, length: int) -> None:
     check(engine, path, phase, length)
+
+
+@pytest.fixture(scope="module", params=DRAFTING, ids=lambda column: f"{'-'.join(column[0])}-{column[1]}-{column[2]}")
+def drafting(request: pytest.FixtureRequest, references: dict[str, Alone]) -> Iterator[InCompany]:
+    (name, by), mode, overlap = request.param
+    with open_drafting(name, mode, overlap, references, by=by) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("length", part(65, 210))
+@pytest.mark.parametrize("phase", PHASES if WHOLE else ["decode"])
+@pytest.mark.parametrize("path", PATHS)
+def test_bits_do_not_depend_on_drafts(drafting: InCompany, path: str, phase: str, length: int) -> None:
+    check(drafting, path, phase, length)
+
+
+@pytest.mark.parametrize("name", MORE_KINDS)
+def test_other_layers_and_weights(name: str, references: dict[str, Alone]) -> None:
+    with open_company(name, "NONE", "overlap", references) as engine:
+        check(engine, "branch hit", "decode", 129)
+        check(engine, "preempted", "mixed", 65)

@@ -25,7 +25,7 @@ from weft.forward_context import Verification
 from weft.ops.attention.paged import paged_attention_triton
 from weft.ops.delta_rule import gdn_verify
 from weft.ops.delta_rule.decode import gdn_decode_triton
-from weft.ops.delta_rule.verify import gdn_verify_triton
+from weft.ops.delta_rule.verify import launch_verify
 
 MODEL = "B"
 CONTEXT, MAX_LEN = (1024, 2048) if ON_GPU else (48, 64)
@@ -48,16 +48,14 @@ def gdn_row(num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
     before = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     places = [slots_of(1 + i * num_seqs * tokens, num_seqs, tokens) for i in range(sets)]
     working, table = places[0]
-    out = gdn_verify_triton(**arguments, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
+    out = launch_verify(**arguments, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
     wide = gdn.wide(before)
     want = gdn_verify.reference(**wide, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
     errors = {
         "out": error(out, want),
         "state": error(arguments["state"][table.flatten().long()], wide["state"][table.flatten().long()].double()),
     }
-    verify = [
-        partial(gdn_verify_triton, **arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY) for p in places
-    ]
+    verify = [partial(launch_verify, **arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY) for p in places]
     one = arguments | {"projected": arguments["projected"][:num_seqs]}
     decode = [partial(gdn_decode_triton, **one, state_slots=p[0], geometry=gdn.GEOMETRY) for p in places]
     times = {"verify_us": time_us(verify), "decode_us": time_us(decode)}

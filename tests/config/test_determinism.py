@@ -15,6 +15,9 @@ from weft.config.determinism import VLLM_VARIABLE
 from weft.errors import ConfigError
 from weft.runner.model_runner import _check_order_of_sums
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+RATE = {"synthetic_acceptance_rate": 0.5}
+
 
 def settings(folder: Path, **more: Any) -> Any:
     return resolve(model=str(folder), skip_tokenizer_init=True, device="cpu", **more)
@@ -47,9 +50,9 @@ def test_states_stay_in_float32(tmp_path: Path) -> None:
     [
         ({"max_num_batched_tokens": 99, "max_num_seqs": 36}, "max_num_batched_tokens=99.*give 100 or more"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+        ({"speculative_config": NGRAM, "cuda_graph_mode": "PIECEWISE"}, "PIECEWISE: .*use FULL_AND_PIECEWISE"),
+        ({"speculative_config": NGRAM | RATE, "load_format": "dummy"}, "synthetic_acceptance_rate"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'.*use float32"),
-        ({"quantization": "fp8"}, "FP8 weights"),
         ({"enable_torch_compile": True, "cuda_graph_mode": "FULL"}, "enable_torch_compile"),
         (
             {"enable_piecewise_cuda_graph": True, "piecewise_cuda_graph_compiler": "eager"},
@@ -63,13 +66,11 @@ def test_what_cannot_be_promised_is_refused(hybrid: Path, more: dict[str, Any], 
         settings(hybrid, deterministic=True, **more)
 
 
-@pytest.mark.parametrize(
-    ("arch", "problem"),
-    [("GptOssForCausalLM", "SlidingWindow"), ("KimiLinearForCausalLM", "KimiDelta, LatentAttention")],
-)
-def test_layers_without_a_fixed_order_are_refused(arch: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"layers of {arch} \({problem}\)"):
-        settings(make_checkpoint(arch, tmp_path), deterministic=True)
+def test_drafts_of_layers_that_run_them_as_prefills_are_refused(hybrid: Path, tmp_path: Path) -> None:
+    assert settings(hybrid, deterministic=True, speculative_config=NGRAM).num_drafts == 2
+    with pytest.raises(ConfigError, match=r"speculative_config: layers of BambaForCausalLM .*leave it out"):
+        folder = make_checkpoint("BambaForCausalLM", tmp_path)
+        settings(folder, deterministic=True, speculative_config=NGRAM)
 
 
 def test_names_of_other_engines(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,9 +95,12 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arch", "more", "problem"),
     [
         ("JambaForCausalLM", {}, r"layers of JambaForCausalLM \(Mamba\)"),
-        ("MiniMaxForCausalLM", {}, r"layers of MiniMaxForCausalLM \(LightningAttention\)"),
+        ("GptOssForCausalLM", {}, r"layers of GptOssForCausalLM \(SlidingWindow\)"),
+        ("KimiLinearForCausalLM", {}, r"layers of KimiLinearForCausalLM \(KimiDelta\).*latent attention on a GPU"),
+        ("Qwen3NextForCausalLM", {"quantization": "fp8"}, "FP8 weights on a GPU.*FP8 experts on a GPU"),
         ("NemotronHForCausalLM", {}, "activation 'relu2'.*allowed: silu"),
         ("Qwen3ForCausalLM", {"dtype": "float16"}, "dtype='float16' on a GPU"),
+        ("Qwen3ForCausalLM", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 16}}, "15 or fewer"),
         ("Qwen3ForCausalLM", {"backend": "torch", "enforce_eager": True}, "backend='torch' on a GPU"),
     ],
 )

@@ -66,8 +66,30 @@ DETERMINISM = (
         '        values["mamba_ssm_dtype"] = "float32"\n', "        pass\n", "tests/config/test_determinism.py",
     ),
     mutant(
-        "drafts-are-accepted", "what cannot be promised is refused", "weft/config/determinism.py",
-        'if values["speculative_config"] is not None:', "if False:", "tests/config/test_determinism.py",
+        "drafts-as-prefills", "layers that verify drafts as a prefill refuse them", "weft/config/determinism.py",
+        "    if not model.verifies:\n", "    if False:\n", "tests/config/test_determinism.py",
+    ),
+    mutant(
+        "drafts-beside-prefills", "a step with a prefill verifies no drafts", "weft/scheduler/draft_steps.py",
+        "len(decoding) == len(planned) and all", "all", GRID,
+    ),
+    mutant(
+        "some-have-drafts", "all requests of a step verify equally many drafts", "weft/scheduler/draft_steps.py",
+        "    if grid is not None and any(len(e.token_ids)", "    if False and any(len(e.token_ids)", GRID,
+    ),
+    mutant(
+        "drafts-across-borders", "a verification has splits of one length", "weft/scheduler/step_grid.py",
+        "not any(start - most < border <= start + most", "not any(False", GRID,
+    ),
+    mutant(
+        "followers-across-borders", "a verification that follows another has splits of one length",
+        "weft/scheduler/draft_steps.py", "    if grid is not None and not all(grid.may_verify(each.request)",
+        "    if False and not all(grid.may_verify(each.request)", GRID,
+    ),
+    mutant(
+        "verified-together", "sequences verify drafts one by one", "weft/ops/delta_rule/__init__.py",
+        'by_sequence("projected", "state_slots", "slots")', "lambda f, *args, **kwargs: f(*args, **kwargs)",
+        f"{MATRIX}::test_bits_do_not_depend_on_drafts",
     ),
     mutant(
         "silent-operations", "an operation that states nothing refuses the mode", "weft/ops/backend.py",

@@ -11,20 +11,28 @@ from typing import Any
 from weft.config.attention import AttentionConfig
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.lightning_attention import LightningAttentionConfig
 from weft.config.mamba import MambaConfig
 from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig
 from weft.config.short_conv import ShortConvConfig
+from weft.config.sliding_window import SlidingWindowConfig
+from weft.config.sum_order import MOST_QUERY_ROWS
 from weft.errors import ConfigError
 
 VLLM_VARIABLE = "VLLM_BATCH_INVARIANT"
 """An environment variable of vLLM that asks for the same. ``deterministic`` has precedence."""
 
-_MIXERS = (AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MambaConfig, LightningAttentionConfig, ShortConvConfig)
+_MIXERS = (
+    AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MambaConfig, LightningAttentionConfig, ShortConvConfig,
+    SlidingWindowConfig, KimiDeltaConfig, LatentAttentionConfig,
+)  # fmt: skip
 _ACTIVATIONS = ("silu", "relu2")
-UNPROVEN_ON_GPU: tuple[Any, ...] = (MambaConfig, LightningAttentionConfig, "relu2")
-"""Layers and activations whose kernels the tests have not run on a GPU in this mode."""
+UNPROVEN_ON_GPU: tuple[Any, ...] = (
+    MambaConfig, "relu2", "drafts", "FP8", SlidingWindowConfig, KimiDeltaConfig,
+)  # fmt: skip
+"""Layers, activations and features that the tests have not run on a GPU in this mode."""
 _COST = (
     "the same bits whatever else runs; slower products, reuse up to multiples of 64 prompt tokens, none of generated "
     "tokens"
@@ -46,7 +54,9 @@ def choose_determinism(values: dict[str, Any], reasons: dict[str, str], model: M
     if values["mamba_ssm_dtype"] == "bfloat16" and "mamba_ssm_dtype" not in given:
         values["mamba_ssm_dtype"] = "float32"
         reasons["mamba_ssm_dtype"] = "deterministic: a step's end must not round the state"
-    problems = [*_problems_of_settings(values), *_problems_of_model(values, model)]
+    problems = [
+        *_problems_of_settings(values), *_problems_of_drafts(values, model), *_problems_of_model(values, model)
+    ]  # fmt: skip
     if problems:
         raise ConfigError(f"deterministic=True is not possible with {'; nor with '.join(problems)}")
 
@@ -65,8 +75,6 @@ def _problems_of_settings(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"dtype={values['dtype']!r} on a GPU: its kernels were measured in bfloat16; use dtype='bfloat16'"
     if values["tensor_parallel_size"] > 1:
         yield "tensor_parallel_size above 1: the sum over ranks has no fixed order; use data_parallel_size"
-    if values["speculative_config"] is not None:
-        yield "speculative_config: verification sums in another order than decoding; leave it out"
     if values["kv_offloading_size"]:
         yield "kv_offloading_size: what comes back may have been computed in other pieces; leave it out"
     if values["mamba_ssm_dtype"] == "bfloat16":
@@ -80,9 +88,35 @@ def _problems_of_settings(values: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _problems_of_drafts(values: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+    """Yield what keeps a verification from computing the bits of decodes. ``model``: with a head that drafts."""
+    config = values["speculative_config"]
+    if config is None:
+        return
+    if values["device"] == "cuda" and "drafts" in UNPROVEN_ON_GPU:
+        yield "speculative_config on a GPU: tests have not run it there; leave it out"
+    if values["cuda_graph_mode"] == "PIECEWISE":
+        yield "speculative_config in mode PIECEWISE: drafts would run as short prefills; use FULL_AND_PIECEWISE"
+    if not model.verifies:
+        yield f"speculative_config: layers of {model.architecture} would run drafts as short prefills; leave it out"
+    groups = [m.num_heads // m.num_kv_heads for m in _mixers(model) if isinstance(m, AttentionConfig)]
+    most = min((MOST_QUERY_ROWS // group - 1 for group in groups), default=config.num_speculative_tokens)
+    if values["device"] == "cuda" and config.num_speculative_tokens > most:
+        yield (
+            f"num_speculative_tokens={config.num_speculative_tokens} on a GPU: the attention of so many tokens sums in "
+            f"another order; give {most} or fewer"
+        )
+    if config.synthetic_acceptance_rate is not None:
+        yield "synthetic_acceptance_rate: what is drafted becomes part of the text; leave it out"
+
+
+def _mixers(model: ModelConfig) -> list[Any]:
+    return [mixer for modules in model.mixers.values() for mixer in modules.values()]
+
+
 def _problems_of_model(values: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     """Yield each impossible property of the checkpoint with its reason and the remedy."""
-    mixers = {type(mixer) for modules in model.mixers.values() for mixer in modules.values()}
+    mixers = set(map(type, _mixers(model)))
     unproven = UNPROVEN_ON_GPU if values["device"] == "cuda" else ()
     supported = [mixer for mixer in _MIXERS if mixer not in unproven]
     others = sorted(mixer.__name__.removesuffix("Config") for mixer in mixers if mixer not in supported)
@@ -91,7 +125,11 @@ def _problems_of_model(values: Mapping[str, Any], model: ModelConfig) -> Iterato
     activations = [name for name in _ACTIVATIONS if name not in unproven]
     if model.activation not in activations:
         yield f"the activation {model.activation!r} of {model.architecture}; allowed: {', '.join(activations)}"
-    if model.quantization is not None:
-        yield "FP8 weights: their kernels follow the number of rows; use an unquantised checkpoint"
+    if model.quantization is not None and "FP8" in unproven:
+        yield "FP8 weights on a GPU: tests have not run them there; use an unquantised checkpoint"
+    if model.quantization is not None and model.moe is not None and values["device"] == "cuda":
+        yield "FP8 experts on a GPU: their kernels follow the number of rows; use an unquantised checkpoint"
+    if values["device"] == "cuda" and LatentAttentionConfig in mixers:
+        yield "latent attention on a GPU: the matrix library absorbs queries and follows the number of rows"
     if model.runs_vision:
         yield "images: the vision tower's products follow the images of a step; set language_model_only=True"

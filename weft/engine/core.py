@@ -29,6 +29,7 @@ from weft.cache.spec import CacheSpec
 from weft.cache.tuning import AlphaTuner
 from weft.config import EngineConfig
 from weft.config.chunks import CHUNK_SIZE
+from weft.config.sum_order import LONGER_SPLITS_FROM
 from weft.engine.exclusions import no_token_left
 from weft.engine.failures import Failures
 from weft.engine.grammars import Grammars
@@ -81,7 +82,7 @@ class EngineCore:
             policy=config.schedule_policy,
             drafts=_make_drafts(config, self.manager, self.plan.max_model_len),
             encoder=_make_encoder(config),
-            grid=StepGrid(CHUNK_SIZE) if config.deterministic else None,
+            grid=_step_grid(config) if config.deterministic else None,
             restores=_make_restores(config, self.manager, tier),
         )
         self._tuner = _make_tuner(config, self.manager)
@@ -286,6 +287,10 @@ def _make_tier(config: EngineConfig, spec: CacheSpec) -> HostTier | None:
     from weft.offload.build import make_tier
 
     return make_tier(config, spec)
+
+
+def _step_grid(config: EngineConfig) -> StepGrid:
+    return StepGrid(CHUNK_SIZE, (LONGER_SPLITS_FROM, 8 * LONGER_SPLITS_FROM), config.num_drafts)
 
 
 def _make_restores(config: EngineConfig, manager: Manager, tier: HostTier | None) -> Restores | None:

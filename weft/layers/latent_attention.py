@@ -19,6 +19,7 @@ from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
 from weft.ops.attention import latent_attention, store_latents
 from weft.ops.rotary import apply_rotary
+from weft.ops.rows import by_row, whole
 
 _EPS = 1e-6
 """Epsilon of the latents' norms, whatever the model's is."""
@@ -114,11 +115,12 @@ class LatentAttention(PagedAttention):
         if self._cos_sin is not None:
             of_shared, shared = _rotate_pairs(of_shared, shared, batch.positions, self._cos_sin)
         store_latents(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), cache, batch.slot_mapping)
-        absorbed = _per_head(own, self.kv_b_proj.get_parameter("k"))
+        rows = by_row("x", "gate") if self._backend.is_invariant else whole
+        absorbed = rows(_per_head, own, self.kv_b_proj.get_parameter("k"), None)
         q = torch.cat([absorbed, of_shared], dim=-1)
         attended = latent_attention(q, cache, batch, rank=geometry.rank, scale=self._scale, backend=self._backend)
-        values = _per_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2))
-        return (values * gate.sigmoid()[..., None] if gates else values).flatten(1)
+        weight = self.kv_b_proj.get_parameter("v").transpose(1, 2)
+        return rows(_per_head, attended, weight, gate if gates else None).flatten(1)
 
 
 def _rotate_pairs(q: Tensor, shared: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,6 +131,7 @@ def _rotate_pairs(q: Tensor, shared: Tensor, positions: Tensor, cos_sin: Tensor)
     return q, k[:, 0]
 
 
-def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """``[T, H, K] x [H, K, N] -> [T, H, N]``."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+def _per_head(x: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
+    """``[T, H, K] x [H, K, N] -> [T, H, N]``, times the sigmoid of ``gate [T, H]``."""
+    y = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    return y if gate is None else y * gate.sigmoid()[..., None]

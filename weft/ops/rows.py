@@ -71,6 +71,19 @@ def by_row(*names: str) -> Callable[..., Any]:
     return run
 
 
+def by_sequence(*names: str) -> Callable[..., Any]:
+    """Run an operation for each sequence. The arguments ``names`` have rows for each sequence, the last of them one."""
+
+    def run(reference: Reference, *args: Any, **kwargs: Any) -> Any:
+        arguments = _named(reference, args, kwargs)
+        count = arguments[names[-1]].shape[0]
+        each = {name: arguments[name].shape[0] // count for name in names} if count else {}
+        cuts = [{name: _alone(arguments[name], i * size, size) for name, size in each.items()} for i in range(count)]
+        return _together([reference(**arguments | cut) for cut in cuts]) if count else reference(**arguments)
+
+    return run
+
+
 def _row(arguments: Mapping[str, Any], names: tuple[str, ...], i: int) -> dict[str, Any]:
     cut: dict[str, Any] = {}
     for name in names:
@@ -82,7 +95,7 @@ def _row(arguments: Mapping[str, Any], names: tuple[str, ...], i: int) -> dict[s
 
 
 def by_token(reference: Reference, *args: Any, **kwargs: Any) -> Tensor:
-    """Run attention for each token, as a decode: ``q [T, *]``, ``out``."""
+    """Run attention for each token, as a decode: ``q [T, H, D]``, ``out``. Results have ``rank`` columns, if given."""
     arguments = _named(reference, args, kwargs)
     batch, out, q = arguments.pop("batch"), arguments.pop("out", None), arguments["q"]
     run = _each_token(reference)
@@ -91,7 +104,7 @@ def by_token(reference: Reference, *args: Any, **kwargs: Any) -> Tensor:
         counts = torch.full((3,), count, dtype=torch.int32)
         batch = replace(batch, mixed=MixedBatch(counts, batch.state_slots, max_prefills=0))
     if batch.mixed is not None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        out = q.new_empty(*q.shape[:2], arguments.get("rank", q.shape[2])) if out is None else out
         return device_work(run, batch, out, arguments)
     result = run(**arguments, batch=batch)
     return result if out is None else out.copy_(result)
@@ -100,7 +113,7 @@ def by_token(reference: Reference, *args: Any, **kwargs: Any) -> Tensor:
 @functools.cache
 def _each_token(reference: Reference) -> Callable[..., Tensor]:
     def run(q: Tensor, batch: Batch, **others: Any) -> Tensor:
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        out = q.new_zeros(*q.shape[:2], others.get("rank", q.shape[2]))
         bounds, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
         one = torch.tensor([0, 1], dtype=torch.int32)
         for s in range(batch.num_seqs):

@@ -18,6 +18,7 @@ from weft.cache.manager import Manager
 from weft.messages import ModelOutput
 from weft.scheduler.draft_planner import DraftPlanner, Drafts
 from weft.scheduler.running import EMPTY, Launched, Planned, Running
+from weft.scheduler.step_grid import StepGrid
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,19 @@ ON_DEVICE = -1
 """A placeholder for a draft that only the device knows, and for the number of such drafts."""
 
 
-def add_drafts(planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
-    """Add drafts to a plan's decoding requests as pages, slots and budget allow. Returns the new plan and budget."""
+def add_drafts(
+    planner: DraftPlanner, planned: list[Planned], budget: int, grid: StepGrid | None = None
+) -> tuple[list[Planned], int]:
+    """Add drafts to a plan's decoding requests as pages, slots and budget allow. With a grid all requests of the plan
+    get equally many, or none does. Returns the new plan and budget."""
     requests = [plan.running.request for plan in planned]
     decoding = [p for p, r in zip(planned, requests, strict=True) if r.num_tokens_to_compute == 1 and not r.num_pending]
+    if grid is not None and not (len(decoding) == len(planned) and all(map(grid.may_verify, requests))):
+        return planned, budget
     drafts = planner.plan([(p.running.request, p.running.lease) for p in decoding], len(planned), budget)
     if not drafts:
+        return planned, budget
+    if grid is not None and any(len(e.token_ids) != planner.num_drafts_at(len(planned)) for e in drafts):
         return planned, budget
     found = {plan.running.row: entry for plan, entry in zip(decoding, drafts, strict=True)}
     nothing = Drafts(EMPTY, 0)
@@ -62,8 +70,9 @@ def _any_drafts(running: Sequence[Running]) -> bool:
 
 
 def following_step(
-    planner: DraftPlanner, manager: Manager, running: Sequence[Running], in_flight: Steps, budget: int
-) -> list[Planned] | None:
+    planner: DraftPlanner, manager: Manager, running: Sequence[Running], in_flight: Steps, budget: int,
+    grid: StepGrid | None = None,
+) -> list[Planned] | None:  # fmt: skip
     """Plan the step after the one in flight, in which every sequence verifies as many drafts as there, or decodes.
 
     Returns None if the plan needs the results first, for one of these reasons:
@@ -73,6 +82,7 @@ def following_step(
     - The maximum of tokens finds no room, or exceeds ``budget``.
     - Nothing was drafted recently.
     - States have to be stored at certain positions.
+    - The grid lets a sequence decode only.
     """
     count = planner.num_drafts_at(len(running))
     if (1 + count) * len(running) > budget:
@@ -85,6 +95,8 @@ def following_step(
     if not alike or before not in ((0, count) if planner.may_be_none else (count,)) or len(running) > len(launched):
         return None
     if planner.may_be_none and not _any_drafts(running):
+        return None
+    if grid is not None and not all(grid.may_verify(each.request) for each in running):
         return None
     planned = []
     for each in running:

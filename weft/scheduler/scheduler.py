@@ -168,9 +168,11 @@ class Scheduler:
         preempted_before = self._num_preemptions
         planned, budget = self._plan_running()
         if self._num_preemptions == preempted_before:
-            if self.drafts is not None:
+            if self.drafts is not None and self._grid is None:
                 planned, budget = add_drafts(self.drafts, planned, budget)
             self._plan_waiting(planned, budget)
+            if self.drafts is not None and self._grid is not None:  # a step with prefills verifies nothing
+                planned, _ = add_drafts(self.drafts, planned, budget, self._grid)
         return self.steps.launch(planned) if planned or self._restores_now else None
 
     def _follow(self, planner: DraftPlanner) -> SchedulerOutput | None:
@@ -179,7 +181,7 @@ class Scheduler:
         if len(self._waiting) > num_blocked and self._rows.has_room:
             return None
         running, in_flight = self._rows.running, self.steps.in_flight
-        planned = following_step(planner, self.manager, running, in_flight, self.max_num_batched_tokens)
+        planned = following_step(planner, self.manager, running, in_flight, self.max_num_batched_tokens, self._grid)
         return self.steps.launch(planned) if planned else None
 
     def _plan_running(self) -> tuple[list[Planned], int]:

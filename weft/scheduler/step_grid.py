@@ -8,6 +8,8 @@ Job: say how many of a request's next tokens a step may run. Owns: these rules. 
   token is computed that way.
 * No step goes beyond the prompt's end. Generated tokens run one by one, also when a preempted request resumes. Their
   keys, values and states then equal the lost ones.
+* A step verifies drafts if all its requests verify equally many, and then computes the bits of decodes. Steps with
+  prefills verify none. All tokens of a verification add their keys in splits of one length (``borders``).
 """
 
 from dataclasses import dataclass
@@ -17,14 +19,28 @@ from weft.request import Request
 
 @dataclass(frozen=True, slots=True)
 class StepGrid:
-    """The grid of one scheduler. ``size``: tokens between its points."""
+    """The grid of one scheduler.
+
+    Attributes:
+        size: tokens between its points.
+        borders: lengths of sequences beyond which attention adds keys in longer splits.
+        most_drafts: of a request in a step.
+    """
 
     size: int
+    borders: tuple[int, ...] = ()
+    most_drafts: int = 0
 
     @property
     def largest_piece(self) -> int:
         """Number of tokens of a prompt that may have to run in one step."""
         return self.size + 1
+
+    def may_verify(self, request: Request) -> bool:
+        """Whether the request's next step may verify drafts. It may begin earlier than the scheduler knows, by drafts
+        of the step in flight."""
+        start, most = request.num_computed_tokens, self.most_drafts
+        return not any(start - most < border <= start + most for border in self.borders)
 
     def reach(self, request: Request, start: int, num_tokens: int) -> int:
         """How many of the next ``num_tokens`` tokens from ``start`` on a step may run."""

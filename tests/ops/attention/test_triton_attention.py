@@ -14,7 +14,8 @@ from weft.forward_context import Batch, MixedBatch, Verification
 
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
-from weft.ops.attention.decode import MOST_ROWS, DecodeChoice, launch_decode  # isort: skip
+from weft.config.sum_order import MOST_QUERY_ROWS  # isort: skip
+from weft.ops.attention.decode import DecodeChoice, launch_decode  # isort: skip
 from weft.ops.attention.merge import most_splits  # isort: skip
 from weft.ops.attention.tiles import Tile  # isort: skip
 from weft.ops.triton.sizes import next_power_of_2  # isort: skip
@@ -138,7 +139,7 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     want = torch.cat(expected)
     assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype]
     rows = query_len * hq // hkv
-    if rows > MOST_ROWS or dtype == torch.float32:
+    if rows > MOST_QUERY_ROWS or dtype == torch.float32:
         return
     pipelined = Tile(max(16, next_power_of_2(rows)), 64, 4, 2, False)
     for tile in (pipelined, pipelined._replace(held_splits=16, held_keys=256, warps=8)):

@@ -254,7 +254,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype is E4M3 else x
 
 
-@with_kernel("weft.ops.attention.latent")
+@with_kernel("weft.ops.attention.latent", by_token)
 def latent_attention(
     q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float, backend: Backend
 ) -> Tensor:  # fmt: skip

@@ -67,10 +67,6 @@ data through a pipeline with fewer warps. Wider page tables use the pipeline for
 because the keys of a split would not fit in shared memory. With twice as many sequences half of a split is held, by
 programs of which two fit a multiprocessor."""
 
-MOST_ROWS = 32
-"""Query tokens times heads of a group that a tile holds: as many as were measured. Triton has miscompiled products of
-64 rows on Hopper (flash-linear-attention issues 640 and 984)."""
-
 _LOWEST = tl.constexpr(-1e30)
 """A maximum below all scores, of rows that may see none of a split's keys: finite, so that differences are numbers."""
 
@@ -79,9 +75,6 @@ _RELEASED_SEQUENCES = 64
 
 MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
-
-FIXED_DOUBLE_FROM = 8192
-"""Tokens beyond which a sequence has longer splits where these must not follow the batch."""
 
 
 class Fixed(NamedTuple):

@@ -14,12 +14,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from weft.config.sum_order import LONGER_SPLITS_FROM, MOST_QUERY_ROWS
 from weft.forward_context import Batch
 from weft.ops.attention import paged_attention
 from weft.ops.attention.decode import (
-    FIXED_DOUBLE_FROM,
     MANY_SEQUENCES,
-    MOST_ROWS,
     DecodeChoice,
     decode_tile,
     launch_decode,
@@ -52,11 +51,12 @@ def paged_attention_triton(
 
     ``fixed``: kernels, tiles and splits follow from the model's shapes and a token's position alone.
     """
-    assert not (fixed and batch.verification is not None), "verification sums in another order than decoding"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):
-        _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, batch.verification.query_len)
+        query_len = batch.verification.query_len
+        _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, query_len, fixed=fixed)
         return out
+    assert not (fixed and batch.verification is not None), "the prefill kernel sums in another order than decoding"
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
     only_decodes = batch.max_query_len == 1 if batch.mixed is None else batch.mixed.max_prefills == 0
     decodes = only_decodes or batch.num_decodes > 0 or batch.mixed is not None
@@ -115,7 +115,7 @@ def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
 
 def verifies(q: Tensor, k_cache: Tensor, query_len: int) -> bool:
     """Whether the rows of so many tokens fit in a tile of the decode kernel; the prefill kernel takes the others."""
-    return query_len * (q.shape[1] // k_cache.shape[2]) <= MOST_ROWS
+    return query_len * (q.shape[1] // k_cache.shape[2]) <= MOST_QUERY_ROWS
 
 
 def _decode(
@@ -138,8 +138,10 @@ def _decode(
     sizes = q.element_size(), k_cache.element_size()
     if fixed:
         tile = decode_tile(MANY_SEQUENCES, num_kv_heads, head_dim, rows, *sizes, table_tokens)
-        choice = DecodeChoice(tile, double_from=FIXED_DOUBLE_FROM)
-        launch_decode(q, k_cache, v_cache, batch, scale, out, choice, sinks=sinks, v_scale=v_scale)
+        choice = DecodeChoice(tile, double_from=LONGER_SPLITS_FROM)
+        launch_decode(
+            q, k_cache, v_cache, batch, scale, out, choice, query_len=query_len, sinks=sinks, v_scale=v_scale
+        )  # fmt: skip
         return
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
     on_hopper = GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)

@@ -34,7 +34,7 @@ from weft.ops.convolution import causal_conv1d_update_reference
 from weft.ops.device_work import device_work
 from weft.ops.norm import gated_rms_norm
 from weft.ops.padding import settle_padding
-from weft.ops.rows import by_chunk, by_row
+from weft.ops.rows import by_chunk, by_row, by_sequence
 
 
 @with_kernel("weft.ops.delta_rule.gdn_prefill", by_row("a", "b"))
@@ -254,7 +254,7 @@ def gdn_decode(
     return settle_padding(normed.view(-1, value_dim), state_slots, out)
 
 
-@with_kernel("weft.ops.delta_rule.verify")
+@with_kernel("weft.ops.delta_rule.decode", by_sequence("projected", "state_slots", "slots"))
 def gdn_verify(
     projected: Tensor,
     weights: DeltaWeights,
@@ -276,8 +276,9 @@ def gdn_verify(
         state: ``[num_slots, HV, K, V]``, float32 or bfloat16; rounded to that after every token, as decoding does.
         state_slots: ``[S]`` int32, the slots that hold the states before these tokens. Slot 0: the sequence is padding,
             its output is zero, and only the reserved slot's state may change.
-        slots: ``[S, T]`` int32, the slots that receive the states after each token; 0: nothing is kept. A slot of
-            ``state_slots`` may occur in its own row. No other slot occurs twice.
+        slots: ``[S, T]`` int32, the slots that receive the states after each token; 0: nothing is kept (but with an
+            invariant backend only of padding). A slot of ``state_slots`` may occur in its own row. No other slot occurs
+            twice.
 
     Returns:
         ``[S * T, HV * V]`` in projected's dtype, ready for the output projection.
@@ -290,13 +291,13 @@ def gdn_verify(
     local = torch.arange(1, num_seqs + 1, dtype=state_slots.dtype, device=state_slots.device) * (state_slots > 0)
     conv, running, outputs = conv_state[read], state[read], []
     for i in range(query_len):
-        outputs.append(gdn_decode.reference(rows[:, i], weights, conv, running, local, geometry))
+        outputs.append(gdn_decode.reference(rows[:, i].clone(), weights, conv, running, local, geometry))
         after = slots[:, i].long()
         conv_state[after], state[after] = conv[1:], running[1:]
     return torch.stack(outputs, dim=1).flatten(0, 1)
 
 
-@with_kernel("weft.ops.delta_rule.kda_prefill")
+@with_kernel("weft.ops.delta_rule.kda_prefill", by_row("f", "b"))
 def kda_gates(
     f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, floor: float = 0.0, backend: Backend
 ) -> tuple[Tensor, Tensor]:
@@ -317,7 +318,7 @@ def kda_gates(
     return (rate * x).sigmoid() * floor if floor else F.softplus(x) * -rate, beta
 
 
-@with_kernel("weft.ops.delta_rule.decode")
+@with_kernel("weft.ops.delta_rule.decode", by_row("projected", "f", "gate", "state_slots"))
 def kda_decode(
     projected: Tensor,
     f: Tensor,

@@ -19,19 +19,21 @@ Graph-safe: the grid is the padded number of rows; rows with slot 0 write zeros 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.backend import launches
 from weft.ops.convolution.decode import convolve, load_columns, store_inputs
-from weft.ops.delta_rule import gdn_decode, kda_decode
+from weft.ops.delta_rule import DeltaWeights, gdn_decode, gdn_verify, kda_decode
 from weft.ops.delta_rule.gdn_prefill import delta_rule_step, l2_normalize
 from weft.ops.delta_rule.vectors import Vectors, vectors_of
-from weft.ops.delta_rule.verify import gdn_verify_triton, launch_of_states, serves_decodes
+from weft.ops.delta_rule.verify import launch_of_states, launch_verify, serves_decodes
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import kda_log_decay, sigmoid, softplus
 from weft.ops.triton.launch import jit
@@ -57,7 +59,7 @@ def choose_shape(num_programs: int) -> Shape:
 
 @triton.jit
 def _step_head(
-    p_state, b_next, b_q, b_k, decay, beta, p_value, p_gate, p_out, k_mask, o_v, eps,
+    p_state, p_after, b_next, b_q, b_k, decay, beta, p_value, p_gate, p_out, k_mask, o_v, eps,
     K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PREFETCH: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
@@ -66,6 +68,7 @@ def _step_head(
 
     Args:
         p_state: first tile of the head's state; the next head's state follows it.
+        p_after: where the first tile goes.
         b_next: a tile that has been loaded: the first, if PREFETCH or FIRST.
         decay: of the state, a number or ``[K, 1]``.
         p_value, p_gate: ``[V]`` float32 each, the gate with the norm's weight.
@@ -90,7 +93,7 @@ def _step_head(
             b_next = tl.load(p_state + (j + 1) // TILES * K * V + ahead, mask=mask, other=0.0)
         b_v = tl.load(p_value + columns, mask=v_mask, other=0.0)
         b_out, new_state = delta_rule_step(b_state.to(tl.float32), b_q, b_k, b_v, decay, beta)
-        tl.store(p_state + j * BLOCK_V, new_state.to(p_state.dtype.element_ty), mask=state_mask)
+        tl.store(p_after + j * BLOCK_V, new_state.to(p_state.dtype.element_ty), mask=state_mask)
         square_sum += tl.sum(b_out * b_out, 0)
         outputs = outputs + (b_out,)  # type: ignore[assignment]  # noqa: RUF005
     scale = tl.rsqrt(square_sum / V + eps)
@@ -137,13 +140,14 @@ class Fixed(NamedTuple):
     gate_floor: float = 0.0
 
 
-@jit(do_not_specialize_on_alignment=["state_slots"])
+@jit(do_not_specialize_on_alignment=["state_slots", "after_slots"])
 def _gdn_decode_kernel(
-    projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
-    stride_row, stride_f, stride_gate, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
+    projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, after_slots, vectors,
+    out, stride_row, stride_f, stride_gate, stride_slots, stride_after, stride_out, eps,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one row and key head. ``f`` and ``gate`` are arguments of ``kda_decode``; Gated DeltaNet has both in
-    ``projected``."""
+    ``projected``. ``after_slots``: where the states go."""
     release(EARLY, FIXED.most_to_release)
     HK: tl.constexpr = FIXED.num_k_heads
     HV: tl.constexpr = FIXED.num_v_heads
@@ -160,8 +164,9 @@ def _gdn_decode_kernel(
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V)
     k_mask = o_k < K
-    slot = tl.load(state_slots + i_row).to(tl.int64)
-    p_out = out + i_row * VALUE_DIM + i_key_head * GROUP * V + o_v
+    slot = tl.load(state_slots + i_row * stride_slots).to(tl.int64)
+    after = tl.load(after_slots + i_row * stride_after).to(tl.int64)
+    p_out = out + i_row * stride_out + i_key_head * GROUP * V + o_v
     if slot == 0:
         wait(EARLY)
         if FIXED.keep_padding:
@@ -227,6 +232,7 @@ def _gdn_decode_kernel(
             b_beta *= 2.0
         tl.store(p_betas + o_h, b_beta, mask=h_mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
+    p_conv = conv_state + after * C * (W - 1)
     store_inputs(p_conv, q_kept, q_channels, k_mask, W)
     store_inputs(p_conv, k_kept, k_channels, k_mask, W)
     store_inputs(p_conv, v_kept, v_channels, g_mask, W)
@@ -239,7 +245,7 @@ def _gdn_decode_kernel(
         else:
             decay, beta = tl.load(p_decays + i), tl.load(p_betas + i)
         b_next = _step_head(
-            p_state + i * K * V, b_next, b_q, b_k, decay, beta,
+            p_state + i * K * V, state + after * HV * K * V + inside + i * K * V, b_next, b_q, b_k, decay, beta,
             p_values + i * V, p_gates + i * V, p_out + i * V, k_mask, o_v, eps,
             K, V, BLOCK_V, FIXED.prefetch, i == 0, i == GROUP - 1,
         )  # fmt: skip
@@ -264,29 +270,64 @@ def gdn_decode_triton(
     this kernel, whose shapes all sum in the same order.
     """
     num_rows, g = projected.shape[0], geometry
-    conv_weight, A_log, dt_bias, norm_weight, eps = weights
     if shape is None and out is None and not alone and serves_decodes(state, projected.dtype, num_rows):
-        return gdn_verify_triton(projected, weights, conv_state, state, state_slots, state_slots[:, None], geometry)
-    assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
+        return launch_verify(projected, weights, conv_state, state, state_slots, state_slots[:, None], geometry)
+    assert projected.stride(1) == 1 and weights.conv_weight.is_contiguous(), "rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
     keep, out = out is not None, projected.new_empty(num_rows, g.value_dim) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
-    shape = shape or choose_shape(num_rows * g.num_k_heads)
-    group = g.num_v_heads // g.num_k_heads
+    if num_rows:
+        shape, slots = shape or choose_shape(num_rows * g.num_k_heads), (state_slots, state_slots)
+        _launch_rows(projected, weights, (conv_state, state), slots, g, shape, out, keep, early_launch(out.device))
+    return out
+
+
+def _launch_rows(
+    projected: Tensor, weights: DeltaWeights, states: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor],
+    g: GatedDeltaNetConfig, shape: Shape, out: Tensor, keep: bool, early: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """One token of each row. ``slots``: where the states are, and where they go."""
+    num_rows, group = projected.shape[0], g.num_v_heads // g.num_k_heads
+    conv_weight, A_log, dt_bias, norm_weight, eps = weights
     places = vectors_of(group, g.head_k_dim, g.head_v_dim)
     vectors = projected.new_empty(num_rows, g.num_k_heads, places.size, dtype=torch.float32)
-    if num_rows:
-        fixed = Fixed(
-            g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
-            next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
-            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
-            g.negative_eigenvalues, has_states=True, most_to_release=0,
-        )  # fmt: skip
-        _gdn_decode_kernel[(g.num_k_heads, num_rows)](
-            projected, None, None, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors,
-            out, projected.stride(0), 1, 1, eps,
-            FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
-        )  # fmt: skip
+    fixed = Fixed(
+        g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
+        next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
+        next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
+        g.negative_eigenvalues, has_states=True, most_to_release=0,
+    )  # fmt: skip
+    _gdn_decode_kernel[(g.num_k_heads, num_rows)](
+        projected, None, None, conv_weight, A_log, dt_bias, norm_weight, *states, *slots, vectors, out,
+        projected.stride(0), 1, 1, slots[0].stride(0), slots[1].stride(0), out.stride(0), eps,
+        FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early,
+    )  # fmt: skip
+
+
+@launches(gdn_verify, invariant={"alone": True})
+def gdn_verify_triton(
+    projected,
+    weights,
+    conv_state,
+    state,
+    state_slots,
+    slots,
+    geometry,
+    *,
+    alone: bool = False,
+) -> Tensor:
+    """``gdn_verify``; ``alone``: token after token by the decode kernel, since the other one sums in another order."""
+    if not alone:
+        return launch_verify(projected, weights, conv_state, state, state_slots, slots, geometry)
+    (num_seqs, num_tokens), g = slots.shape, geometry
+    out = projected.new_empty(num_seqs * num_tokens, g.value_dim)
+    shape = choose_shape(num_seqs * g.num_k_heads)
+    for i in range(num_tokens if num_seqs else 0):
+        places = (slots[:, i - 1] if i else state_slots, slots[:, i])
+        # A program reads states before it waits, so only the first launch may start early.
+        early = {"EARLY": False} if i else early_launch(projected.device)
+        rows = projected[i::num_tokens], weights, (conv_state, state), places
+        _launch_rows(*rows, g, shape, out[i::num_tokens], False, early)
     return out
 
 
@@ -345,8 +386,8 @@ def kda_decode_triton(
             most_to_release=_FEW_TO_RELEASE if has_states else ALWAYS.value, gate_floor=geometry.gate_floor,
         )  # fmt: skip
         _gdn_decode_kernel[(heads, num_rows)](
-            projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
-            projected.stride(0), f.stride(0), gate.stride(0), eps,
+            projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, state_slots,
+            vectors, out, projected.stride(0), f.stride(0), gate.stride(0), 1, 1, out.stride(0), eps,
             FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
         )  # fmt: skip
         if launch_states is not None:

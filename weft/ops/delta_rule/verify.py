@@ -1,8 +1,8 @@
 """A few tokens of Gated DeltaNet per sequence, with the state after each, as one kernel.
 
-Job: ``gdn_verify`` on the GPU, in one launch. A second launch (``verify_gluon.py`` or ``decode_gluon.py``) updates the
-states where that is faster: with few sequences, or one token of each (``launch_of_states``). Owns: in which order a
-program walks tokens and tiles of the state. Does not know: layers.
+Job: ``gdn_verify`` on the GPU, in one launch, for ``decode.py``. A second launch (``verify_gluon.py`` or
+``decode_gluon.py``) updates the states where that is faster: with few sequences, or one token of each
+(``launch_of_states``). Owns: in which order a program walks tokens and tiles of the state. Does not know: layers.
 
 A program serves one sequence and one key head with all value heads of its group, like the decode kernel. It computes
 queries, keys, values, gates and decays of all tokens first, all their loads before the first store, and leaves them in
@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.backend import launches
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.convolution.decode import convolve, load_columns, store_inputs
-from weft.ops.delta_rule import gdn_verify
+from weft.ops.delta_rule import DeltaWeights
 from weft.ops.delta_rule.gdn_prefill import delta_rule_step, l2_normalize
 from weft.ops.delta_rule.vectors import Vectors, vectors_of
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
@@ -208,16 +208,14 @@ def serves_decodes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool
     return num_rows > 0 and launch_of_states(state, out_dtype, num_rows, 1) is not None
 
 
-@launches(gdn_verify)
-def gdn_verify_triton(
-    projected,
-    weights,
-    conv_state,
-    state,
-    state_slots,
-    slots,
-    geometry,
-    *,
+def launch_verify(
+    projected: Tensor,
+    weights: DeltaWeights,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    slots: Tensor,
+    geometry: GatedDeltaNetConfig,
     num_warps: int | None = None,
 ) -> Tensor:
     """Triton kernel of ``gdn_verify``; all arithmetic in float32, rounded at the stores only.

@@ -28,9 +28,10 @@ from weft.ops.drafts.types import (
     PlacesAhead,
     RowState,
 )
+from weft.ops.rows import whole
 
 
-@with_kernel("weft.ops.drafts.kernels")
+@with_kernel("weft.ops.drafts.kernels", whole)
 def follow_step(
     input_ids: Tensor,
     positions: Tensor,
@@ -107,7 +108,7 @@ def right_drafts(
     return torch.where(is_right, drafts, token_ids), is_right
 
 
-@with_kernel("weft.ops.drafts.kernels")
+@with_kernel("weft.ops.drafts.kernels", whole)
 def accept_drafts(
     token_ids: Tensor,
     input_ids: Tensor,
@@ -142,7 +143,7 @@ def accept_drafts(
     return AcceptedDrafts(tokens, (places <= num_accepted[:, None]).flatten(), num_accepted, last)
 
 
-@with_kernel("weft.ops.drafts.kernels")
+@with_kernel("weft.ops.drafts.kernels", whole)
 def places_ahead(
     last: Tensor,
     ends: Tensor,
@@ -206,7 +207,7 @@ class NgramRule(NamedTuple):
     always: bool
 
 
-@with_kernel("weft.ops.drafts.ngram")
+@with_kernel("weft.ops.drafts.ngram", whole)
 def ngram_drafts(
     token_ids: Tensor,
     num_accepted: Tensor | None,

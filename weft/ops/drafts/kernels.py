@@ -61,7 +61,7 @@ def _follow_kernel(
     tl.store(state_slots + seq, tl.load(slots + seq * query_len + query_len - 1 - rejected))
 
 
-@launches(follow_step)
+@launches(follow_step, invariant={})
 def follow_step_triton(
     input_ids, positions, sample_positions, seq_lens, rows, follows, slots, page_table, page_size, state
 ) -> FollowedStep:
@@ -112,7 +112,7 @@ def _accept_kernel(
     tl.store(num_rejected + row, (query_len - 1 - accepted).to(tl.int64))
 
 
-@launches(accept_drafts)
+@launches(accept_drafts, invariant={})
 def accept_drafts_triton(
     token_ids, input_ids, seeds, positions, rows, query_len, rule, last_token, num_rejected
 ) -> AcceptedDrafts:
@@ -151,7 +151,7 @@ def _ahead_kernel(
     tl.store(new_seq_lens + at, (place + 1).to(tl.int32), mask=inside)
 
 
-@launches(places_ahead)
+@launches(places_ahead, invariant={})
 def places_ahead_triton(last, ends, positions, seq_lens, page_table, page_size, num_ahead, max_len) -> PlacesAhead:
     count, device = len(last), last.device
     assert page_table.is_contiguous()

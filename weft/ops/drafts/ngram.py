@@ -65,7 +65,7 @@ def _ngram_kernel(
         tl.store(out + seq * num_drafts + place, draft, mask=wanted)
 
 
-@launches(ngram_drafts)
+@launches(ngram_drafts, invariant={})
 def ngram_drafts_triton(token_ids, num_accepted, rows, seq_lens, history, state, rule) -> Tensor:
     num_drafts, low, high, always = rule
     num_seqs, query_len = len(rows), len(token_ids) // len(rows)

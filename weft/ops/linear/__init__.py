@@ -133,7 +133,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
 
 
 @traced_op()
-@with_kernel("weft.ops.linear.fp8")
+@with_kernel("weft.ops.linear.fp8", by_row("x"))
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
@@ -168,7 +168,7 @@ def fp8_linear(
     return y.to(x.dtype)
 
 
-@with_kernel("weft.ops.linear.fp8")
+@with_kernel("weft.ops.linear.fp8", by_row("x"))
 def fp8_linear_parts(
     x: Tensor,
     weight: Tensor,
@@ -183,7 +183,7 @@ def fp8_linear_parts(
 
 
 @traced_op()
-@with_kernel("weft.ops.linear.fp8")
+@with_kernel("weft.ops.linear.fp8", by_row("x"))
 def fp8_linear_silu_mul(
     x: Tensor,
     weight: Tensor,

@@ -30,6 +30,7 @@ from weft.ops.linear.fp8_few_rows import (
     few_rows_config,
     few_rows_product,
 )
+from weft.ops.linear.invariant import invariant_linear_triton
 from weft.ops.linear.skinny import linear_into
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -206,19 +207,26 @@ def _library_product(values: Tensor, scales: Tensor, matrix: Fp8Matrix, bias: Te
         out += bias
 
 
+_FIXED = ManyRows(64, 64, 4, 4)
+"""The kernel and the tile for any number of rows where a row's sum must not follow it."""
+
+
 def outputs(num_rows: int, width: int, like: Tensor) -> Tensor:
     """``[num_rows, width]`` for a product, with room behind it for the rows that the matrix library adds."""
     return torch.empty((padded_rows(num_rows), width), dtype=like.dtype, device=like.device)[:num_rows]
 
 
-@launches(fp8_linear)
-def fp8_linear_triton(x, weight, weight_scale, bias, input_scale, plain_weight, *, block) -> Tensor:
+@launches(fp8_linear, invariant={"fixed": True})
+def fp8_linear_triton(
+    x, weight, weight_scale, bias, input_scale, plain_weight, *, block, fixed: bool = False
+) -> Tensor:  # fmt: skip
+    """``fixed``: one kernel and tile for any number of rows."""
     flat, rows = x.flatten(0, -2), weight.shape[0]
     total = rows + (0 if plain_weight is None else plain_weight.shape[0])
     out = outputs(flat.shape[0], total, x)
     if flat.shape[0]:
         matrix = Fp8Matrix(weight, weight_scale, input_scale, block)
-        config = choose_config(weight, flat.shape[0], False, block)
+        config = _FIXED if fixed else choose_config(weight, flat.shape[0], False, block)
         if plain_weight is None:
             fp8_product_triton(flat, matrix, bias, out, config=config)
         elif isinstance(config, HopperRows) and x.element_size() == 2:
@@ -226,12 +234,17 @@ def fp8_linear_triton(x, weight, weight_scale, bias, input_scale, plain_weight, 
         else:
             first, rest = (None, None) if bias is None else (bias[:rows], bias[rows:])
             fp8_product_triton(flat, matrix, first, out[:, :rows], config=config)
-            linear_into(flat, plain_weight, rest, out[:, rows:])
+            if fixed:
+                out[:, rows:] = invariant_linear_triton(flat, plain_weight, rest)
+            else:
+                linear_into(flat, plain_weight, rest, out[:, rows:])
     return out.view(*x.shape[:-1], total)
 
 
-@launches(fp8_linear_parts)
-def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block) -> Tensor:
+@launches(fp8_linear_parts, invariant={"fixed": True})
+def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block, fixed: bool = False) -> Tensor:
+    if fixed:
+        return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block, fixed=True)
     config = choose_config(weight, x.shape[0], False, block)
     if not x.shape[0] or not isinstance(config, FewRows) or not 1 < config.splits <= _MOST_PARTS:
         return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
@@ -240,11 +253,14 @@ def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block) -> T
     return parts
 
 
-@launches(fp8_linear_silu_mul)
-def fp8_linear_silu_mul_triton(x, weight, weight_scale, bias, input_scale, *, block) -> Tensor:
+@launches(fp8_linear_silu_mul, invariant={"fixed": True})
+def fp8_linear_silu_mul_triton(
+    x, weight, weight_scale, bias, input_scale, *, block, fixed: bool = False
+) -> Tensor:  # fmt: skip
     flat, rows = x.flatten(0, -2), weight.shape[0]
-    if flat.shape[0] > MAX_TOKENS:
-        return silu_and_mul_triton(fp8_linear_triton(x, weight, weight_scale, bias, input_scale, block=block))
+    if flat.shape[0] > MAX_TOKENS or fixed:
+        both = fp8_linear_triton(x, weight, weight_scale, bias, input_scale, block=block, fixed=fixed)
+        return silu_and_mul_triton(both)
     out = torch.empty((flat.shape[0], rows // 2), dtype=x.dtype, device=x.device)
     if flat.shape[0]:
         fp8_product_triton(flat, Fp8Matrix(weight, weight_scale, input_scale, block), bias, out, silu_mul=True)

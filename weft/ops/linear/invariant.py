@@ -284,8 +284,9 @@ class Choice(NamedTuple):
     tile: Tile
 
 
-_HELD_SPAN, _ONE_WAVE = 512, 132
-"""The longest span that is held for more than four tokens, and programs that run at the same time."""
+_HELD_SPAN, _HELD_BLOCKS, _ONE_WAVE = 512, 96, 132
+"""The longest span that is held for more than four tokens, most programs that hold theirs, and programs that run at the
+same time."""
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, gated: bool) -> Choice:
@@ -317,8 +318,14 @@ _FILLED = 0.8
 def _few_tile(num_tokens: int, order: Order, blocks: int) -> Tile:
     """The tile of programs with a span each."""
     if num_tokens <= 16:
-        holds = order.span <= (_LONGEST_SPAN if num_tokens <= 4 else _HELD_SPAN) and blocks * order.splits <= _ONE_WAVE
-        return Tile(64, 16, 128, 4, 1, held=True) if holds else Tile(64, 16, 128, 4, 6 if blocks < _ONE_WAVE else 4)
+        holds = (
+            order.span <= (_LONGEST_SPAN if num_tokens <= 4 else _HELD_SPAN) and blocks * order.splits <= _HELD_BLOCKS
+        )
+        if holds:
+            return Tile(64, 16, 128, 4, 1, held=True)
+        if blocks < _ONE_WAVE:
+            return Tile(64, 16, 128, 4, 6)
+        return Tile(64, 16, 64, 4, 6) if num_tokens <= 4 else Tile(64, 16, 128, 4, 4)
     if num_tokens <= 32:
         return Tile(64, 32, 128, 4, 6 if blocks < _ONE_WAVE else 4)
     if num_tokens > 128 or (num_tokens > 64 and blocks > _ONE_WAVE):

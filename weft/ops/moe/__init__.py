@@ -292,7 +292,7 @@ def send_fused_moe(
 
 
 @traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
-@with_kernel("weft.ops.moe.fp8_experts")
+@with_kernel("weft.ops.moe.fp8_experts", by_row("x", "weights", "ids", "shared", "shared_gate"))
 def fp8_fused_moe(
     x: Tensor,
     gate_up: Fp8Matrix,

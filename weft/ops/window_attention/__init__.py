@@ -19,11 +19,12 @@ from weft.forward_context import Batch
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
 from weft.ops.padding import settle_padding
+from weft.ops.rows import by_chunk, by_row
 
 # --- decode ----------------------------------------------------------------------------------------------------------
 
 
-@with_kernel("weft.ops.window_attention.kernels")
+@with_kernel("weft.ops.window_attention.kernels", by_row("q", "k", "v", "state_slots", "positions"))
 def window_attention_decode(
     q: Tensor,
     k: Tensor,
@@ -72,7 +73,7 @@ def window_attention_decode(
 # --- prefill ---------------------------------------------------------------------------------------------------------
 
 
-@with_kernel("weft.ops.window_attention.kernels")
+@with_kernel("weft.ops.window_attention.kernels", by_chunk("k", "v", "q", states=("k_window", "v_window")))
 def window_attention(
     q: Tensor,
     k: Tensor,

@@ -206,7 +206,8 @@ def _window_prefill_kernel(
     acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
 
     p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
-    oldest = tl.maximum(0, before + first - WINDOW + 1)  # position of the oldest token that the block sees
+    # From the oldest token that the block sees. Tiles begin at multiples of their size, whatever the step.
+    oldest = tl.maximum(0, before + first - WINDOW + 1) // KEYS * KEYS
     for start in tl.range(oldest, before, KEYS, num_stages=FIXED.stages):
         keys = start + tl.arange(0, KEYS)
         valid = keys < before
@@ -217,7 +218,7 @@ def _window_prefill_kernel(
         )
     p_new = begin.to(tl.int64) * ENTRY + kv_head * HEAD_DIM
     end = tl.minimum(first + TOKENS, query_len)
-    for start in tl.range(tl.maximum(0, first - WINDOW + 1), end, KEYS, num_stages=FIXED.stages):
+    for start in tl.range(tl.maximum(0, first - WINDOW + 1) // KEYS * KEYS, end, KEYS, num_stages=FIXED.stages):
         keys = start + tl.arange(0, KEYS)
         b_k, b_v = _load(k + p_new, v + p_new, keys * ENTRY, keys < end, dims, FIXED)
         visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] > (tokens - WINDOW)[:, None])
@@ -302,8 +303,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, k_window: Tensor, v_window: Tensor) 
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and k.dtype == v.dtype == q.dtype
 
 
-@launches(window_attention_decode)
-def window_attention_decode_triton(q, k, v, k_window, v_window, state_slots, positions, *, scale, sinks, out) -> Tensor:
+@launches(window_attention_decode, invariant={"fixed": True})
+def window_attention_decode_triton(
+    q, k, v, k_window, v_window, state_slots, positions, *, scale, sinks, out, fixed: bool = False
+) -> Tensor:
+    """``fixed``: splits do not follow the rows."""
     _check(q, k, v, k_window, v_window)
     keep, out = out is not None, torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     head_dim, element = q.shape[2], q.element_size()
@@ -311,42 +315,45 @@ def window_attention_decode_triton(q, k, v, k_window, v_window, state_slots, pos
     keys = max(16, min(64, 32768 // (next_power_of_2(head_dim) * element)))
     stages = 2 if element == 4 or head_dim > 128 else 3
     (_, window, num_kv_heads, _), (num_rows, num_heads, _) = k_window.shape, q.shape
-    split = window_split(window, num_rows * num_kv_heads)
-    fixed, num_splits = _fixed(q, k_window, rows, keys, stages, sinks, keep, split), cdiv(window, split)
+    split = window_split(window, 0 if fixed else num_rows * num_kv_heads)
+    parameters, num_splits = _fixed(q, k_window, rows, keys, stages, sinks, keep, split), cdiv(window, split)
     shape = (num_rows, num_splits, num_heads) if num_splits > 1 else (1, 1, 1)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     _window_decode_kernel[(num_kv_heads, num_rows, num_splits)](
         q, k, v, k_window, v_window, state_slots, positions, q if sinks is None else sinks, out, partial, partial_lse,
-        scale * LOG2_E.value, q.stride(0), out.stride(0), FIXED=fixed, num_warps=4, **early_launch(q.device),
+        scale * LOG2_E.value, q.stride(0), out.stride(0), FIXED=parameters, num_warps=4, **early_launch(q.device),
     )  # fmt: skip
     if num_splits > 1:
         _window_merge_kernel[(num_heads, num_rows)](
             partial, partial_lse, state_slots, out, out.stride(0),
             HEADS=num_heads, HEAD_DIM=head_dim, SPLITS=num_splits, BLOCK_SPLITS=next_power_of_2(num_splits),
-            BLOCK_D=fixed.block_d, num_warps=2, **early_launch(q.device),
+            BLOCK_D=parameters.block_d, num_warps=2, **early_launch(q.device),
         )  # fmt: skip
     return out
 
 
 def window_split(window: int, num_programs: int) -> int:
     """Entries of a split, for so many rows times key heads: the window, unless that leaves multiprocessors idle."""
-    return min(window, max(_LEAST_SPLIT, next_power_of_2(cdiv(window * num_programs, _FILLED))))
+    return min(window, max(_LEAST_SPLIT, next_power_of_2(max(1, cdiv(window * num_programs, _FILLED)))))
 
 
-@launches(window_attention)
-def window_attention_triton(q, k, v, k_window, v_window, batch, *, scale, sinks) -> Tensor:
+@launches(window_attention, invariant={"fixed": True})
+def window_attention_triton(
+    q, k, v, k_window, v_window, batch, *, scale, sinks, fixed: bool = False
+) -> Tensor:  # fmt: skip
+    """``fixed``: one tile for any number of rows."""
     _check(q, k, v, k_window, v_window)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     chunks = batch.chunk_table
     (_, window, num_kv_heads, head_dim), num_seqs = k_window.shape, chunks.first.shape[0] - 1
-    tile = prefill_tile(q.shape[0], q.shape[1], head_dim, q.shape[1] // num_kv_heads, q.element_size())
-    fixed = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, keep_padding=False)
+    tile = prefill_tile(1 if fixed else q.shape[0], q.shape[1], head_dim, q.shape[1] // num_kv_heads, q.element_size())
+    parameters = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, keep_padding=False)
     tables = (chunks.seq, chunks.first, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
-    _window_prefill_kernel[(num_kv_heads, q.shape[0] // fixed.tokens + chunks.max_seqs + 1)](
+    _window_prefill_kernel[(num_kv_heads, q.shape[0] // parameters.tokens + chunks.max_seqs + 1)](
         q, k, v, k_window, v_window, *tables, q if sinks is None else sinks, out, scale * LOG2_E.value, num_seqs,
         q.stride(0),
-        FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
+        FIXED=parameters, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip
     entry = num_kv_heads * head_dim
     columns = min(512, next_power_of_2(entry))
