@@ -35,9 +35,10 @@ class SchedulerStats(CacheStats, frozen=True, kw_only=True):
     that were cached. ``encoder_seconds`` is the time for encoding the others. ``encoder_cache_tokens``: tokens whose
     embeddings are cached now.
 
-    With a tier in host memory, ``host_*`` are places there. ``num_external_query_tokens`` counts prompt tokens that the
-    device did not have, and ``num_external_hit_tokens`` the restored ones, which also count as hits of the device.
-    Bytes and seconds of copies are those of one rank, to the host (``stored``) and back (``restored``).
+    With a tier in host memory, ``host_*`` are places there. ``disk_bytes`` are in files now, of at most
+    ``disk_max_bytes``. ``num_external_query_tokens`` counts prompt tokens that the device did not have, and
+    ``num_external_hit_tokens`` the restored ones, which also count as hits of the device. Bytes and seconds of copies
+    are those of one rank, to the host (``stored``) and back (``restored``).
     """
 
     host_pages: int = 0
@@ -58,6 +59,8 @@ class SchedulerStats(CacheStats, frozen=True, kw_only=True):
     num_disk_evictions: int = 0
     saved_bytes: int = 0
     loaded_bytes: int = 0
+    disk_bytes: int = 0
+    disk_max_bytes: int = 0
     stored_bytes: int = 0
     stored_seconds: float = 0.0
     restored_bytes: int = 0
@@ -89,6 +92,7 @@ class EngineStats(SchedulerStats, frozen=True, kw_only=True):
 GAUGES = (
     "num_free_pages", "num_evictable_pages", "num_free_slots", "num_evictable_slots", "num_waiting", "num_running",
     "encoder_cache_tokens", "host_pages", "host_states", "host_pages_in_use", "host_states_in_use",
+    "disk_bytes", "disk_max_bytes",
 )  # fmt: skip
 """Fields that hold a current value. All other fields count events since the engine started."""
 

@@ -8,10 +8,12 @@ from tests.cache.fake_memory import Running
 from tests.cache.test_manager_fuzz import make_spec
 from tests.offload.fake_host import TieredMemory, request
 from weft.cache.manager import Manager
+from weft.engine.inspection import Inspection
 from weft.messages import SchedulerOutput
 from weft.offload.costs import RestoreCosts
 from weft.offload.restores import Restores
 from weft.offload.tier import HostTier
+from weft.stats import EngineStats
 
 PROMPT = [i % 7 for i in range(22)]
 
@@ -194,3 +196,31 @@ def test_restores_that_take_longer_than_computing_are_refused() -> None:
     assert house.tier.stats()["num_refused_restores"] == 1
     lease = house.manager.lease(match)
     assert lease is not None and "host memory has 22 tokens, but restoring would take" in lease.report.reason
+
+
+def test_a_snapshot_shows_what_the_tier_has() -> None:
+    house = House()
+    house.serve(PROMPT)
+    inspection = Inspection(house.manager)
+
+    def below() -> list[tuple[int, list[int]]]:
+        return [(node.num_pages_below, node.states_below) for node in inspection.snapshot(EngineStats()).nodes[1:]]
+
+    assert below() == [(0, [])]
+    while house.manager.slots.num_free:
+        house.manager.evictor.take_slot()
+    house.manager.evictor.take_slot()
+    (node,) = inspection.snapshot(EngineStats()).nodes[1:]
+    assert node.states_below and node.states_below == [position for position, _ in node.lost_states]
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    inspection = Inspection(house.manager)
+    assert below() == []
+    assert house.restores.waits(request("r", PROMPT), house.manager.match([*PROMPT, 1]), 0)
+    while house.restores.is_active:
+        house.memory.flush()
+        house.memory.finish()
+    assert below() == [(5, [22])]
+    house.tier.clear()
+    assert below() == [(0, [])]

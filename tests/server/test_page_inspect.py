@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,24 @@ def test_inspect_has_history(server: RunningServer) -> None:
     assert (history["interval_s"], history["span_s"]) == (1, 120)
     hour = dict(look(server, "none", history="hour")["history"])  # type: ignore[call-overload]
     assert (hour["interval_s"], hour["span_s"]) == (10, 3600)
+
+
+@needs_chromium
+def test_tiers_below_the_device_have_pools(tmp_path: Path, browser: Browser) -> None:
+    flags = ("--kv-offloading-size", "0.1", "--kv-offloading-dir", str(tmp_path), "--kv-offloading-disk-size", "0.5")
+    server = RunningServer("--cpu-cache-gib", "0.1", "--max-num-seqs", "4", *flags, module="weft")
+    try:
+        server.wait_ready()
+        assert server.chat("What is 12 + 30?").status_code == 200
+        browser.open(server.url)
+        browser.one("#tab-inspect").click()
+        browser.one("#tab-cache").click()
+        browser.until(lambda: len(browser.all(".pool")) == 5)
+        text = browser.text("#pools")
+        assert "Host memory, KV" in text and "Host memory, states" in text and re.search(r"Files: .*\b512 MiB", text)
+        assert not browser.complaints()
+    finally:
+        server.close()
 
 
 @needs_chromium

@@ -59,6 +59,11 @@ class Tier(Protocol):
         """
         ...
 
+    def held(self, node: Node) -> tuple[int, list[int]]:
+        """The number of whole pages that end inside a node's span and are in the tier, and positions of states of the
+        node, present or evicted, that are there."""
+        ...
+
     def forget(self, tokens: Tokens, salt: str | None) -> None:
         """Drop every prefix of ``tokens``, because its content is not to be trusted."""
         ...

@@ -102,7 +102,8 @@ class Inspection:
         for node in _latest(tree):
             index[node] = len(views)
             parent = index[node.parent] if node.parent is not None else -1
-            views.append(_node_view(node, self._number(node), parent, tree.clock, now, tokens_per_node))
+            held = self._manager.tier.held(node) if self._manager.tier is not None else (0, [])
+            views.append(_node_view(node, self._number(node), parent, tree.clock, now, tokens_per_node, held))
         self._numbers = {node: self._numbers[node] for node in index}  # earlier requests may have been dropped
         pages, slots, log = self._manager.pages, self._manager.slots, self.steps
         return Snapshot(
@@ -138,7 +139,9 @@ def _latest(tree: RadixTree) -> Iterator[Node]:
             number += 1
 
 
-def _node_view(node: Node, number: int, parent: int, clock: int, now: float, tokens_per_node: int) -> NodeView:
+def _node_view(
+    node: Node, number: int, parent: int, clock: int, now: float, tokens_per_node: int, held: tuple[int, list[int]]
+) -> NodeView:
     lost = sorted(node.lost_states.items())[-MAX_POSITIONS:]
     return NodeView(
         number=number,
@@ -150,6 +153,8 @@ def _node_view(node: Node, number: int, parent: int, clock: int, now: float, tok
         states=sorted(node.checkpoints)[-MAX_POSITIONS:],
         lost_states=[(position, round(now - when, 3)) for position, when in lost],
         idle_ticks=clock - node.last_used,
+        num_pages_below=held[0],
+        states_below=held[1][-MAX_POSITIONS:],
         token_ids=[token for token in node.tokens[:tokens_per_node].tolist() if token >= 0],
         media=_media_spans(node),
     )

@@ -34,6 +34,8 @@ class NodeView(msgspec.Struct, frozen=True):
         lost_states: ``(position, age)`` of states that were evicted while the KV remained.
         idle_ticks: admissions of requests since it was last used.
         token_ids: its first tokens without those of images, as many as were asked for.
+        num_pages_below: its whole pages that are in the tier below the device, too.
+        states_below: positions of states, present or evicted, that are there.
         media: ``(start, tokens, name)`` of images and video frames in its span; the name is the first digits of the
             content's hash.
     """
@@ -47,6 +49,8 @@ class NodeView(msgspec.Struct, frozen=True):
     states: list[int]
     lost_states: list[tuple[int, float]]
     idle_ticks: int
+    num_pages_below: int = 0
+    states_below: list[int] = []
     token_ids: list[int] = []
     media: list[tuple[int, int, str]] = []
 

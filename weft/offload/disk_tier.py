@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weft.cache.nodes import CheckpointKind
@@ -101,6 +101,10 @@ class DiskTier:
     def num_bytes(self) -> int:
         """Bytes of all files in the index."""
         return self._num_bytes
+
+    def stats(self) -> dict[str, int]:
+        """Figures of the tier, as ``SchedulerStats`` names them."""
+        return asdict(self.counts) | {"disk_bytes": self._num_bytes, "disk_max_bytes": self._max_bytes}
 
     def get(self, key: bytes) -> DiskEntry | None:
         found = self._files.get(key)

@@ -182,6 +182,13 @@ class HostTier:
         """Whether a page or a state is in host memory or in a file."""
         return (self._state(key) if self.states.get(key) is not None else self._page(key)) is not None
 
+    def held(self, node: Node) -> tuple[int, list[int]]:
+        if node.parent is None:
+            return 0, []
+        positions = sorted({*node.checkpoints, *node.lost_states})
+        states = [position for position in positions if self._state(self.keys.of_state(node, position)[1])]
+        return sum(map(self.has, self.keys.of_node(node))), states
+
     def _page(self, key: bytes) -> Entry | DiskEntry | None:
         """A page of host memory, or else of the disk."""
         entry = self.pages.get(key)
@@ -370,7 +377,7 @@ class HostTier:
         """Figures of the tier, as ``SchedulerStats`` names them."""
         return (
             asdict(self.counts)
-            | (asdict(self.disk.counts) if self.disk is not None else {})
+            | (self.disk.stats() if self.disk is not None else {})
             | {
                 "host_pages": self.pages.capacity,
                 "host_states": self.states.capacity,

@@ -1,10 +1,25 @@
-// KV pages and recurrent-state slots: in use, kept for reuse, free.
+// KV pages and recurrent-state slots: in use, kept for reuse, free. The tiers below the device have pools of their own.
 
 import { el, integer } from "./dom.js";
 
-export function drawPools(container, { pages, slots, capacity }) {
+const MIB = 2 ** 20;
+
+/** A pool below the device. Nothing in it is in use for long. */
+const below = (total, kept, evicted) => ({ num_total: total, num_free: total - kept, num_evictable: kept, num_evicted: evicted });
+
+export function drawPools(container, { pages, slots, capacity, totals }) {
   const pools = [["KV pages", pages, `pages of ${capacity.page_size} tokens`]];
   if (slots.num_total > 0) pools.push(["State slots", slots, "slots for one recurrent state each"]);
+  if (totals.host_pages) {
+    pools.push(["Host memory, KV", below(totals.host_pages, totals.host_pages_in_use, totals.num_host_evicted_pages), `pages of ${capacity.page_size} tokens`]);
+  }
+  if (totals.host_states) {
+    pools.push(["Host memory, states", below(totals.host_states, totals.host_states_in_use, totals.num_host_evicted_states), "states"]);
+  }
+  if (totals.disk_max_bytes) {
+    const [most, kept] = [totals.disk_max_bytes, totals.disk_bytes].map((bytes) => Math.round(bytes / MIB));
+    pools.push(["Files", below(most, kept, totals.num_disk_evictions), "MiB"]);
+  }
   container.replaceChildren(...pools.map(([name, pool, unit]) => drawPool(name, pool, unit)));
 }
 

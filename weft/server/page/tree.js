@@ -170,7 +170,11 @@ export class Tree {
       }
     }
     const y = TOP + BAR / 2;
-    for (const [position] of node.lost_states) picture.append(svg("path", { class: "lost", d: `M${at(position) - 4} ${y - 4}l8 8m0 -8l-8 8` }));
+    const isBelow = (position) => node.states_below.includes(position);
+    for (const [position] of node.lost_states.filter(([position]) => !isBelow(position))) picture.append(svg("path", { class: "lost", d: `M${at(position) - 4} ${y - 4}l8 8m0 -8l-8 8` }));
+    for (const position of node.states_below.filter((position) => !node.states.includes(position))) {
+      picture.append(svg("path", { class: "state below", d: `M${at(position)} ${y - 6}l6 6l-6 6l-6 -6Z` }));
+    }
     for (const position of node.states) picture.append(svg("path", { class: "state", d: `M${at(position)} ${y - 6}l6 6l-6 6l-6 -6Z` }));
     return picture;
   }
@@ -235,7 +239,11 @@ function words(node) {
   for (const [start, length, name] of node.media) parts.push(`image ${name} at ${integer(start)} to ${integer(start + length)}`);
   if (node.num_leases) parts.push(`leased by ${node.num_leases} running`);
   if (node.states.length) parts.push(`states at ${node.states.map(integer).join(", ")}`);
-  for (const [position, age] of node.lost_states) parts.push(`state at ${integer(position)} evicted ${seconds(age)} ago`);
+  for (const [position, age] of node.lost_states) {
+    const where = node.states_below.includes(position) ? ", in the tier below" : "";
+    parts.push(`state at ${integer(position)} evicted ${seconds(age)} ago${where}`);
+  }
+  if (node.num_pages_below) parts.push(`${integer(node.num_pages_below)} pages in the tier below too`);
   if (!node.states.length && node.lost_states.length) parts.push("a tombstone: KV without a state");
   parts.push(`last of use ${integer(node.idle_ticks)} lookups ago`);
   return `${parts.join("; ")}.`;
