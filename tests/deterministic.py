@@ -186,7 +186,7 @@ def check(engine: InCompany, path: str, phase: str, length: int) -> None:
     else:
         prime(engine, path, prompt, salt)
         request, companions = RUNS[phase](engine, prompt, salt)
-        reusable = {"cold": 0, "hit": length - 2, "branch hit": length * 2 // 3}[path]
+        reusable = {"cold": 0, "hit": length - 2, "branch hit": length * 2 // 3, "restored": length - 2}[path]
         assert request.num_cached_tokens == max(0, min(reusable, length - 2)) // 64 * 64
     for each in (request, *companions):
         engine.reference.check(each)

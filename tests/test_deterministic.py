@@ -93,3 +93,11 @@ def test_other_layers_and_weights(name: str, references: dict[str, Alone]) -> No
     with open_company(name, "NONE", "overlap", references) as engine:
         check(engine, "branch hit", "decode", 129)
         check(engine, "preempted", "mixed", 65)
+
+
+@pytest.mark.parametrize("name", [HYBRID, DENSE])
+def test_a_prefix_that_comes_back_has_the_same_bits(name: str, references: dict[str, Alone]) -> None:
+    with open_company(name, "NONE", "overlap", references, kv_offloading_size=0.05) as engine:
+        for phase, length in (("prefill", 65), ("mixed", 210), ("decode", 129)):
+            check(engine, "restored", phase, length)
+        assert engine.llm.stats().num_external_hit_tokens

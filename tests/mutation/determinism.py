@@ -9,6 +9,7 @@ MATRIX, GRID, REUSE, ROWS = (
     "tests/ops/test_rows.py",
 )  # fmt: skip
 BITS = f"{MATRIX}::test_bits_do_not_depend_on_the_company"
+OTHERS = f"{MATRIX}::test_other_layers_and_weights"
 
 DETERMINISM = (
     mutant(
@@ -90,6 +91,32 @@ DETERMINISM = (
         "verified-together", "sequences verify drafts one by one", "weft/ops/delta_rule/__init__.py",
         'by_sequence("projected", "state_slots", "slots")', "lambda f, *args, **kwargs: f(*args, **kwargs)",
         f"{MATRIX}::test_bits_do_not_depend_on_drafts",
+    ),
+    mutant(
+        "files-of-other-bits", "files of other engines are not reused", "weft/offload/fingerprint.py",
+        "_origin_of_bits() if config.deterministic else None", "None", "tests/offload/test_fingerprint.py",
+    ),
+    mutant(
+        "windows-by-step", "windows follow no step", "weft/ops/window_attention/__init__.py",
+        'by_chunk("k", "v", "q", states=("k_window", "v_window"))', "lambda f, *args, **kwargs: f(*args, **kwargs)",
+        OTHERS,
+    ),
+    mutant(
+        "latents-by-step", "latent attention of a token does not depend on its step", "weft/ops/attention/__init__.py",
+        '@with_kernel("weft.ops.attention.latent", by_token)',
+        '@with_kernel("weft.ops.attention.latent", lambda f, *args, **kwargs: f(*args, **kwargs))', OTHERS,
+    ),
+    mutant(
+        "heads-together", "queries are absorbed row by row", "weft/layers/latent_attention.py",
+        'by_row("x", "gate") if self._backend.is_invariant else whole', "whole", OTHERS,
+    ),
+    mutant(
+        "kda-together", "a row of Kimi Delta Attention does not depend on others", "weft/ops/delta_rule/__init__.py",
+        'by_row("projected", "f", "gate", "state_slots")', "lambda f, *args, **kwargs: f(*args, **kwargs)", OTHERS,
+    ),
+    mutant(
+        "fp8-together", "a row's FP8 product does not depend on others", "weft/ops/linear/__init__.py",
+        'return by_row("x")(_fp8_product, x, wide', "return _fp8_product(x, wide", OTHERS,
     ),
     mutant(
         "silent-operations", "an operation that states nothing refuses the mode", "weft/ops/backend.py",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 
+import torch
+import triton
+
+from weft import __version__
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 
@@ -29,6 +34,7 @@ def fingerprint_of(config: EngineConfig, spec: CacheSpec) -> str:
         "seed": config.seed if config.load_format == "dummy" else None,
         "drafts": str(config.speculative_config),
         "device": config.device,
+        "deterministic": _origin_of_bits() if config.deterministic else None,
         "layers": {name: asdict(layer) for name, layer in spec.layers.items()},
     }
     digest.update(json.dumps(settings, sort_keys=True).encode())
@@ -37,6 +43,12 @@ def fingerprint_of(config: EngineConfig, spec: CacheSpec) -> str:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             digest.update(_sample(path))
     return digest.hexdigest()
+
+
+def _origin_of_bits() -> list[str]:
+    """What the bits of a request may depend on besides the model: versions, and the kind of device."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return [__version__, torch.__version__, triton.__version__, device]
 
 
 def _sample(path: Path) -> bytes:

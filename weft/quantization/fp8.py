@@ -14,6 +14,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, LinearMethod
 from weft.layers.moe import Experts, ExpertsMethod, Routed
 from weft.layers.weight import MatrixShard, WeightLayout, WeightPiece, empty_parameter, uniform_range
+from weft.ops.activation import silu_and_mul
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.linear import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
@@ -78,10 +79,14 @@ class Fp8Linear(LinearMethod):
     def apply_partial_sums(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor:
         weight, scale = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
         static, backend = _optional(layer, "input_scale"), self._context.backend
+        if backend.is_invariant:
+            return self.apply(layer, x, None)
         return fp8_linear_parts(x, weight, scale, static, block=self._storage.block, backend=backend)
 
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         assert not self._plain, "gate and up are both quantised or both not"
+        if self._context.backend.is_invariant:
+            return silu_and_mul(self.apply(layer, x, bias), backend=self._context.backend)
         return fp8_linear_silu_mul(
             x,
             layer.get_parameter("weight"),

@@ -9,6 +9,8 @@ decides by the number of rows, on the host and from the shape alone, so it can b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -132,8 +134,30 @@ def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
             return invariant_linear_silu_mul(x, weight, bias)
 
 
+def _fp8_product(
+    x: Tensor, wide: Tensor, bias: Tensor | None, input_scale: Tensor | None, plain_weight: Tensor | None, block: int
+) -> Tensor:
+    """``fp8_linear`` with a weight that is dequantised."""
+    values, scales = quantize_inputs_reference(x, input_scale, block=block)
+    y = F.linear(dequantize_inputs(values, scales, block=block), wide)
+    if plain_weight is not None:
+        y = torch.cat([y, F.linear(x.float(), plain_weight.float())], dim=-1)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+def _fp8_rows(
+    _: Any, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None,
+    plain_weight: Tensor | None, *, block: int,
+) -> Tensor:  # fmt: skip
+    """``fp8_linear`` of every row by itself. The weight is dequantised once."""
+    wide = dequantize_weight(weight, weight_scale, block=block)
+    return by_row("x")(_fp8_product, x, wide, bias, input_scale, plain_weight, block)
+
+
 @traced_op()
-@with_kernel("weft.ops.linear.fp8", by_row("x"))
+@with_kernel("weft.ops.linear.fp8", _fp8_rows)
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
@@ -159,16 +183,11 @@ def fp8_linear(
     Returns:
         ``[..., N]`` in x's dtype. A row's values depend on that row and the number of rows alone.
     """
-    values, scales = quantize_inputs_reference(x, input_scale, block=block)
-    y = F.linear(dequantize_inputs(values, scales, block=block), dequantize_weight(weight, weight_scale, block=block))
-    if plain_weight is not None:
-        y = torch.cat([y, F.linear(x.float(), plain_weight.float())], dim=-1)
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(x.dtype)
+    wide = dequantize_weight(weight, weight_scale, block=block)
+    return _fp8_product(x, wide, bias, input_scale, plain_weight, block)
 
 
-@with_kernel("weft.ops.linear.fp8", by_row("x"))
+@with_kernel("weft.ops.linear.fp8")
 def fp8_linear_parts(
     x: Tensor,
     weight: Tensor,
@@ -183,7 +202,7 @@ def fp8_linear_parts(
 
 
 @traced_op()
-@with_kernel("weft.ops.linear.fp8", by_row("x"))
+@with_kernel("weft.ops.linear.fp8")
 def fp8_linear_silu_mul(
     x: Tensor,
     weight: Tensor,

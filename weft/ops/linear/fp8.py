@@ -241,10 +241,8 @@ def fp8_linear_triton(
     return out.view(*x.shape[:-1], total)
 
 
-@launches(fp8_linear_parts, invariant={"fixed": True})
-def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block, fixed: bool = False) -> Tensor:
-    if fixed:
-        return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block, fixed=True)
+@launches(fp8_linear_parts)
+def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block) -> Tensor:
     config = choose_config(weight, x.shape[0], False, block)
     if not x.shape[0] or not isinstance(config, FewRows) or not 1 < config.splits <= _MOST_PARTS:
         return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
@@ -253,14 +251,11 @@ def fp8_linear_parts_triton(x, weight, weight_scale, input_scale, *, block, fixe
     return parts
 
 
-@launches(fp8_linear_silu_mul, invariant={"fixed": True})
-def fp8_linear_silu_mul_triton(
-    x, weight, weight_scale, bias, input_scale, *, block, fixed: bool = False
-) -> Tensor:  # fmt: skip
+@launches(fp8_linear_silu_mul)
+def fp8_linear_silu_mul_triton(x, weight, weight_scale, bias, input_scale, *, block) -> Tensor:
     flat, rows = x.flatten(0, -2), weight.shape[0]
-    if flat.shape[0] > MAX_TOKENS or fixed:
-        both = fp8_linear_triton(x, weight, weight_scale, bias, input_scale, block=block, fixed=fixed)
-        return silu_and_mul_triton(both)
+    if flat.shape[0] > MAX_TOKENS:
+        return silu_and_mul_triton(fp8_linear_triton(x, weight, weight_scale, bias, input_scale, block=block))
     out = torch.empty((flat.shape[0], rows // 2), dtype=x.dtype, device=x.device)
     if flat.shape[0]:
         fp8_product_triton(flat, Fp8Matrix(weight, weight_scale, input_scale, block), bias, out, silu_mul=True)
