@@ -43,6 +43,7 @@ from weft.graph.graph import make_pool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.ops.linear import fp8 as fp8_linear
 from weft.ops.linear import skinny as skinny_linear
+from weft.ops.linear import skinny_choice
 from weft.ops.moe import experts as moe
 from weft.ops.moe import fp8_experts as fp8_moe
 from weft.ops.moe.blocks import Tile, Tiles
@@ -113,7 +114,7 @@ def candidates(key: Key, rows: int) -> list[Choice]:
     return list(_tiles())
 
 
-def _fits(config: skinny_linear.Config, tokens: int) -> bool:
+def _fits(config: skinny_choice.Config, tokens: int) -> bool:
     """Whether the pipeline's tiles of 16-bit numbers fit in shared memory."""
     return config.stages * config.inner * (config.rows + min(config.tokens, tokens)) * 2 <= 220 << 10
 
@@ -257,7 +258,7 @@ def _table_row(key: Key, choice: Choice, rows: int) -> tuple[Path, dict[str, Any
     if kind == "linear":
         place = dict(zip(("rows", "inner", "silu_mul", "tokens"), (*shape[:3], padded), strict=True))
         place |= {"leaves_sums": True} if shape[3] else {}
-        return skinny_linear.TABLE_PATH, place, {"config": choice and list(choice)}
+        return skinny_choice.TABLE_PATH, place, {"config": choice and list(choice)}
     if kind == "fp8 linear":
         place = dict(zip(("rows", "inner", "silu_mul", "block", "tokens"), (*shape, padded), strict=True))
         name = next(name for name, kind in fp8_linear.KINDS.items() if type(choice) is kind)
@@ -278,7 +279,7 @@ def read_choices(found: Mapping[str, Any]) -> dict[Key, Choice]:
 
     def choice_of(kind: str, says: list[Any] | None) -> Choice:
         if says is None or kind == "linear":
-            return says and skinny_linear.Config(*says)
+            return says and skinny_choice.Config(*says)
         if kind == "fp8 linear":
             return of_fp8[len(says)](*says)
         return Tiles(*(Tile(*tile) for tile in says))

@@ -32,8 +32,9 @@ from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
 from weft.ops.activation.kernels import silu_and_mul_triton
-from weft.ops.linear import skinny
-from weft.ops.linear.skinny import Config, choose_config, skinny_linear_triton
+from weft.ops.linear import skinny_choice
+from weft.ops.linear.skinny import skinny_linear_triton
+from weft.ops.linear.skinny_choice import Config, choose_config
 from weft.ops.norm.kernels import rms_norm_triton
 from weft.ops.triton import early_launch
 from weft.ops.triton.launch import Kernel, launches_handled
@@ -320,7 +321,7 @@ def write_table(rows: list[dict[str, Any]]) -> None:
         return
     device = torch.cuda.get_device_name() if ON_GPU else "cpu"
     columns = ("rows", "inner", "silu_mul", "tokens", "config", "library_us", "kernel_us")
-    kept = json.loads(skinny.TABLE_PATH.read_text())["rows"]
+    kept = json.loads(skinny_choice.TABLE_PATH.read_text())["rows"]
     kept = [row for row in kept if row.get("leaves_sums") or _key(row) not in set(map(_key, rows))]
     lines = [json.dumps(row) for row in kept]
     for row in rows:

@@ -22,7 +22,8 @@ import torch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, time_us, write_json
 from weft.ops.backend import Backend
 from weft.ops.linear import linear, linear_silu_mul
-from weft.ops.linear.skinny import Config, skinny_linear_triton
+from weft.ops.linear.skinny import skinny_linear_triton
+from weft.ops.linear.skinny_choice import Config
 
 WEIGHTS = {
     "27b.gate_up": (34816, 5120, True),

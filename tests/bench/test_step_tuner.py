@@ -15,8 +15,9 @@ from benchmarks import step_tuner
 from benchmarks.step_tuner import Choices, candidates, descend, install, read_choices
 from weft.ops.linear import fp8 as fp8_linear
 from weft.ops.linear import skinny as skinny_linear
+from weft.ops.linear import skinny_choice
 from weft.ops.linear.fp8_few_rows import FewRows, HopperRows
-from weft.ops.linear.skinny import Config
+from weft.ops.linear.skinny_choice import Config
 from weft.ops.moe import fp8_experts as fp8_moe
 from weft.ops.moe.blocks import Tile, Tiles
 
@@ -77,7 +78,7 @@ def test_choices_are_read_as_they_were_stored() -> None:
 
 
 def test_choices_are_written_into_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (skinny_linear, fp8_linear, fp8_moe):
+    for module in (skinny_choice, fp8_linear, fp8_moe):
         shutil.copy(module.TABLE_PATH, tmp_path)
         monkeypatch.setattr(module, "TABLE_PATH", tmp_path / module.TABLE_PATH.name)
         monkeypatch.setattr(module, "load_table", module.load_table.__wrapped__)  # nothing is remembered
@@ -87,12 +88,12 @@ def test_choices_are_written_into_the_tables(tmp_path: Path, monkeypatch: pytest
     install({A_QKV: held, leaves_sums: None, of_fp8: HopperRows(32, 8, 96), FP8_EXPERTS: tiles}, 7)
     install({("experts", 512, 512): tiles, ("fp8 experts", 256, 2048, 768, 128): tiles}, 7)  # neither has a place
     assert (256, 2048, 768, 128) not in fp8_moe.load_table()
-    plain, with_sums = skinny_linear.load_table(False), skinny_linear.load_table(True)
+    plain, with_sums = skinny_choice.load_table(False), skinny_choice.load_table(True)
     assert plain[4096, 1024, False, 8] == with_sums[4096, 1024, False, 8] == held
     assert with_sums[6144, 1024, False, 8] is None and plain[6144, 1024, False, 8] is not None
     assert fp8_linear.load_table()[12288, 2048, False, 128] == before | {8: HopperRows(32, 8, 96)}
     assert fp8_moe.load_table()[513, 2048, 512, 128][8] == tiles
-    for module in (skinny_linear, fp8_linear, fp8_moe):
+    for module in (skinny_choice, fp8_linear, fp8_moe):
         rows = json.loads(module.TABLE_PATH.read_text())["rows"]
         said = {"config", "kind", "up", "down", "library_us", "kernel_us"}
         places = [tuple((k, v) for k, v in sorted(row.items()) if k not in said) for row in rows]

@@ -20,8 +20,9 @@ from weft.multimodal import processor as processor_module
 from weft.multimodal.items import pixel_bytes
 from weft.multimodal.media import MediaUrl, ReadLimits, decode_image
 from weft.multimodal.parts import prompt_media
+from weft.multimodal.patch_maker import PatchMaker, Processed
 from weft.multimodal.placeholders import expand
-from weft.multimodal.processor import MediaProcessor, PatchMaker, Processed
+from weft.multimodal.processor import MediaProcessor
 from weft.multimodal.video import Video
 from weft.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ _LOAD = "tests/bench/test_serve.py"
 FIELDS_AND_FIGURES = (
     mutant(
         "video-shapes-share-a-hash", "videos of equal patches in another shape are others",
-        "weft/multimodal/processor.py", 'f"video {grid} {self.settings}', 'f"video {self.settings}',
+        "weft/multimodal/patch_maker.py", 'f"video {grid} {self.settings}', 'f"video {self.settings}',
         "tests/multimodal/test_processor.py::test_videos_of_equal_patches_in_another_shape_are_others",
     ),
     mutant(

@@ -114,16 +114,16 @@ MUTANTS = (
         "lease.salt != match.salt or ", "", "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
-        "reserve-ignored", "an admission leaves the running requests what they need", "weft/cache/manager.py",
+        "reserve-ignored", "an admission leaves the running requests what they need", "weft/cache/leasing.py",
         "fits = needed + reserve_pages <=", "fits = needed <=", "tests/scheduler/test_progress.py",
     ),
     _mutant(
-        "tail-of-shared-pages-written", "the tree's pages are never written", "weft/cache/manager.py",
+        "tail-of-shared-pages-written", "the tree's pages are never written", "weft/cache/leasing.py",
         "write_start=max(match.num_tokens, num_shared * self.spec.page_size)", "write_start=match.num_tokens",
         "tests/cache/test_manager.py", "tests/cache/test_manager_fuzz.py",
     ),
     _mutant(
-        "fork-source-not-pinned", "a state that is to be copied is not evicted before", "weft/cache/manager.py",
+        "fork-source-not-pinned", "a state that is to be copied is not evicted before", "weft/cache/leasing.py",
         "        if source is not None and is_fork:\n            self.tree.pin(source)\n", "",
         "tests/cache/test_manager.py",
     ),
@@ -447,7 +447,7 @@ MUTANTS = (
     ),
     _mutant(
         "shapes-share-a-hash", "images of the same pixels in another shape are others",
-        "weft/multimodal/processor.py", 'f"image {image.size} {self.settings}', 'f"image {self.settings}',
+        "weft/multimodal/patch_maker.py", 'f"image {image.size} {self.settings}', 'f"image {self.settings}',
         "tests/multimodal/test_processor.py",
     ),
     _mutant(

@@ -17,7 +17,7 @@ SETTINGS_AND_REUSE = (
         "weft/cache/radix_tree.py", "                self.watcher.offer_state(below)", "                pass", POLICY,
     ),
     mutant(
-        "reuse-is-not-learned", "what became of states like it weighs a state", "weft/cache/manager.py",
+        "reuse-is-not-learned", "what became of states like it weighs a state", "weft/cache/leasing.py",
         "            self.evictor.odds.use(source.kind, source.lineage, source.num_uses)\n", "            pass\n",
         POLICY,
     ),

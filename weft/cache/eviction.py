@@ -116,6 +116,10 @@ class Evictor:
             self._evict_tail(leaf, count - self._pages.num_free)
         return True
 
+    def take_pages(self, count: int) -> list[int] | None:
+        """Return ``count`` free pages, after evicting KV if need be. None, with no page taken, if there are too few."""
+        return self._pages.allocate(count) if self.make_room(count) else None
+
     def take_slot(self) -> int | None:
         """Return a free slot, or the slot of the least useful state after evicting it; None if there is neither."""
         slot = self._slots.allocate()

@@ -38,8 +38,9 @@ from weft.cache.eviction import Evictor
 from weft.cache.insertion import insert, move_lock
 from weft.cache.invariants import check_accounts
 from weft.cache.lease import DraftStates, Lease
-from weft.cache.match import Match, explain
-from weft.cache.nodes import Checkpoint, Node, Prefix, Tokens, as_tokens
+from weft.cache.leasing import Leasing
+from weft.cache.match import Match
+from weft.cache.nodes import Prefix, Tokens, as_tokens
 from weft.cache.policy import EvictionPolicy, make_policy
 from weft.cache.pools import PagePool, StatePool
 from weft.cache.radix_tree import RadixTree
@@ -103,6 +104,8 @@ class Manager:
         self._grid = grid
         self.states = StatePlan(spec, checkpoint_policy, keeps=enable_prefix_caching, grid=grid)
         self.drafts = DraftSlots(spec, self.slots, self.evictor, self.states, self.allocate)
+        self._leasing = Leasing(spec, self.tree, self.evictor, self.pages, self.states, enable_prefix_caching)
+        self.lock_prefix = self._leasing.lock_prefix
         self.observer: Callable[[EndedRequest], object] | None = None
         self._needs_state = spec.has_states
         self._leases: set[Lease] = set()
@@ -140,8 +143,6 @@ class Manager:
     def evict_all(self) -> None:
         """Evict everything that no lease needs, down to the tier below."""
         self.evictor.make_room(self.pages.num_free + self.pages.num_evictable)
-
-    # -- a request comes -------------------------------------------------------------------------------------------
 
     def match(
         self,
@@ -203,98 +204,17 @@ class Manager:
         assert match.version == self.tree.version, "the cache has changed since the match"
         num_tokens = len(match.tokens) if num_tokens is None else num_tokens
         num_prompt_tokens = num_prompt_tokens or len(match.tokens)
-        lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
+        lease = self._leasing.start(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
         if lease is None and not self._leases and match.num_kv_tokens:
             # Without other leases only the shared pages can be in the way (their copy needs one page more).
             match = replace(match, num_tokens=0, prefix=EMPTY_PREFIX, checkpoint=None, version=self.tree.version)
-            lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
+            lease = self._leasing.start(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
         if lease is None:
             return None
         self._num_query_tokens += len(match.tokens)
         self._num_hit_tokens += lease.num_cached_tokens
         self._leases.add(lease)
         return lease
-
-    def _try_lease(
-        self, match: Match, num_tokens: int, reserve_pages: int, num_prompt_tokens: int, boundaries: Sequence[int]
-    ) -> Lease | None:
-        report = explain(match, needs_state=self._needs_state)
-        node = self.lock_prefix(match)
-        num_shared, copied = divmod(match.num_kv_tokens, self.spec.page_size)
-        needed = self.spec.pages_for(num_tokens) - num_shared
-        fits = needed + reserve_pages <= self.pages.num_free + self.pages.num_evictable
-        source = match.checkpoint
-        slot = self._take_working_slot(source) if fits else None
-        if slot is None:
-            if node is not None:
-                self.tree.unlock(node)
-            return None
-        stored_pages = self.tree.page_list(Prefix(node, match.num_kv_tokens))
-        is_fork = source is not None and slot != source.slot
-        if source is not None and is_fork:
-            self.tree.pin(source)
-        copy = self._take_pages(1) if copied else []
-        assert copy is not None, "there is room"
-        checkpoints = self.states.plan(match, num_prompt_tokens, boundaries)
-        if source is not None:
-            self.evictor.odds.use(source.kind, source.lineage, source.num_uses)
-        if node is not None:
-            self._touch(match, node)
-            if self.tier is not None and match.num_tokens:
-                self.tier.reused(node, match.num_tokens, source if is_fork else None)
-        return Lease(
-            tokens=match.tokens,
-            salt=match.salt,
-            num_prompt_tokens=num_prompt_tokens,
-            report=report,
-            num_cached_tokens=match.num_tokens,
-            write_start=max(match.num_tokens, num_shared * self.spec.page_size),
-            page_copy=(stored_pages[num_shared], copy[0]) if copied else None,
-            state_fork=(source.slot, slot) if source is not None and is_fork else None,
-            fork_source=source if is_fork else None,
-            pages=stored_pages[:num_shared] + copy,
-            num_shared_pages=num_shared,
-            node=node,
-            state_slot=slot,
-            checkpoints=checkpoints,
-            num_committed_tokens=match.num_tokens,
-        )
-
-    def lock_prefix(self, match: Match) -> Node | None:
-        """Lock exactly the matched path. Returns None if nothing is ever inserted."""
-        if not self.enable_prefix_caching:
-            return None
-        node = match.prefix.node
-        if node is None:
-            node = self.tree.root(match.salt)
-        elif match.num_kv_tokens < node.end:
-            node = self.tree.split(node, match.num_kv_tokens)
-        self.tree.lock(node)
-        return node
-
-    def _touch(self, match: Match, node: Node) -> None:
-        """Refresh the ages of the reused state and of the KV that it makes usable."""
-        self.tree.clock += 1
-        while node.parent is not None and node.start >= match.num_tokens:
-            node = node.parent
-        self.tree.touch(node, match.checkpoint)
-
-    def _take_working_slot(self, source: Checkpoint | None) -> int | None:
-        """Take a free working slot, or else the slot of the matched state. Returns 0 if the model needs no slot."""
-        if not self._needs_state:
-            return 0
-        if source is None:
-            return self.evictor.take_slot()
-        self.tree.pin(source)
-        slot = self.evictor.take_slot()
-        self.tree.unpin(source)
-        if slot is None and not source.pins:
-            if self.tier is not None:
-                self.tier.state_leaves(source)
-            slot = self.tree.take_checkpoint(source, lost=False)
-        return slot
-
-    # -- a request grows -------------------------------------------------------------------------------------------
 
     def allocate(self, lease: Lease, num_tokens: int) -> list[int] | None:
         """Grow the lease until it holds ``num_tokens`` tokens, evicting entries that no lease needs.
@@ -307,10 +227,10 @@ class Manager:
         missing = self.spec.pages_for(num_tokens) - len(lease.pages)
         if missing <= 0:
             return []
-        pages = self._take_pages(missing)
+        pages = self.evictor.take_pages(missing)
         if pages is None and len(self._leases) == 1 and lease.num_committed_tokens > lease.num_cached_tokens:
             self._unshare(lease)
-            pages = self._take_pages(missing)
+            pages = self.evictor.take_pages(missing)
         lease.pages.extend(pages or ())
         return pages
 
@@ -322,9 +242,6 @@ class Manager:
         self.pages.retain(shared)
         self.pages.pin(shared)
         move_lock(lease, self.tree.root(lease.salt), self.tree)
-
-    def _take_pages(self, count: int) -> list[int] | None:
-        return self.pages.allocate(count) if self.evictor.make_room(count) else None
 
     def allocate_checkpoints(
         self, lease: Lease, start: int, num_tokens: int, num_drafts: int = 0
@@ -382,8 +299,6 @@ class Manager:
         if lease.fork_source is not None:
             self.tree.unpin(lease.fork_source)
             lease.fork_source = None
-
-    # -- a request goes --------------------------------------------------------------------------------------------
 
     def release(self, lease: Lease, token_ids: Sequence[int] | Tokens = (), *, keep: bool = True) -> None:
         """End a request whose last launched step is done, and move its KV and state to the tree.
@@ -449,8 +364,6 @@ class Manager:
             states.stored.append(states.snapshot)
             states.snapshot = None
         insert(lease, tokens, self.tree, self.slots, self.evictor.odds)
-
-    # -- a prefix comes up from the tier below ---------------------------------------------------------------------
 
     def hold(self, lease: Lease) -> None:
         """Count a lease that no request has, for a restore."""

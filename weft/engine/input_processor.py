@@ -20,8 +20,9 @@ from weft.engine.sampling_resolver import SamplingResolver
 from weft.errors import ContextLengthError, RequestError
 from weft.messages import RowSampling
 from weft.multimodal.parts import Media, prompt_media
+from weft.multimodal.patch_maker import Processed
 from weft.multimodal.placeholders import ExpandedPrompt, check_placeholders, expand
-from weft.multimodal.processor import MediaProcessor, Processed
+from weft.multimodal.processor import MediaProcessor
 from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.text.encoder import PIECE

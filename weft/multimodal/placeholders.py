@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weft.config.vision import VisionConfig
 from weft.errors import RequestError
 from weft.multimodal.items import MediaItem, Modality
-from weft.multimodal.processor import Processed
+from weft.multimodal.patch_maker import Processed
 
 Encode = Callable[[str], list[int]]
 """Encodes a text without special tokens."""

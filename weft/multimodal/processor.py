@@ -1,43 +1,27 @@
 """A checkpoint's image and video processor: pictures in, patches for the vision encoder out.
 
-Job: decode, resize, cut into patches and normalise as transformers does for the checkpoint; cache the results, so that
-the same picture in a later turn costs a look-up. Owns: the settings of the checkpoint's processor, the bound on
-concurrent work, the cache. Does not know: prompts (``placeholders.py``), or the sources of pictures (``media.py``).
-
-Images are processed as in transformers' Pillow processor, so that pixels do not depend on other installed packages.
-transformers' video processor needs torchvision. ``video.py`` has the same steps with the same resampling.
+Job: read the pictures of a prompt and have patches made of them (``patch_maker.py``); cache the results, so that the
+same picture in a later turn costs a look-up. Owns: the bounds on a prompt and on concurrent work, the cache. Does not
+know: prompts (``placeholders.py``), or the sources of pictures (``media.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.config import EngineConfig
 from weft.config.media_limits import MediaLimits
 from weft.config.vision import VisionConfig
 from weft.errors import ConfigError, ContextLengthError, RequestError
-from weft.multimodal.items import Modality, pixel_bytes
-from weft.multimodal.media import (
-    MediaUrl,
-    ReadLimits,
-    SourceReader,
-    check_size,
-    check_video_size,
-    decode_image,
-    pillow,
-    to_rgb,
-)
-from weft.multimodal.video import Video, VideoSettings, sample_frames, timestamps, video_patches
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from weft.multimodal.items import Modality
+from weft.multimodal.media import MediaUrl, ReadLimits, SourceReader
+from weft.multimodal.patch_maker import PatchMaker, Processed, pixel_table
+from weft.multimodal.video import Video, VideoSettings, sample_frames, timestamps
 
 MAX_CONCURRENT = 2
 """Upper bound on pictures that are decoded and resized at a time. Further ones wait."""
@@ -45,27 +29,9 @@ MAX_CONCURRENT = 2
 MAX_PROMPT_BYTES = 2 << 30
 """Upper bound on the patches of one prompt in bytes, since they travel to the engine together."""
 
-DETAIL_LOW = 512
-"""Pixels of the longer side of an image with ``detail="low"``, as in the OpenAI API."""
-
 # Settings of published Qwen3-VL checkpoints, for a folder without processor files (dummy weights).
 _SIZE = {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}
 _VIDEO_SIZE = {"shortest_edge": 1 << 12, "longest_edge": 25_165_824}
-
-
-@dataclass(frozen=True, slots=True)
-class Processed:
-    """One image or video in the form of the encoder; fields as in ``MediaItem``.
-
-    ``times``: seconds of each temporal patch of a video; None for an image.
-    """
-
-    modality: Modality
-    content_hash: bytes
-    grid: tuple[int, int, int]
-    pixel_values: bytes
-    dtype: str
-    times: tuple[float, ...] | None = None
 
 
 def load_processor(config: EngineConfig) -> MediaProcessor | None:
@@ -89,99 +55,6 @@ def load_processor(config: EngineConfig) -> MediaProcessor | None:
         cache_bytes,
         config.dtype,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PatchMaker:
-    """Makes patches of one picture at a time, as a checkpoint's processor does. It may be sent to other processes.
-
-    Attributes:
-        vision, limits, max_tokens, dtype: see ``MediaProcessor``.
-        size: fewest and most pixels of a resized image.
-        resample: Pillow's number of the filter.
-        values: ``[3, 256]``: each 8-bit number of each channel as the encoder gets it, as bits of ``dtype``.
-        settings: all settings of the processor as a text, for content hashes.
-        videos: settings of the video processor.
-    """
-
-    vision: VisionConfig
-    limits: ReadLimits
-    max_tokens: int
-    dtype: str
-    size: tuple[int, int]
-    resample: int
-    values: bytes
-    settings: str
-    videos: VideoSettings
-
-    def image(self, source: Any, is_low: bool, param: str) -> Processed:
-        """Process an image that was given as encoded bytes, PIL image or array. Raises RequestError."""
-        return self.patches(*self.resized(source, is_low, param))
-
-    def resized(self, source: Any, is_low: bool, param: str) -> tuple[Image, bytes]:
-        """Return the image in the size that the model takes, and its content hash. Raises RequestError."""
-        image = self._resized(self._decoded(source, param), is_low, param)
-        digest = hashlib.sha256(f"image {image.size} {self.settings}\n".encode())
-        digest.update(image.tobytes())
-        return image, digest.digest()
-
-    def _decoded(self, source: Any, param: str) -> Image:
-        if isinstance(source, bytes):
-            return decode_image(source, self.limits, param)
-        image = image_of_object(source, param)
-        check_size(image.size, self.limits, param)
-        return to_rgb(image, param)
-
-    def _resized(self, image: Image, is_low: bool, param: str) -> Image:
-        """The image in the size that the model takes, as 8-bit RGB."""
-        if is_low:
-            image.thumbnail((DETAIL_LOW, DETAIL_LOW))
-        factor = self.vision.patch_size * self.vision.spatial_merge_size
-        try:
-            height, width = resized_size(image.height, image.width, factor, *self.size)
-        except ValueError as error:
-            raise RequestError(
-                f"an image of {image.width} x {image.height} pixels cannot be processed ({error}); crop it", param
-            ) from error
-        self._check_tokens("an image", height * width // factor**2, image.size, param)
-        return image.resize((width, height), self.resample)
-
-    def patches(self, image: Image, content_hash: bytes) -> Processed:
-        """Cut a resized image into patches, in the order of the checkpoint's processor.
-
-        The processor scales and normalises each 8-bit number by itself, so its 3 x 256 results are looked up.
-        """
-        import numpy as np
-
-        patch, merge, frames = self.vision.patch_size, self.vision.spatial_merge_size, self.vision.temporal_patch_size
-        h, w = image.height // patch, image.width // patch
-        values = np.frombuffer(self.values, "uint16" if self.dtype == "bfloat16" else self.dtype).reshape(3, 256)
-        tiles = np.asarray(image).reshape(h // merge, merge, patch, w // merge, merge, patch, 3)
-        patches = np.empty((h // merge, w // merge, merge, merge, 3, frames, patch, patch), values.dtype)
-        for row in range(h // merge):  # [merge, patch, w // merge, merge, patch, 3] to [w // merge, merge, merge, ...]
-            ordered = tiles[row].transpose(2, 0, 3, 5, 1, 4)
-            for channel in range(3):
-                patches[row, :, :, :, channel] = values[channel][ordered[:, :, :, channel]][:, :, :, None]
-        return Processed("image", content_hash, (1, h, w), patches.tobytes(), self.dtype)
-
-    def video(self, frames: Sequence[Any], times: tuple[float, ...], param: str) -> Processed:
-        """Process what ``MediaProcessor.read_video`` returned. Raises RequestError."""
-        first = self._decoded(frames[0], param)  # the others must have its size
-        check_video_size(len(frames), first.size, self.limits, param)
-        grid = self.videos.grid(len(frames), first.height, first.width, param)
-        self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
-        digest = hashlib.sha256(f"video {grid} {self.settings}\n".encode())
-        patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self.videos, param)
-        digest.update(patches.data)
-        return Processed("video", digest.digest(), grid, pixel_bytes(patches, self.dtype), self.dtype, times)
-
-    def _check_tokens(self, name: str, num_tokens: int, size: tuple[int, int], param: str) -> None:
-        if num_tokens > self.max_tokens:
-            raise RequestError(
-                f"{name} of {size[0]} x {size[1]} pixels becomes {num_tokens:,} tokens, more than the "
-                f"{self.max_tokens:,} that are encoded in a step (max_num_encoder_input_tokens); send a smaller one",
-                param,
-            )
 
 
 class MediaProcessor:
@@ -226,7 +99,7 @@ class MediaProcessor:
             dtype,
             (int(images.size["shortest_edge"]), int(images.size["longest_edge"])),
             int(images.resample),
-            _pixel_table(images, dtype),
+            pixel_table(images, dtype),
             f"{sorted(images.to_dict().items(), key=lambda pair: pair[0])} {videos}",
             videos,
         )
@@ -344,59 +217,6 @@ def image_key(source: Any, data: bytes) -> bytes:
 def is_low_detail(source: Any) -> bool:
     """Whether a small copy is wanted."""
     return isinstance(source, MediaUrl) and source.detail == "low"
-
-
-def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Return the size to which transformers' ``smart_resize`` of Qwen2-VL resizes, without importing transformers.
-
-    Both sides are multiples of ``factor``, and there are ``min_pixels`` to ``max_pixels``. Raises ValueError for an
-    aspect ratio beyond 200.
-    """
-    ratio = max(height, width) / min(height, width)
-    if ratio > 200:
-        raise ValueError(f"absolute aspect ratio must be smaller than 200, got {ratio}")
-    new_height, new_width = (round(side / factor) * factor for side in (height, width))
-    if new_height * new_width > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
-        new_height, new_width = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
-    elif new_height * new_width < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
-        new_height, new_width = (math.ceil(side * scale / factor) * factor for side in (height, width))
-    return new_height, new_width
-
-
-def _pixel_table(processor: Any, dtype: str) -> bytes:
-    """Return ``PatchMaker.values``: what the processor makes of each 8-bit number."""
-    import numpy as np
-
-    image = np.broadcast_to(np.arange(256, dtype=np.uint8)[None, :, None], (3, 256, 1))
-    if processor.do_rescale:
-        image = processor.rescale(image, processor.rescale_factor)
-    if processor.do_normalize:
-        image = processor.normalize(image, processor.image_mean, processor.image_std)
-    return pixel_bytes(np.asarray(image, np.float32), dtype)
-
-
-def image_of_object(source: Any, param: str) -> Image:
-    """A PIL image, made of an array if needed. Raises RequestError."""
-    image_module = pillow()
-    if isinstance(source, image_module.Image):
-        if source.format != "MPO" and getattr(source, "is_animated", False):
-            raise RequestError("an image is animated; give one frame, or the frames as a video", param)
-        return source
-    import numpy as np
-
-    if not isinstance(source, np.ndarray):
-        raise RequestError(
-            f"an image is given as {type(source).__name__}; give a PIL image, an array [height, width, 3] of uint8, a "
-            "path, or encoded bytes",
-            param,
-        )
-    if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3:
-        raise RequestError(
-            f"an image is an array of {source.dtype} {list(source.shape)}; give [height, width, 3] of uint8", param
-        )
-    return image_module.fromarray(np.ascontiguousarray(source))
 
 
 def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:

@@ -15,13 +15,8 @@ from typing import Any
 from weft.errors import RequestError
 from weft.multimodal.media import MediaUrl, SourceReader, pixels_of
 from weft.multimodal.parts import Media
-from weft.multimodal.processor import (
-    MediaProcessor,
-    Processed,
-    image_key,
-    image_of_object,
-    is_low_detail,
-)
+from weft.multimodal.patch_maker import Processed, image_of_object
+from weft.multimodal.processor import MediaProcessor, image_key, is_low_detail
 from weft.multimodal.video import Video
 from weft.server.media_worker import NewImage, NewVideo
 from weft.server.worker import decode, encode

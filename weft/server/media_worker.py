@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import msgspec
 
-from weft.multimodal.processor import PatchMaker
+from weft.multimodal.patch_maker import PatchMaker
 from weft.server.worker import Result, decode, serve
 
 

@@ -16,6 +16,7 @@ from weft.ops.collectives import all_reduce_rms_norm, all_reduce_rms_norm_refere
 from weft.ops.collectives.packed import fits_packed
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters
 from weft.ops.linear import skinny as skinny_linear
+from weft.ops.linear.skinny_choice import Config
 from weft.ops.moe import combine as moe_sum
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/multi_gpu has the same on GPUs")
@@ -98,8 +99,8 @@ def test_ranks_sum_add_and_normalise(size: int, dtype: torch.dtype, monkeypatch:
     monkeypatch.setattr("weft.ops.collectives.signalled._TILE_VALUES", 4 * 64)  # tiles of four rows
     monkeypatch.setattr("weft.ops.collectives.packed._MOST_POLLS", 1 << 12)  # a test that fails ends
     monkeypatch.setattr(moe_sum, "TILES", {1 << 30: moe_sum.Tile(16, 1, None)})  # three programs for a row
-    configs = {1: skinny_linear.Config("sum", 4, 64, 1)}  # of more rows it is split
-    others = skinny_linear.Config("sum", 4, 32, 1, splits=2)
+    configs = {1: Config("sum", 4, 64, 1)}  # of more rows it is split
+    others = Config("sum", 4, 32, 1, splits=2)
     monkeypatch.setattr(skinny_linear, "choose_config", lambda x, *_, **__: configs.get(len(x), others))
     inputs = torch.randn(size, 3, max(ROWS), WIDTH).to(dtype).share_memory_()
     plain, mixed = (exchanged(size, inputs, forms) for forms in (FORMS[:1], FORMS))

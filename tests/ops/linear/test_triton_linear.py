@@ -11,16 +11,10 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.linear import linear, linear_parts, linear_silu_mul
+from weft.ops.linear import linear, linear_parts, linear_silu_mul, skinny_choice
 from weft.ops.linear import skinny as skinny_linear
-from weft.ops.linear.skinny import (
-    MAX_TOKENS,
-    Config,
-    choose_config,
-    heuristic_config,
-    load_table,
-    skinny_linear_triton,
-)
+from weft.ops.linear.skinny import skinny_linear_triton
+from weft.ops.linear.skinny_choice import MAX_TOKENS, Config, choose_config, heuristic_config, load_table
 from weft.ops.norm import rms_norm
 
 ON_GPU = DEVICE == "cuda"
@@ -196,7 +190,7 @@ def test_the_table_is_well_formed() -> None:
 
 def test_splits_that_a_norm_adds_are_not_those_of_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some sizes the matrix library is faster where the kernel has to add the sums itself."""
-    monkeypatch.setattr(skinny_linear, "has_table", lambda device: True)
+    monkeypatch.setattr(skinny_choice, "has_table", lambda device: True)
     x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta") for rows in (64, 2048))
     assert choose_config(x, weight, False) is None
     chosen = choose_config(x, weight, False, leaves_sums=True)

@@ -1,8 +1,7 @@
 """Linear layers for a few rows: the weight streams through once, at the speed of memory.
 
 Job: ``linear`` and ``linear_silu_mul`` on the GPU for up to 256 rows, where the matrix library leaves bandwidth unused.
-Owns: the kernel, and for which sizes it runs (``skinny_linear_h200.json``, written by ``benchmarks/kernels/linear.py
---tune``). Does not know: layers.
+Owns: the kernel. Does not know: layers, or which sizes it runs for (``skinny_choice.py``).
 
 A program computes ``rows`` outputs of up to ``tokens`` tokens; programs of the same outputs run side by side, so that
 memory is read once. There are four methods. ``sum`` keeps partial sums per token and lane and adds the lanes at the end
@@ -20,10 +19,7 @@ or all tokens in turn: if all loaded one token, all programs would wait for one 
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,50 +33,21 @@ from weft.ops.collectives.packets import areas_of, flags_of, route_to
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import linear_parts
 from weft.ops.linear.few_rows import add_splits, load_inner, rows_of_block, workspace
+from weft.ops.linear.skinny_choice import Config, choose_config
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
-from weft.ops.triton.tile_table import has_table
 
 if GLUON_IS_KNOWN:
     from weft.ops.linear import gated_hopper as hopper
 
-MAX_TOKENS = 256
-"""The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
 MAX_SENT_SPLITS = 8
 """Upper bound on tokens for which the sender adds the sums of the splits before it sends to other ranks. With more
 tokens the receiver adds the sums."""
-_HELD_BYTES = 65536
-"""Weights that four warps hold in registers: half of what they have. Much more would spill."""
-_MULTIPROCESSORS = 132
-_SUMS = ((8, 1024, 4), (4, 2048, 8), (2, 2048, 8))
-"""Weight rows of a program, inner elements of a step and warps of ``sum``, in the order in which they are tried."""
-TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
 
-
-class Config(NamedTuple):
-    """How one product is computed.
-
-    Attributes:
-        method: ``sum``, ``dot``, ``held`` or ``warps``.
-        rows: weight rows per program (with ``silu_mul`` half of them gate rows, half up rows).
-        inner: elements of the inner dimension per step.
-        warps: per program.
-        stages: of the software pipeline (``dot``).
-        splits: programs that share the inner dimension.
-        tokens: of a program at most.
-    """
-
-    method: str
-    rows: int
-    inner: int
-    warps: int
-    stages: int = 1
-    splits: int = 1
-    tokens: int = 64
 
 
 @triton.jit
@@ -257,60 +224,6 @@ def _skinny_linear_kernel(
         acc, bias, out, partial, arrivals, place, block, split, num_tokens, width, stride_out,
         SPLITS, TOKENS, ROWS, GATED, BIAS, (token_rows, flags, areas), ROUTE,
     )  # fmt: skip
-
-
-@functools.cache
-def load_table(leaves_sums: bool = False) -> dict[tuple[int, int, bool, int], Config | None]:
-    """``(weight rows, inner size, gated, padded tokens)`` to what was fastest; None: the matrix library.
-
-    ``leaves_sums``: where the norm that follows adds the sums of splits; some sizes have rows of their own for that.
-    """
-    table = dict(load_table()) if leaves_sums else {}
-    for row in json.loads(TABLE_PATH.read_text())["rows"]:
-        if row.get("leaves_sums", False) == leaves_sums:
-            key = (row["rows"], row["inner"], row["silu_mul"], row["tokens"])
-            table[key] = None if row["config"] is None else Config(*row["config"])
-    return table
-
-
-def heuristic_config(rows: int, inner: int, tokens: int, element_size: int, *, pipelines: bool) -> Config | None:
-    """A configuration for sizes that were not tuned; None: the matrix library.
-
-    Measured on an H200 for fourteen weights of 10 to 350 MB (``linear-rules-h200.json``). One row is fastest by ``sum``
-    without splits: 5 to 12% less time than with them. With three rows and more ``sum`` took up to twice as long as the
-    matrix library. ``dot`` takes 3 to 14% less than the library where the library has too few programs.
-
-    Args:
-        rows: of the weight.
-        inner: its columns.
-        tokens: a power of two.
-        element_size: bytes per element of the weight.
-        pipelines: whether the device has the shared memory of an H200, which ``dot`` fills.
-    """
-    if tokens <= 2:
-        for block, step, warps in _SUMS:
-            block = block if rows >= 2 * _MULTIPROCESSORS * block else min(block, 4)
-            step = min(step, next_power_of_2(inner))
-            if cdiv(inner, step) * step * block * element_size <= _HELD_BYTES * warps // 4:
-                return Config("sum", block, step, warps)
-    few_programs = rows <= 35 * _MULTIPROCESSORS and inner >= 4096
-    if pipelines and 4 <= tokens <= 32 and element_size == 2 and few_programs:
-        return Config("dot", 64, 128, 4, 6, splits=4 if tokens <= 8 else 2)
-    return None
-
-
-def choose_config(x: Tensor, weight: Tensor, silu_mul: bool, *, leaves_sums: bool = False) -> Config | None:
-    """The configuration for ``x [T, K]`` and ``weight [N, K]``; None: the matrix library is faster, or has to do.
-    ``leaves_sums``: see ``load_table``."""
-    num_tokens, (rows, inner) = x.shape[0], weight.shape
-    if not 0 < num_tokens <= MAX_TOKENS or inner < 64 or rows < 8:
-        return None
-    tokens = next_power_of_2(num_tokens)
-    key = (rows, inner, silu_mul, tokens)
-    measured = has_table(x.device)
-    if weight.element_size() == 2 and measured and key in load_table(leaves_sums):
-        return load_table(leaves_sums)[key]
-    return heuristic_config(rows, inner, tokens, weight.element_size(), pipelines=measured)
 
 
 def launch_options(
