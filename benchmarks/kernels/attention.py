@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
 from weft.forward_context import Batch
+from weft.ops.attention import AttentionCall
 from weft.ops.attention.decode import DecodeChoice, decode_tile, launch_decode
 from weft.ops.attention.paged import GLUON_IS_KNOWN
 from weft.ops.attention.prefill import launch_prefill, prefill_tile
@@ -124,7 +125,8 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
             i: int, tile: Tile = tile, outs: list[Tensor] = outs, options: dict[str, Any] = options
         ) -> Callable[[], None]:
             q, k, v, batch = sets[i]
-            return lambda: launch_decode(q, k, v, batch, dim**-0.5, outs[i], DecodeChoice(tile, **options))
+            call = AttentionCall(q, k, v, batch, dim**-0.5, outs[i])
+            return lambda: launch_decode(call, DecodeChoice(tile, **options))
 
         ms = graph_ms([call(i) for i in range(len(sets))] * (4 if size < 8 and ON_GPU else 1))
         worst = worst_error(outs[-1], *sets[-1], sorted({0, size // 2, size - 1}))
@@ -147,10 +149,11 @@ def prefill_rows(model: str, query_lens: list[int], context: int, sweep: bool) -
         out = torch.full_like(q, torch.nan)
 
         def call(tile: Tile | None = tile, out: Tensor = out) -> None:
+            attention = AttentionCall(q, k, v, batch, dim**-0.5, out)
             if tile is HOPPER:
-                hopper.launch_prefill_hopper(q, k, v, batch, dim**-0.5, out, skip_decodes=False)
+                hopper.launch_prefill_hopper(attention, skip_decodes=False)
             else:
-                launch_prefill(q, k, v, batch, dim**-0.5, out, tile, skip_decodes=False)
+                launch_prefill(attention, tile, skip_decodes=False)
 
         try:
             ms = graph_ms([call] * 2)

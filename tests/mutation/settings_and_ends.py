@@ -302,7 +302,8 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "media-positions-of-step", "angles of images stand behind the model's context", "weft/runner/step_runner.py",
-        "first_media_position=config.max_model_len,", "first_media_position=plan.max_model_len,",
+        "config.max_model_len) if media is not None else None,",
+        "plan.max_model_len) if media is not None else None,",
         "tests/engine/test_images.py::test_in_a_context_shorter_than_the_models",
     ),
     mutant(

@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
 from weft.forward_context import Batch, ChunkTable, MixedBatch
+from weft.ops.attention import AttentionCall
 from weft.ops.attention import decode as attention_decode
 from weft.ops.attention import decode_hopper as attention_decode_hopper
 from weft.ops.attention.prefill_hopper import launch_prefill_hopper
@@ -54,8 +55,8 @@ def launch(
     )  # fmt: skip
     sinks = torch.zeros(num_heads, dtype=torch.bfloat16) if has_sinks else None
     v_scale = torch.ones(1) if dtype == E4M3 else None
-    args = (q, cache, cache, batch, 0.1, torch.zeros_like(q))
-    launch_prefill_hopper(*args, skip_decodes=True, sinks=sinks, v_scale=v_scale)
+    call = AttentionCall(q, cache, cache, batch, 0.1, torch.zeros_like(q), sinks, v_scale)
+    launch_prefill_hopper(call, skip_decodes=True)
 
 
 def launch_decodes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -67,9 +68,9 @@ def launch_decodes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         slot_mapping=numbers, cu_seqlens_q=numbers, seq_lens=numbers[1:], page_table=numbers[1:, None],
         state_slots=numbers[1:],
     )  # fmt: skip
-    args = (q, cache, cache, batch, 0.1, torch.zeros_like(q))
+    call = AttentionCall(q, cache, cache, batch, 0.1, torch.zeros_like(q))
     choice = attention_decode.DecodeChoice(attention_decode_hopper.TILE, on_hopper=True)
-    attention_decode.launch_decode(*args, choice)
+    attention_decode.launch_decode(call, choice)
 
 
 def chunked_batch(num_seqs: int) -> Batch:

@@ -41,9 +41,6 @@ class PrefixWorkload:
     seed: int = 0
 
 
-# -- with a model -------------------------------------------------------------------------------------------------
-
-
 def measure(llm: LLM, workload: PrefixWorkload) -> dict[str, Any]:
     """Measure one run: tokens, and times in milliseconds (medians) and seconds."""
     turns = make_workload(workload.name, llm.config.model_config.vocab_size, workload.seed)
@@ -85,9 +82,6 @@ def _generate(llm: LLM, prompt: list[int], output_len: int, boundaries: Sequence
 
 def _boundaries(turn: Turn, prompt: list[int]) -> list[int]:
     return [len(prompt)] if turn.marks_boundary else []
-
-
-# -- without one --------------------------------------------------------------------------------------------------
 
 
 def replay(

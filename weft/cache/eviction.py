@@ -103,8 +103,6 @@ class Evictor:
     def num_evictable_slots(self) -> int:
         return self._tree.num_checkpoints - self._tree.num_pinned_checkpoints
 
-    # -- making room -----------------------------------------------------------------------------------------------
-
     def make_room(self, count: int) -> bool:
         """Evict KV until ``count`` pages are free. Returns False, and evicts nothing, if that is impossible."""
         if count > self._pages.num_free + self._pages.num_evictable:
@@ -160,8 +158,6 @@ class Evictor:
             self._epoch = self.policy.epoch
             self._leaves.rebuild()
             self._states.rebuild()
-
-    # -- utilities -------------------------------------------------------------------------------------------------
 
     def _state_utility(self, checkpoint: Checkpoint) -> float | None:
         if not checkpoint.attached or checkpoint.pins:

@@ -56,8 +56,6 @@ class RadixTree:
     def roots(self) -> list[Node]:
         return list(self._roots.values())
 
-    # -- looking, without touching -------------------------------------------------------------------------------
-
     def match(self, tokens: Tokens, salt: str | None = None) -> Prefix:
         """Find the longest prefix of ``tokens`` whose KV is stored under ``salt``. Changes nothing, not even ages."""
         root = self._roots.get(salt)
@@ -94,8 +92,6 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-    # -- inserting -------------------------------------------------------------------------------------------------
 
     def root(self, salt: str | None) -> Node:
         """The root of ``salt``, created if need be."""
@@ -202,8 +198,6 @@ class RadixTree:
         self._offer_leaf(node)
         return checkpoint.slot
 
-    # -- protecting ------------------------------------------------------------------------------------------------
-
     def lock(self, node: Node) -> None:
         """Add a lease to ``node`` and to every node above it."""
         for each in node.path():
@@ -240,8 +234,6 @@ class RadixTree:
         if checkpoint is not None:
             checkpoint.last_used = self.clock
             checkpoint.num_uses += 1
-
-    # -- cutting ---------------------------------------------------------------------------------------------------
 
     def trim(self, leaf: Node, end: int) -> None:
         """Remove the KV of an unlocked leaf from position ``end`` on, with the states there, or the whole leaf if

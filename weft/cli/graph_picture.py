@@ -99,9 +99,6 @@ def _code(name: str, code: str) -> str:
     return f"<details><summary>{_text(name)}</summary><pre>{_text(code)}</pre></details>"
 
 
-# -- the picture -----------------------------------------------------------------------------------------------------
-
-
 def _picture(dump: GraphDump) -> str:
     folds = fold(dump.parts)
     longest = max(sum(p.ms for p in row) for f in folds for row in f.rows) or 1.0
@@ -174,9 +171,6 @@ def _mib(num_bytes: int) -> str:
 
 def _ms(ms: float) -> str:
     return f"{ms:.3f} ms"
-
-
-# -- the table -------------------------------------------------------------------------------------------------------
 
 
 def _table(dump: GraphDump) -> str:

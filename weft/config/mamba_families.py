@@ -14,17 +14,12 @@ from weft.config.model import Multipliers, ResidualWeights
 from weft.config.moe import MoeConfig, SigmoidRouting, read_experts
 from weft.errors import UnsupportedModelError
 
-# --- Bamba -----------------------------------------------------------------------------------------------------------
-
 
 def bamba_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
     """Layer types of Bamba: ``attn_layer_indices`` are full attention (no layer if the key is missing), the others
     Mamba-2."""
     attention = set(text.integers("attn_layer_indices"))
     return tuple("full_attention" if i in attention else "linear_attention" for i in range(num_layers))
-
-
-# --- Granite 4 -------------------------------------------------------------------------------------------------------
 
 
 def read_granite_attention(text: JsonObject) -> AttentionConfig:
@@ -56,8 +51,6 @@ def read_granite_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
     every_layer = frozenset(range(num_layers))
     return MoeConfig(num_experts, top_k, width, True, shared, every_layer, shared_expert_gate=False)
 
-
-# --- Nemotron-H ------------------------------------------------------------------------------------------------------
 
 _PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
@@ -102,9 +95,6 @@ def read_nemotron_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
     )
 
 
-# --- Falcon-H1 -------------------------------------------------------------------------------------------------------
-
-
 def read_falcon_h1_attention(text: JsonObject) -> AttentionConfig:
     """Read attention of Falcon-H1. ``key_multiplier`` scales keys, and so the scores."""
     attention = read_attention(text)
@@ -125,9 +115,6 @@ def read_falcon_h1_multipliers(text: JsonObject) -> Multipliers:
         gate=gate,
         down=down,
     )
-
-
-# --- Jamba -----------------------------------------------------------------------------------------------------------
 
 
 def _periodic(text: JsonObject, what: str, num_layers: int, period: int, offset: int) -> frozenset[int]:
@@ -154,9 +141,6 @@ def read_jamba_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
     num_experts, top_k = read_experts(text)
     sparse = _periodic(text, "expert", num_layers, 2, 1)
     return MoeConfig(num_experts, top_k, text.integer("intermediate_size"), False, None, sparse)
-
-
-# --- MiniMax ---------------------------------------------------------------------------------------------------------
 
 
 def minimax_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -223,8 +207,6 @@ _MINIMAX_FAMILY = Family(
     keys=_MINIMAX_KEYS,
 )
 
-
-# --- table -----------------------------------------------------------------------------------------------------------
 
 _MAMBA2_KEYS = {"num_heads": "mamba_n_heads", "head_dim": "mamba_d_head", "state_size": "mamba_d_state",
                 "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "expand": "mamba_expand",

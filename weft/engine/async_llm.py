@@ -71,8 +71,6 @@ class AsyncLLM:
         """Return an engine with the settings of ``weft.AsyncEngineArgs``."""
         return cls(**engine_args.settings())
 
-    # -- life ----------------------------------------------------------------------------------------------------
-
     async def start(self) -> AsyncLLM:
         """Start the engine and wait until it is ready. Does nothing if the engine runs. Concurrent calls wait for the
         same start; cancelling one of them does not stop it.
@@ -160,8 +158,6 @@ class AsyncLLM:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.shutdown()
-
-    # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(
         self,

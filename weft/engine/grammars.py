@@ -81,8 +81,6 @@ class Grammars:
         self._compiling: dict[str, tuple[Request, Future[LLMatcher]]] = {}  # by request id
         self._matchers: dict[str, tuple[LLMatcher, int]] = {}  # and the number of tokens consumed, by request id
 
-    # -- waiting for the compiler --------------------------------------------------------------------------------
-
     def add(self, request: Request) -> None:
         """Start to compile the grammar of ``request``. ``compiled`` returns the request afterwards."""
         assert request.sampling.grammar is not None
@@ -120,8 +118,6 @@ class Grammars:
         self._matchers.pop(request_id, None)
         request, _ = self._compiling.pop(request_id, (None, None))
         return request
-
-    # -- following tokens ----------------------------------------------------------------------------------------
 
     def update(self, requests: Iterable[Request]) -> None:
         """Consume the new tokens of constrained requests, and drop those that have ended."""

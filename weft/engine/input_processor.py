@@ -66,8 +66,6 @@ class InputProcessor:
         self._arrivals = itertools.count() if numbers is None else numbers
         self._eos = frozenset(config.eos_token_ids)
 
-    # -- prompts -------------------------------------------------------------------------------------------------
-
     def prepare_prompt(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
         """Encode a prompt given as text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``, and cut it as
         ``params.truncate_prompt_tokens`` says.
@@ -221,8 +219,6 @@ class InputProcessor:
                 f"{longest} tokens are {longest + wanted}; ask for {limit - longest} or fewer, or leave max_tokens out",
                 "max_tokens",
             )
-
-    # -- requests ------------------------------------------------------------------------------------------------
 
     def make_requests(
         self,

@@ -96,8 +96,6 @@ class LLM:
         """Context length in tokens, after clamping to what the cache can hold."""
         return self._core.plan.max_model_len
 
-    # -- all at once ---------------------------------------------------------------------------------------------
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -250,8 +248,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The meaning of ``sampling_params=None``: the checkpoint's defaults, resolved for each request."""
         return SamplingParams()
-
-    # -- step by step --------------------------------------------------------------------------------------------
 
     def add_request(
         self,

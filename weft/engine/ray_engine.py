@@ -92,8 +92,6 @@ class RayEngine(EngineHandle):
         else:
             ray_cluster.kill_actor(self._actor)
 
-    # -- life ----------------------------------------------------------------------------------------------------
-
     async def _live(self) -> None:
         """Run the engine, from the search for room to its end."""
         group, status = None, -signal.SIGKILL
@@ -139,8 +137,6 @@ class RayEngine(EngineHandle):
                 self._reported_silence_s, self._reported_at = silence_s, time.monotonic()
                 self._clock.note(asked, theirs, self._reported_at)
                 await asyncio.sleep(_BEAT_S)
-
-    # -- moments -------------------------------------------------------------------------------------------------
 
     def send(self, message: wire.ToEngine) -> None:
         offset = self._clock.seconds

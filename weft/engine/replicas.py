@@ -140,8 +140,6 @@ class ReplicaSet:
         patience_s = None if self._is_ready else PLACEMENT_PATIENCE_S  # a restarted replica waits for its turn
         return RayEngine(self._command, on_message, ended, patience_s)
 
-    # -- towards the replicas ------------------------------------------------------------------------------------
-
     def send(self, message: wire.ToEngine) -> None:
         match message:
             case RequestSpec():
@@ -200,8 +198,6 @@ class ReplicaSet:
             self._router.reset(member.index)
         self._resets.ask([m.index for m in asked], done=not self._open)
 
-    # -- from the replicas ---------------------------------------------------------------------------------------
-
     def _handle(self, member: Member, message: wire.FromEngine) -> None:
         match message:
             case wire.Outputs():
@@ -259,8 +255,6 @@ class ReplicaSet:
             num_slots=sum(c.num_slots for c in known),
         )
         self._on_message(wire.Ready(total))
-
-    # -- lives ---------------------------------------------------------------------------------------------------
 
     def views(self) -> list[ReplicaView]:
         """The state of each replica."""

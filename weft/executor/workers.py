@@ -45,8 +45,6 @@ class Workers:
         self._watcher = threading.Thread(target=self._watch, name="rank watch", daemon=True)
         self._watcher.start()
 
-    # -- is everybody there? -------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raise EngineDeadError, or the error of a rank's settings, if a rank has died or hangs."""
         if self._failure is not None:
@@ -113,8 +111,6 @@ class Workers:
         logger.error("%s", self._failure)
         self.kill()
         abort_groups()
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
         self._is_stopping.set()

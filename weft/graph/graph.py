@@ -67,9 +67,6 @@ def make_pool(device: torch.device) -> GraphPool:
     return CudaGraphPool(device) if device.type == "cuda" else EmulatedGraphPool()
 
 
-# -- CUDA ------------------------------------------------------------------------------------------------------------
-
-
 class CudaGraphPool:
     """CUDA graphs that share one memory pool, captured on one stream."""
 
@@ -110,9 +107,6 @@ class CudaRecording:
         """End a capture that an exception left open."""
         if self._graph is not None:
             self.end()
-
-
-# -- emulator --------------------------------------------------------------------------------------------------------
 
 
 class EmulatedGraphPool:

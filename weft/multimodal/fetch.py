@@ -75,9 +75,6 @@ def _refusal(url: str, what: str, param: str) -> RequestError:
     return RequestError(f"{url[:200]!r} {what}; {_REMEDY}", param)
 
 
-# -- what may be connected to ----------------------------------------------------------------------------------------
-
-
 def _checked(url: str, domains: Sequence[str], param: str) -> SplitResult:
     """Split and check a URL. Raises RequestError if it is not allowed."""
     if not domains:
@@ -138,9 +135,6 @@ def is_public(address: Address) -> bool:
         if address.teredo is not None:
             return False
     return address.is_global and not address.is_multicast
-
-
-# -- one hop ---------------------------------------------------------------------------------------------------------
 
 
 def _get(parts: SplitResult, policy: FetchPolicy, deadline: float, param: str) -> bytes | str:

@@ -179,9 +179,6 @@ def read_file(path: Path, limit: int, param: str) -> bytes:
     return content
 
 
-# -- decoding --------------------------------------------------------------------------------------------------------
-
-
 def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
     """Decode a picture to an RGB image, rotated as its EXIF data says, with transparency over white.
 

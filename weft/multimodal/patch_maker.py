@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DETAIL_LOW = 512
 """Pixels of the longer side of an image with ``detail="low"``, as in the OpenAI API."""
 
+
 @dataclass(frozen=True, slots=True)
 class Processed:
     """One image or video in the form of the encoder; fields as in ``MediaItem``.

@@ -154,8 +154,6 @@ class MediaProcessor:
                 param,
             )
 
-    # -- images --------------------------------------------------------------------------------------------------
-
     def image(self, source: Any, reader: SourceReader) -> Processed:
         """Process one image; see ``process``."""
         data = reader.encoded(source)
@@ -177,8 +175,6 @@ class MediaProcessor:
     def keep(self, processed: Processed, key: bytes | None) -> None:
         """Remember a processed image, also under its ``image_key``."""
         self._cache.put(processed, processed.content_hash, key)
-
-    # -- videos --------------------------------------------------------------------------------------------------
 
     def video(self, source: Any, reader: SourceReader) -> Processed:
         """Process one video; see ``process``."""

@@ -173,9 +173,6 @@ def _cache_at(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# -- keys ------------------------------------------------------------------------------------------------------------
-
-
 def code_of(graph: GraphModule) -> str:
     """The graph as text that depends on nothing but what is computed: nodes are numbered, inputs have their types."""
     numbers = {node: f"%{i}" for i, node in enumerate(graph.graph.nodes)}
@@ -215,9 +212,6 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "absent"
-
-
-# -- graphs ----------------------------------------------------------------------------------------------------------
 
 
 def _returning_tuple(graph: GraphModule) -> GraphModule:

@@ -265,9 +265,6 @@ def _described(result: Any) -> str:
     return f"a {type(result).__name__}"
 
 
-# -- finding what a name means ---------------------------------------------------------------------------------------
-
-
 def _find(name: str, model: nn.Module) -> list[Target]:
     found = _modules(name, model) or _methods(name, model) or _function(name)
     if not found:

@@ -139,9 +139,6 @@ def _word(value: Any, names: Mapping[Place, str]) -> str:
             return repr(str(value))
 
 
-# -- taking notes ----------------------------------------------------------------------------------------------------
-
-
 class _Numbers:
     """Numbers of live tensors; a dead tensor's number is not given again."""
 
@@ -201,9 +198,6 @@ class _Notes(TorchDispatchMode):
 
 def _any_is(tensors: Sequence[Tensor], one: Tensor) -> bool:
     return any(tensor is one for tensor in tensors)
-
-
-# -- graphs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -77,8 +77,6 @@ class Child:
         """The exit status, negative for a signal; None while the process runs."""
         return self._process.poll()
 
-    # -- input and output ----------------------------------------------------------------------------------------
-
     def send(self, content: bytes) -> None:
         """Write the whole standard input of the child and close it. The exit of a dead child is reported elsewhere."""
         assert self._process.stdin is not None
@@ -108,8 +106,6 @@ class Child:
         self._lines.append(line.rstrip())
         with suppress(OSError, ValueError):  # without a reader here, the child must not block on a full pipe
             sys.stderr.write(line)
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     def on_exit(self, loop: asyncio.AbstractEventLoop, call: Callable[[int], object]) -> None:
         """Call ``call`` with the exit status, in the event loop, when the process has ended."""

@@ -45,8 +45,8 @@ class BatchBuilder:
         page_size: tokens per page.
         max_num_tokens, max_num_seqs: the largest step.
         ends_sparse: the model's last layer has experts.
-        first_media_id, first_media_position: token id and position of the first token of a step, if it is one of an
-            image; the next tokens have the next ones (``models/vision_language.py``). None: the model reads no images.
+        first_media: token id and position of the first token of a step, if it is one of an image; the next tokens have
+            the next ones (``models/vision_language.py``). None: the model reads no images.
         device, backend: where and how the forward pass runs.
     """
 
@@ -62,10 +62,9 @@ class BatchBuilder:
         device: torch.device,
         drafts: StepDrafts | None = None,
         backend: Backend = Backend.TORCH,
-        first_media_id: int | None = None,
-        first_media_position: int = 0,
+        first_media: tuple[int, int] | None = None,
     ) -> None:
-        self._first_media_id, self._first_media_position = first_media_id, first_media_position
+        self._first_media = first_media
         self._rows, self.rules, self._drafts, self._page_size = rows, rules, drafts, page_size
         self._max_num_seqs, self._ends_sparse = max_num_seqs, ends_sparse
         arrays = _arrays(max_num_tokens, max_num_seqs, rules)
@@ -74,8 +73,6 @@ class BatchBuilder:
         self.one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._places = np.arange(max_num_tokens)
         self._host: dict[str, np.ndarray] = {}
-
-    # -- host ----------------------------------------------------------------------------------------------------
 
     def inputs(self, layout: StepLayout, padded: BatchDescriptor, *, selects_rows: bool = False) -> StepInputs:
         """Build a step that runs without a graph, or in pieces. Returns its tensors, without padding."""
@@ -149,7 +146,7 @@ class BatchBuilder:
             if r.start < r.write_start:  # to page 0: what is stored here belongs to others
                 slots[at : at + min(r.num_tokens, r.write_start - r.start)] = 0
         if table.rope_positions:
-            place_media(self._host, layout, table, self._first_media_id, self._first_media_position)
+            place_media(self._host, layout, table, self._first_media)
         if end < size:
             ids[end:size] = slots[end:size] = self._host["positions"][end:size] = 0
 
@@ -217,8 +214,6 @@ class BatchBuilder:
         return BatchDescriptor.mixed(
             num_tokens, self._max_num_seqs, max_seq_len, rules.keeps_states, rules.reads_images
         )
-
-    # -- device --------------------------------------------------------------------------------------------------
 
     def selects_rows(self, shape: BatchDescriptor) -> bool:
         """Whether the last layer should compute only the rows from which a token may be sampled. It saves work if these

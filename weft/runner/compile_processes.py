@@ -240,9 +240,6 @@ def _cache_in_use() -> Iterator[None]:
         ) from error
 
 
-# -- in a process ------------------------------------------------------------------------------------------------------
-
-
 def _obey(parent_pid: int) -> None:
     """Prepare a child. It ignores interrupts, which a terminal sends to the whole group, and ends with its parent. It
     stores binaries only, because every start would read intermediate code in the cache."""
@@ -276,9 +273,6 @@ def _find(module: str, name: str, cache_key: str) -> Any:
 
 for kind in (JITFunction, GluonJITFunction):
     ForkingPickler.register(kind, _by_name)
-
-
-# -- locks -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -227,13 +227,13 @@ class MediaInputs:
 
 
 def place_media(
-    host: Mapping[str, np.ndarray], layout: StepLayout, table: RowTable, first_id: int | None, first_position: int
+    host: Mapping[str, np.ndarray], layout: StepLayout, table: RowTable, first: tuple[int, int] | None
 ) -> None:
     """Positions of sequences with images; ids and positions of the images' tokens.
 
     Args:
         host: the step's arrays: ``positions`` is filled for texts, ``input_ids`` for tokens of texts.
-        first_id, first_position: of a step's first token, if it is one of an image; see ``BatchBuilder``.
+        first: token id and position of a step's first token, if it is one of an image; see ``BatchBuilder``.
     """
     ids, positions = host["input_ids"], host["positions"]
     positions[: layout.bounds[-1]] += np.repeat(table.rope_delta[layout.rows], layout.counts)
@@ -244,8 +244,8 @@ def place_media(
         prompt = table.rope_positions[r.row][0, r.start : r.start + r.num_tokens]
         positions[at : at + len(prompt)] = prompt
         for position, count, _ in r.media:
-            assert first_id is not None, "an image came to a model without a vision tower"
-            first = at + position - r.start
-            numbers = np.arange(first, first + count)
-            ids[first : first + count] = first_id + numbers
-            positions[first : first + count] = first_position + numbers
+            assert first is not None, "an image came to a model without a vision tower"
+            begin = at + position - r.start
+            numbers = np.arange(begin, begin + count)
+            ids[begin : begin + count] = first[0] + numbers
+            positions[begin : begin + count] = first[1] + numbers

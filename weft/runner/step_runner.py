@@ -108,8 +108,7 @@ class StepRunner:
             device=device,
             drafts=self.drafts,
             backend=backend,
-            first_media_id=model_config.vocab_size if media is not None else None,
-            first_media_position=config.max_model_len,
+            first_media=(model_config.vocab_size, config.max_model_len) if media is not None else None,
         )
         self.sampler = StepSampler(config, self.builder, self.rows, self.drafts, backend)
         self._results = ResultMemory(plan.max_num_seqs * (1 + config.num_drafts), device, backend)

@@ -80,9 +80,6 @@ async def count_tokens(context: Context, body: bytes, client: Client) -> dict[st
     return {"input_tokens": len(chat.token_ids)}
 
 
-# -- the request -----------------------------------------------------------------------------------------------------
-
-
 def to_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     """The same request in the OpenAI protocol. Raises RequestError."""
     messages: list[dict[str, Any]] = []
@@ -243,8 +240,6 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
         case other:
             raise RequestError(f"tool_choice.type={other!r} is not known; give auto, any, tool or none", "tool_choice")
 
-
-# -- the answer ------------------------------------------------------------------------------------------------------
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -140,8 +140,6 @@ class ApiServers:
             if member.process is not None:
                 member.process.kill()
 
-    # -- processes -----------------------------------------------------------------------------------------------
-
     def _start(self, member: ApiProcess) -> None:
         ours, theirs = socket.socketpair()
         descriptors = (member.listener.fileno(), theirs.fileno(), self._counts_fd)
@@ -207,8 +205,6 @@ class ApiServers:
         for member in self._members:
             member.send(message)
 
-    # -- from the engine -----------------------------------------------------------------------------------------
-
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Outputs():
@@ -253,8 +249,6 @@ class ApiServers:
             self._broadcast(link.Lost(failure, True))
         else:
             self._give_up(failure)
-
-    # -- from the API processes ----------------------------------------------------------------------------------
 
     def _receive(self, member: ApiProcess, content: bytes) -> None:
         message = link.decode_from_api(content)

@@ -247,8 +247,6 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         self._has_begun = [False] * chat.n
         self._first = {"prompt_token_ids": self.call.prompts[0].token_ids} if request.return_token_ids else {}
 
-    # -- whole ---------------------------------------------------------------------------------------------------
-
     async def body(self) -> dict[str, Any]:
         output, top = (await self.call.stream.results())[0], self._request.prompt_logprobs
         return self.whole(
@@ -285,8 +283,6 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         if not self._request.logprobs or entries is None:
             return None
         return self._chat.logprobs(entries)
-
-    # -- streamed ------------------------------------------------------------------------------------------------
 
     def content(self, deltas: list[PromptDelta]) -> bytes:
         content = b""

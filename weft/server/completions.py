@@ -114,8 +114,6 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         self._offsets: dict[int, int] = {}
         self._has_begun: set[int] = set()
 
-    # -- whole ---------------------------------------------------------------------------------------------------
-
     async def body(self) -> dict[str, Any]:
         outputs = await self.call.stream.results()
         return self.whole(
@@ -176,8 +174,6 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         result["tokens"][0] = f"token_id:{token}" if self._names_ids else first
         result["text_offset"][1:] = [offset + len(first) for offset in result["text_offset"][1:]]
         return result
-
-    # -- streamed ------------------------------------------------------------------------------------------------
 
     def first_events(self) -> Iterator[bytes]:
         for i in range(len(self.call.prompts) if self._request.echo else 0):

@@ -190,8 +190,6 @@ class History:
         self._recent, self._hour = Track(FINE_S, RECENT_S), Track(COARSE_S, HOUR_S)
         self._fine = self._coarse = Interval(0)
 
-    # -- events ------------------------------------------------------------------------------------------------------
-
     def join(self) -> None:
         """The engine may have run before: what it did until its next report was not done since then."""
         self._stats = None
@@ -229,8 +227,6 @@ class History:
     def broke(self) -> None:
         """The engine ended a request with an error."""
         self._current().responses["broken"] += 1
-
-    # -- looks -------------------------------------------------------------------------------------------------------
 
     def view(self, name: str, reports: list[bytes]) -> dict[str, Any]:
         """The last hour (``hour``), or the last two minutes (``recent``), without the interval that runs. Moments are

@@ -63,8 +63,6 @@ class PromptWorker:
         except RecursionError as error:
             raise RequestError("the body is nested too deeply") from error
 
-    # -- conversations -------------------------------------------------------------------------------------------
-
     def _chat_completion(self, body: bytes) -> Result:
         request = self._bodies.read(body, ChatCompletionRequest)
         prompt = self._chat_prompt(request)
@@ -112,8 +110,6 @@ class PromptWorker:
         prompts = None if prompt is None else [(prompt.text, prompt.token_ids, prompt.turn_boundaries)]
         return self._read(request, prompts)
 
-    # -- prompts -------------------------------------------------------------------------------------------------
-
     def _completion(self, body: bytes) -> Result:
         request = self._bodies.read(body, CompletionRequest)
         params = completion_params(request, self._setup.settings)
@@ -141,8 +137,6 @@ class PromptWorker:
         request = self._bodies.read(body, DetokenizeRequest)
         limit = self._setup.config.model_config.vocab_size
         return self._answer(request.model, {"prompt": detokenized(self._tokenizer, limit, request.tokens)})
-
-    # -- results -------------------------------------------------------------------------------------------------
 
     def _read(self, request: Any, prompts: Iterable[tuple[str | None, list[int], list[int]]] | None) -> Result:
         if prompts is None:

@@ -69,9 +69,6 @@ async def responses(context: Context, body: bytes, client: Client) -> JsonRespon
     return ResponsesBuilder(chat, request).response(request.stream)
 
 
-# -- the request -----------------------------------------------------------------------------------------------------
-
-
 def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
     """The same request as a chat completion. Raises RequestError."""
     _check(request)
@@ -197,8 +194,6 @@ def _format(given: Any) -> ResponseFormat | None:
         return None
     return ResponseFormat(given["type"], {"schema": given.get("schema")} if given["type"] == "json_schema" else None)
 
-
-# -- the answer ------------------------------------------------------------------------------------------------------
 
 _PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _PART = {"reasoning": "reasoning_text", "text": "output_text"}

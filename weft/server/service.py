@@ -115,8 +115,6 @@ class Service:
         self._began = time.monotonic()
         self._num_starts = 0
 
-    # -- what handlers ask ---------------------------------------------------------------------------------------
-
     @property
     def engine(self) -> AsyncEngine:
         """The running engine.
@@ -205,8 +203,6 @@ class Service:
     @property
     def num_restarts(self) -> int:
         return self.engine_client.num_restarts
-
-    # -- the engine's life ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the engine; ``state`` becomes READY by itself."""
@@ -298,8 +294,6 @@ class Service:
         self.state = State.DEAD
         self.failure = failure
         self.ended.set()
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Take nothing new, let open requests finish (for ``drain_timeout_s``), then end the engine."""

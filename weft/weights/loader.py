@@ -87,8 +87,6 @@ def _check_owners(model: nn.Module) -> None:
     assert not names, f"parameters of modules that are no WeightModule, and so have no layouts: {_listed(names)}"
 
 
-# --- random weights ---------------------------------------------------------------------------------------------------
-
 
 def _initialize_random(model: nn.Module, seed: int) -> None:
     filled: set[int] = set()  # a tied head shares the embedding's parameter
@@ -114,8 +112,6 @@ def _initialize_uniform(parameter: Tensor, low: float, high: float, generator: t
         wide = torch.empty(part.shape, dtype=torch.float32, device=part.device)
         part.copy_(wide.uniform_(low, high, generator=generator))
 
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: Path) -> tuple[int, dict[str, int]]:

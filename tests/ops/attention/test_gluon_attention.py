@@ -27,8 +27,8 @@ if not is_known(triton.__version__):
 from tests.ops.attention.test_triton_attention import plain_attention
 from tests.ops.gluon_emulator import Emulator
 from weft.forward_context import Batch, MixedBatch
+from weft.ops.attention import AttentionCall, paged_attention
 from weft.ops.attention import paged as attention
-from weft.ops.attention import paged_attention
 from weft.ops.attention import prefill_hopper as attention_prefill_hopper
 from weft.ops.attention.paged import paged_attention_triton
 from weft.ops.attention.prefill_hopper import launch_prefill_hopper
@@ -101,13 +101,9 @@ class Case:
     def run(self, skip_decodes: bool = False) -> Tensor:
         """The kernel's output, with NaN where it has written nothing."""
         out = torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        args = (self.q, self.k, self.v, self.batch, self.scale, out)
-        options = {"skip_decodes": skip_decodes, "sinks": self.sinks, "v_scale": self.v_scale}
-        if ON_HOPPER:
-            launch_prefill_hopper(*args, **options)
-        else:
-            with launches_handled(Emulator().handle):
-                launch_prefill_hopper(*args, **options)
+        call = AttentionCall(self.q, self.k, self.v, self.batch, self.scale, out, self.sinks, self.v_scale)
+        with nullcontext() if ON_HOPPER else launches_handled(Emulator().handle):
+            launch_prefill_hopper(call, skip_decodes=skip_decodes)
         return out.cpu()
 
     def check(self, out: Tensor, first: int = 0, last_rows: int = 10**9) -> None:
@@ -246,8 +242,8 @@ def test_a_captured_launch_serves_other_batches(cache: torch.dtype) -> None:
     first.run()
     graph, out = torch.cuda.CUDAGraph(), torch.full(first.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
     with torch.cuda.graph(graph):
-        tensors = (first.q, first.k, first.v, first.batch, first.scale, out)
-        launch_prefill_hopper(*tensors, skip_decodes=True, sinks=first.sinks, v_scale=first.v_scale)
+        call = AttentionCall(first.q, first.k, first.v, first.batch, first.scale, out, first.sinks, first.v_scale)
+        launch_prefill_hopper(call, skip_decodes=True)
     graph.replay()
     first.check(out.cpu())
     assert first.batch.mixed is not None

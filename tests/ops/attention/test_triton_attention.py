@@ -12,7 +12,7 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
 from weft.forward_context import Batch, MixedBatch, Verification
 
-from weft.ops.attention import paged_attention  # isort: skip
+from weft.ops.attention import AttentionCall, paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
 from weft.config.sum_order import MOST_QUERY_ROWS  # isort: skip
 from weft.ops.attention.decode import DecodeChoice, launch_decode  # isort: skip
@@ -144,7 +144,8 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     pipelined = Tile(max(16, next_power_of_2(rows)), 64, 4, 2, False)
     for tile in (pipelined, pipelined._replace(held_splits=16, held_keys=256, warps=8)):
         out = torch.full_like(q, torch.nan)
-        launch_decode(q, cache, cache, batch, dim**-0.5, out, DecodeChoice(tile), query_len=query_len, sinks=sinks)
+        call = AttentionCall(q, cache, cache, batch, dim**-0.5, out, sinks)
+        launch_decode(call, DecodeChoice(tile), query_len=query_len)
         assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype], tile
 
 
@@ -178,7 +179,8 @@ def test_every_decode_schedule_gives_the_same_bits(ahead: bool, stages: int, aim
     q = torch.randn(3, 4, 16, device=DEVICE)
     want = paged_attention(q, cache, cache, batch, scale=0.2, backend=Backend.TRITON)
     out = torch.full_like(q, torch.nan)
-    launch_decode(q, cache, cache, batch, 0.2, out, DecodeChoice(Tile(16, 64, 4, stages, ahead), aim=aim))
+    choice = DecodeChoice(Tile(16, 64, 4, stages, ahead), aim=aim)
+    launch_decode(AttentionCall(q, cache, cache, batch, 0.2, out), choice)
     assert torch.equal(out, want)
 
 
@@ -202,7 +204,7 @@ def test_splits_that_are_loaded_before_the_wait(heads: tuple[int, int, int], hel
     sinks, v_scale = sinks_of(heads, dtype), torch.tensor([0.5], device=DEVICE)
     tile = Tile(16, 64, 8, 2, True, held_splits=4, held_keys=held_keys)
     choice = DecodeChoice(tile, double_from=550)
-    launch_decode(q, cache, cache, batch, dim**-0.5, out, choice, sinks=sinks, v_scale=v_scale)
+    launch_decode(AttentionCall(q, cache, cache, batch, dim**-0.5, out, sinks, v_scale), choice)
     for s, values in enumerate(keys):
         want = plain_attention(q[s : s + 1], values, values, dim**-0.5, sinks) / 2
         assert (out[s : s + 1].double() - want).norm() / want.norm() < TOLERANCE[dtype], lens[s]

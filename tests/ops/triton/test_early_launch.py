@@ -18,6 +18,7 @@ import weft.ops
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from weft.layers import embedding
+from weft.ops.attention import AttentionCall
 from weft.ops.attention import decode as attention_decode
 from weft.ops.moe import combine as moe_sum
 from weft.ops.moe import experts as moe
@@ -196,7 +197,7 @@ def test_attention_says_how_many_programs_have_work(aim: int, programs: int, mon
     cache, q = torch.zeros(int(batch.page_table.max()) + 1, 16, 2, 16), torch.zeros(3, 4, 16)
     tile = attention_decode.Tile(16, 64, warps=4, stages=2)
     choice = attention_decode.DecodeChoice(tile, split=128, aim=aim)
-    attention_decode.launch_decode(q, cache, cache, batch, 0.1, torch.empty_like(q), choice)
+    attention_decode.launch_decode(AttentionCall(q, cache, cache, batch, 0.1, torch.empty_like(q)), choice)
     assert said == {(min(splits, programs), programs) for splits in (12, 3, 1)}
     calls_of = {}
     for file in ("attention/decode.py", "attention/decode_hopper.py"):
@@ -240,7 +241,7 @@ def test_launches_of_decode_steps_say_when_the_next_may_start(monkeypatch: pytes
         tile = attention_decode.decode_tile(num_seqs, 8, 128, 2, 2, 2, batch.page_table.shape[1] * 16)
         q = torch.zeros(num_seqs, 16, 128, dtype=torch.bfloat16)
         choice = attention_decode.DecodeChoice(attention_decode.hopper.TILE if hopper else tile, hopper)
-        attention_decode.launch_decode(q, cache, cache, batch, 0.1, torch.empty_like(q), choice)
+        attention_decode.launch_decode(AttentionCall(q, cache, cache, batch, 0.1, torch.empty_like(q)), choice)
     by_rows = [Release.AT_WAIT, Release.BY_KERNEL, Release.AT_END, Release.BY_KERNEL, Release.AT_END]
     wanted = [(release, Release.BY_KERNEL) for release in by_rows]
     assert [options["EARLY"] for _, options in said] == [each for both in wanted for each in both]

@@ -13,6 +13,7 @@ they are never read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,19 @@ from weft.ops.rows import by_token
 
 # Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
 _BLOCK_ELEMENTS = 1 << 19
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of ``paged_attention``, with memory for its result."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    batch: Batch
+    scale: float
+    out: Tensor
+    sinks: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 @with_kernel("weft.ops.attention.paged", by_token)
@@ -60,85 +74,57 @@ def paged_attention(
     """
     # Decode rows in one call, prefill sequences one by one.
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    call = AttentionCall(q, k_cache, v_cache, batch, scale, out, sinks)
     if batch.mixed is not None:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "scale": scale, "sinks": sinks}
         device_work(paged_attention.reference, batch, out, given)
     elif batch.verification is not None:
-        _decode(q, k_cache, v_cache, batch, scale, sinks, out, batch.verification.query_len)
+        _decode(call, batch.verification.query_len)
     else:
         if batch.num_decodes:
-            _decode(q, k_cache, v_cache, batch, scale, sinks, out)
+            _decode(call)
         if batch.num_decodes < batch.num_seqs:
-            _prefill(q, k_cache, v_cache, batch, scale, sinks, out)
+            _prefill(call)
         if batch.num_tokens < q.shape[0]:
             out[batch.num_tokens :].zero_()
     return out if v_scale is None else out.mul_(v_scale)
 
 
-def _decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    scale: float,
-    sinks: Tensor | None,
-    out: Tensor,
-    query_len: int = 1,
-) -> None:
+def _decode(call: AttentionCall, query_len: int = 1) -> None:
     """Sequences with ``query_len`` rows each, in blocks of similar length, longest first; in a captured graph, whose
     host knows no lengths, as one block over all the pages that there may be."""
+    batch, out = call.batch, call.out
     count = batch.num_decodes if query_len == 1 else batch.num_seqs
     if batch.token_count is not None:
         seq_lens = batch.seq_lens[:count, None]
-        out[:] = _decode_block(
-            q, k_cache, v_cache, batch.page_table, seq_lens, batch.max_seq_len, scale, sinks, query_len, ragged=True
-        )
+        out[:] = _decode_block(call, call.q, batch.page_table, seq_lens, batch.max_seq_len, query_len, ragged=True)
         return
     order = batch.seq_lens[:count].argsort(descending=True)
     lengths = batch.seq_lens[order].tolist()
-    token_size = k_cache.shape[2] * k_cache.shape[3]
+    token_size = call.k_cache.shape[2] * call.k_cache.shape[3]
     begin = 0
     while begin < count:
         end = begin + max(1, _BLOCK_ELEMENTS // (lengths[begin] * token_size))
         rows = order[begin:end]
         tokens = rows if query_len == 1 else (rows[:, None] * query_len + torch.arange(query_len)).flatten()
-        out[tokens] = _decode_block(
-            q[tokens],
-            k_cache,
-            v_cache,
-            batch.page_table[rows],
-            batch.seq_lens[rows, None],
-            lengths[begin],
-            scale,
-            sinks,
-            query_len,
-            ragged=end - begin > 1,
-        )
+        q, pages, seq_lens = call.q[tokens], batch.page_table[rows], batch.seq_lens[rows, None]
+        out[tokens] = _decode_block(call, q, pages, seq_lens, lengths[begin], query_len, ragged=end - begin > 1)
         begin = end
 
 
 def _decode_block(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    longest: int,
-    scale: float,
-    sinks: Tensor | None,
-    query_len: int,
-    *,
-    ragged: bool,
+    call: AttentionCall, q: Tensor, page_table: Tensor, seq_lens: Tensor, longest: int, query_len: int, *, ragged: bool
 ) -> Tensor:
     """Attend from the last ``query_len`` tokens of each sequence. Sequences have at most ``longest`` tokens, or exactly
     as many unless ``ragged``. Tokens and the query heads of a group form rows, so that keys need no repetition."""
-    n, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
+    n, scale, sinks = page_table.shape[0], call.scale, call.sinks
+    _, page_size, num_kv_heads, head_dim = call.k_cache.shape
     offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
     slots = _slots(page_table, torch.minimum(offsets, seq_lens - 1), page_size).flatten()
     k, v = (
         c.flatten(0, 1).index_select(0, slots).to(q.dtype).view(n, longest, num_kv_heads, head_dim).transpose(1, 2)
-        for c in (k_cache, v_cache)
+        for c in (call.k_cache, call.v_cache)
     )
     if query_len == 1:
         mask = (offsets < seq_lens)[:, None, None] if ragged else None
@@ -178,15 +164,8 @@ def _attend(
     return F.scaled_dot_product_attention(q, k, v, scores, scale=scale)
 
 
-def _prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    scale: float,
-    sinks: Tensor | None,
-    out: Tensor,
-) -> None:
+def _prefill(call: AttentionCall) -> None:
+    q, k_cache, v_cache, batch, scale, out, sinks, _ = call
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     for i in range(batch.num_decodes, batch.num_seqs):

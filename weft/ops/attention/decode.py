@@ -20,9 +20,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from weft.forward_context import Batch
+from weft.ops.attention import AttentionCall
 from weft.ops.attention.merge import decode_programs, merge_kernel, most_splits, split_of
 from weft.ops.attention.tiles import (
     METADATA,
@@ -331,14 +330,12 @@ class DecodeChoice(NamedTuple):
     aim: int | None = None
 
 
-def launch_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, choice: DecodeChoice,
-    *, sinks: Tensor | None = None, v_scale: Tensor | None = None, query_len: int = 1,
-) -> None:  # fmt: skip
+def launch_decode(call: AttentionCall, choice: DecodeChoice, *, query_len: int = 1) -> None:
     """Attend from sequences with ``query_len`` query tokens each. With one, rows of padding below the number of
     sequences are computed as well."""
     tile, on_hopper, split, double_from, aim = choice
-    check_layout(q, k_cache, v_cache, out)
+    check_layout(call)
+    q, k_cache, v_cache, batch, scale, out, sinks, v_scale = call
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     table_tokens = batch.page_table.shape[1] * page_size

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.config.sum_order import LONGER_SPLITS_FROM, MOST_QUERY_ROWS
 from weft.forward_context import Batch
-from weft.ops.attention import paged_attention
+from weft.ops.attention import AttentionCall, paged_attention
 from weft.ops.attention.decode import (
     MANY_SEQUENCES,
     DecodeChoice,
@@ -52,9 +52,9 @@ def paged_attention_triton(
     ``fixed``: kernels, tiles and splits follow from the model's shapes and a token's position alone.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    call = AttentionCall(q, k_cache, v_cache, batch, scale, out, sinks, v_scale)
     if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):
-        query_len = batch.verification.query_len
-        _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, query_len, fixed=fixed)
+        _decode(call, batch.verification.query_len, fixed=fixed)
         return out
     assert not (fixed and batch.verification is not None), "the prefill kernel sums in another order than decoding"
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
@@ -66,36 +66,20 @@ def paged_attention_triton(
     with graph_branch(q.device) if branches else nullcontext(nullcontext()) as branch:
         if decodes:
             with branch:
-                _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, fixed=fixed)
+                _decode(call, fixed=fixed)
         if prefills:
-            _prefill(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, skip_decodes=decodes, fixed=fixed)
+            _prefill(call, skip_decodes=decodes, fixed=fixed)
     return out
 
 
-def _prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    scale: float,
-    sinks: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor,
-    *,
-    skip_decodes: bool,
-    fixed: bool,
-) -> None:
-    if GLUON_IS_KNOWN and (hopper.takes(q, k_cache) if fixed else _is_for_hopper(q, k_cache, batch)):
-        hopper.launch_prefill_hopper(
-            q, k_cache, v_cache, batch, scale, out,
-            skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale, is_shared=False if fixed else None,
-        )  # fmt: skip
+def _prefill(call: AttentionCall, *, skip_decodes: bool, fixed: bool) -> None:
+    q, k_cache = call.q, call.k_cache
+    if GLUON_IS_KNOWN and (hopper.takes(q, k_cache) if fixed else _is_for_hopper(q, k_cache, call.batch)):
+        hopper.launch_prefill_hopper(call, skip_decodes=skip_decodes, is_shared=False if fixed else None)
         return
     group = q.shape[1] // k_cache.shape[2]
     tile = prefill_tile(1 if fixed else q.shape[0], q.shape[1], q.shape[2], group, q.element_size())
-    launch_prefill(
-        q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale
-    )
+    launch_prefill(call, tile, skip_decodes=skip_decodes)
 
 
 def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
@@ -118,19 +102,8 @@ def verifies(q: Tensor, k_cache: Tensor, query_len: int) -> bool:
     return query_len * (q.shape[1] // k_cache.shape[2]) <= MOST_QUERY_ROWS
 
 
-def _decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    scale: float,
-    sinks: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor,
-    query_len: int = 1,
-    *,
-    fixed: bool = False,
-) -> None:
+def _decode(call: AttentionCall, query_len: int = 1, *, fixed: bool = False) -> None:
+    q, k_cache, batch = call.q, call.k_cache, call.batch
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     group, table_tokens = q.shape[1] // num_kv_heads, batch.page_table.shape[1] * page_size
     rows = group * query_len
@@ -139,13 +112,9 @@ def _decode(
     if fixed:
         tile = decode_tile(MANY_SEQUENCES, num_kv_heads, head_dim, rows, *sizes, table_tokens)
         choice = DecodeChoice(tile, double_from=LONGER_SPLITS_FROM)
-        launch_decode(
-            q, k_cache, v_cache, batch, scale, out, choice, query_len=query_len, sinks=sinks, v_scale=v_scale
-        )  # fmt: skip
+        launch_decode(call, choice, query_len=query_len)
         return
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
     on_hopper = GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
     choice = DecodeChoice(decode_hopper.TILE if on_hopper else tile, on_hopper)
-    launch_decode(
-        q, k_cache, v_cache, batch, scale, out, choice, query_len=query_len, sinks=sinks, v_scale=v_scale
-    )  # fmt: skip
+    launch_decode(call, choice, query_len=query_len)

@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import triton.language as tl
-from torch import Tensor
 
-from weft.forward_context import Batch
+from weft.ops.attention import AttentionCall
 from weft.ops.attention.tiles import (
     METADATA,
     Tile,
@@ -160,12 +159,10 @@ def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, eleme
     return Tile(rows=max(128, at_least), keys=64, warps=8, stages=2)
 
 
-def launch_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, skip_decodes: bool, sinks: Tensor | None = None, v_scale: Tensor | None = None,
-) -> None:  # fmt: skip
+def launch_prefill(call: AttentionCall, tile: Tile, *, skip_decodes: bool) -> None:
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, with a given tile."""
-    check_layout(q, k_cache, v_cache, out)
+    check_layout(call)
+    q, k_cache, v_cache, batch, scale, out, sinks, v_scale = call
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads

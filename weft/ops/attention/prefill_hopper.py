@@ -39,7 +39,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.forward_context import Batch
+from weft.ops.attention import AttentionCall
 from weft.ops.attention.hopper_tiles import place_of_block, softmax, start_scores, start_values, zero_unwritten
 from weft.ops.attention.prefill_producer_hopper import NARROW, produce
 from weft.ops.attention.tiles import METADATA, check_layout, prefilled
@@ -337,13 +337,11 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
     )
 
 
-def launch_prefill_hopper(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor,
-    *, skip_decodes: bool, sinks: Tensor | None = None, v_scale: Tensor | None = None, is_shared: bool | None = None,
-) -> None:  # fmt: skip
+def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared: bool | None = None) -> None:
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
     ``takes``. The scale is positive. ``is_shared`` overrides ``shares_rows``."""
-    check_layout(q, k_cache, v_cache, out)
+    check_layout(call)
+    q, k_cache, v_cache, batch, scale, out, sinks, v_scale = call
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads

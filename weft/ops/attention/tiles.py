@@ -16,6 +16,7 @@ from torch import Tensor
 from triton import knobs
 
 from weft.forward_context import Batch
+from weft.ops.attention import AttentionCall
 from weft.ops.fp8 import E4M3
 from weft.ops.triton.elementwise import LOG2_E
 
@@ -186,8 +187,9 @@ def accumulate_range(
     return acc, row_sum, row_max
 
 
-def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+def check_layout(call: AttentionCall) -> None:
     """Caches are contiguous; rows of q and out may be strided, their heads are dense."""
+    q, k_cache, v_cache, _, _, out, *_ = call
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, E4M3)
     assert q.stride(2) == out.stride(2) == 1 and q.stride(1) == out.stride(1) == q.shape[2]

@@ -60,8 +60,6 @@ def _l2norm(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
-# --- decode ----------------------------------------------------------------------------------------------------------
-
 
 def recurrent_gated_delta_rule_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_slots: Tensor
@@ -96,8 +94,6 @@ def recurrent_gated_delta_rule_reference(
     state.index_copy_(0, slots, old.to(state.dtype))
     return from_q.addcmul(overlap, delta).mul_(q.shape[-1] ** -0.5).to(v.dtype)
 
-
-# --- prefill ---------------------------------------------------------------------------------------------------------
 
 
 @with_kernel("weft.ops.delta_rule.gdn_prefill", by_chunk("q", "k", "g", "beta", "v", states=("state",)))

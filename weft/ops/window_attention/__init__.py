@@ -21,8 +21,6 @@ from weft.ops.device_work import device_work
 from weft.ops.padding import settle_padding
 from weft.ops.rows import by_chunk, by_row
 
-# --- decode ----------------------------------------------------------------------------------------------------------
-
 
 @with_kernel("weft.ops.window_attention.kernels", by_row("q", "k", "v", "state_slots", "positions"))
 def window_attention_decode(
@@ -69,8 +67,6 @@ def window_attention_decode(
     attended = torch.einsum("nhgw,nwhd->nhgd", _softmax(scores, sinks), values.float()).flatten(1, 2).to(q.dtype)
     return settle_padding(attended, state_slots, out)
 
-
-# --- prefill ---------------------------------------------------------------------------------------------------------
 
 
 @with_kernel("weft.ops.window_attention.kernels", by_chunk("k", "v", "q", states=("k_window", "v_window")))

@@ -120,8 +120,6 @@ class StepDrafts(ABC):
         ends = torch.tensor(never, device=last.device) if never else None
         self._acceptance_rule = AcceptanceRule.of(synthetic_rate, ends)
 
-    # -- verification --------------------------------------------------------------------------------------------
-
     def follow(self, inputs: StepInputs, follows: Tensor) -> StepInputs:
         """Move a verification step back by the drafts that the previous step rejected. Device work only.
 
@@ -203,8 +201,6 @@ class StepDrafts(ABC):
 
     def _ints(self, values: list[int]) -> Tensor:
         return device_ints(values, self.state.last_token.device)
-
-    # -- drafts for the next step --------------------------------------------------------------------------------
 
     @property
     def static_memory(self) -> dict[str, Tensor]:

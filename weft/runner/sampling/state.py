@@ -86,8 +86,6 @@ class SamplingState:
         self._editing: set[int] = set()
         self._num_logprobs: dict[int, int] = {}
 
-    # -- rows come and go ----------------------------------------------------------------------------------------
-
     def add_row(self, new: NewRequest) -> None:
         """Start the histories that the new request of a row needs."""
         self.free_row(new.row)
@@ -156,8 +154,6 @@ class SamplingState:
             if words is not None:
                 recent = torch.cat([words.recent[1:], token_ids[i : i + 1]])
                 words.recent = recent if counted is None else torch.where(counted[i], recent, words.recent)
-
-    # -- one step ------------------------------------------------------------------------------------------------
 
     def any_row(self, rows: SamplingTensors) -> SamplingMetadata:
         """Describe rows whose parameters are known to the device only: every filter is applied."""

@@ -86,8 +86,6 @@ class StepSampler:
         self._sampler = Sampler(backend)
         self.state = SamplingState(rows, config.model_config.vocab_size, self._device)
 
-    # -- captured in graphs --------------------------------------------------------------------------------------
-
     def sample_any(self, logits: Tensor, samples: SamplingTensors) -> FullStepOutput:
         """Sample for rows whose parameters only the device knows, and store the tokens."""
         result = self._sampler(logits, self.state.any_row(samples))
@@ -103,8 +101,6 @@ class StepSampler:
         result = self._sampler(logits, self.state.any_row(inputs.samples))
         token_ids, acceptance = self._drafts.accept_alike(result.token_ids, inputs)
         return FullStepOutput(logits, replace(result, token_ids=token_ids), acceptance)
-
-    # -- once a step ---------------------------------------------------------------------------------------------
 
     def add_row(self, new: NewRequest) -> None:
         """Start the state that the new request of a row needs."""
