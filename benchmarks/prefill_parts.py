@@ -64,7 +64,7 @@ def capture(runner: ModelRunner, length: int, names: str) -> torch.cuda.CUDAGrap
     """The forward pass of so many tokens."""
     functions = runner.steps.functions
     with parts(names):
-        functions.pad(functions.mixed_shape(length))
+        functions.builder.send_padding(functions.mixed_shape(length))
         functions.forward(length)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

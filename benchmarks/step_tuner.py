@@ -180,7 +180,7 @@ class StepTimer:
     def step(self, choices: Mapping[Key, Choice]) -> GraphSet[Any]:
         functions = self.runner.steps.functions
         with self.choices.forcing(choices):
-            functions.pad(functions.decode_shape(self.rows))
+            functions.builder.send_padding(functions.decode_shape(self.rows))
             recorder = FunctionRecorder(functions.decode, self._pool)
             graphs = GraphSet("steps", recorder, [self.rows], self._options, None)
         self.runner.run(self._orders)  # the rows have their contexts again
@@ -236,7 +236,7 @@ class StepTimer:
         functions = self.runner.steps.functions
 
         def walk() -> None:
-            functions.pad(functions.decode_shape(self.rows))
+            functions.builder.send_padding(functions.decode_shape(self.rows))
             with one_layer_of_each_kind(self.runner.model.model):
                 for key in in_use:
                     for choice in found[key]:

@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import msgspec
 
 from weft.bench import report
+from weft.bench.step_timing import Change, Effort, StepMaker, compare, measure_modes, time_step
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.tune import CONTEXT, tuning_config
 from weft.config.graph_modes import CudaGraphMode
 from weft.config.graph_profile import GraphProfile, empty_profile, read_profile
 from weft.messages import SchedulerOutput
 from weft.pieces.mode_table import ModeTable
-from weft.pieces.step_timing import Change, Effort, StepMaker, compare, measure_modes, time_step
 from weft.runner.model_runner import ModelRunner
 
 FIXED = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)

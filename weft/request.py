@@ -92,7 +92,6 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         admission: number of the request in the order of admission; None before.
         num_cached_tokens: number of prompt tokens reused from the cache when it was first scheduled.
         cache_report: the prefix that it found in the cache then.
-        num_preemptions: number of preemptions.
         draft_token_ids: drafts made on the device, to follow the known tokens.
         num_draft_tokens, num_accepted_tokens: number of drafts verified for it, and of accepted ones.
         no_drafts_because: the reason why nothing is drafted for it although the engine speculates.

@@ -15,13 +15,12 @@ import torch
 
 from tests.cli.conftest import RunWeft
 from tests.tiny import make_checkpoint
+from weft.bench.graph_dump import GraphDump, Part, dump_graphs, launches_noted
 from weft.cli import main
 from weft.cli.graph_picture import fold, page
 from weft.config import resolve
 from weft.graph.graph import EmulatedGraphPool, Tape, capture
-from weft.pieces.graph_dump import GraphDump, Part, dump_graphs, launches_noted
 from weft.pieces.op_recorder import GraphWithOps, Operation, OpRecordingPool, Stopwatch
-from weft.runner.model_runner import ModelRunner
 
 SMALL = ["--device", "cpu", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2", "--max-num-batched-tokens", "65"]
 
@@ -37,7 +36,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_pass_may_be_larger_than_what_a_start_captures() -> None:
     settings: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 600, "max_model_len": 600}
     config = resolve(device="cpu", load_format="dummy", cuda_graph_mode="PIECEWISE", cpu_cache_gib=0.05, **settings)
-    assert config.piecewise_cuda_graph_max_tokens == 512 and dump_graphs(ModelRunner, config, 520).num_tokens == 520
+    assert config.piecewise_cuda_graph_max_tokens == 512 and dump_graphs(config, 520).num_tokens == 520
 
 
 def test_one_file_per_piece_and_a_piece_more_than_breaks(dump: Path) -> None:
@@ -107,7 +106,7 @@ def part_named(op: str, layer: int) -> Part:
 def test_equal_layers_of_a_model_are_equal(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("Qwen3ForCausalLM", tmp_path, num_hidden_layers=4)
     config = resolve(model=str(checkpoint), device="cpu", cuda_graph_mode="PIECEWISE", skip_tokenizer_init=True)
-    found = dump_graphs(ModelRunner, config, 7)
+    found = dump_graphs(config, 7)
     assert [one.count for one in fold(found.parts)] == [1, 3, 1]
     first, *middle, last = (piece.signature for piece in found.pieces)
     assert len(set(middle)) == 1 and len({first, middle[0], last}) == 3
@@ -126,7 +125,7 @@ def test_the_notes_are_what_the_tape_replays(source: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(GraphWithOps, "__init__", noting)
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "cpu_cache_gib": 0.05, "max_num_seqs": 2}
     settings["piecewise_cuda_graph_compiler"] = source
-    pieces = dump_graphs(ModelRunner, resolve(device="cpu", cuda_graph_mode="PIECEWISE", **settings), 5)
+    pieces = dump_graphs(resolve(device="cpu", cuda_graph_mode="PIECEWISE", **settings), 5)
     assert len(found) == 1 + len(pieces.pieces), "sampling, and every piece"
     assert all(tape == notes and tape for tape, notes in found)
     assert bool(pieces.traced) == (source == "eager")

@@ -11,11 +11,11 @@ import pytest
 
 from tests.cli.conftest import RunWeft
 from weft import LLM, SamplingParams
+from weft.bench.step_timing import Effort, fastest_split
 from weft.cli import main
 from weft.config import resolve
 from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing, read_profile, write_profile
-from weft.pieces.step_timing import Effort, fastest_split
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -61,7 +61,7 @@ def test_flags_of_the_measurement_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_
         seen.append(effort)
         return profile
 
-    monkeypatch.setattr("weft.pieces.step_timing.measure_modes", measured)
+    monkeypatch.setattr("weft.bench.step_timing.measure_modes", measured)
     flags = ["--splitting-ops", "attention", "--output", str(tmp_path / "profile.json")]
     assert main(["tune", *FLAGS, *flags, "--repeats", "3", "--seconds", "0.25", "--context", "9"]) == 0
     assert seen == [Effort(3, 0.25, 9)]

@@ -30,7 +30,7 @@ def test_graphs_that_disagree_fail(run_weft: RunWeft, monkeypatch: pytest.Monkey
 
 def test_batches_follow_from_the_seed(run_weft: RunWeft, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr("weft.runner.graph_check.verify_graphs", lambda runner, seed: [seen.append(seed)][1:])
+    monkeypatch.setattr("weft.bench.graph_check.verify_graphs", lambda runner, seed: [seen.append(seed)][1:])
     assert run_weft("verify", *FLAGS, *SMALL, "--seed", 7).status == 0 and seen == [7]
 
 

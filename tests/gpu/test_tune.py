@@ -8,12 +8,11 @@ import pytest
 
 from tests.gpu.test_engine import SMALL, mixed_workload, runner_of, tokens
 from weft import LLM
+from weft.bench.graph_dump import dump_graphs
 from weft.cli import main
 from weft.cli.graph_picture import fold
 from weft.config import resolve
 from weft.config.graph_profile import read_profile
-from weft.pieces.graph_dump import dump_graphs
-from weft.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +42,7 @@ def test_a_start_after_tuning_uses_what_was_measured(tmp_path: Path, monkeypatch
 
 def test_the_listing_shows_the_kernels() -> None:
     config = resolve(**SMALL, cuda_graph_mode="PIECEWISE", skip_tokenizer_init=True)
-    found = dump_graphs(ModelRunner, config, 65)
+    found = dump_graphs(config, 65)
     assert len(found.pieces) == 1 + config.model_config.layer_types.count("full_attention")
     kernels = [operation.name for piece in found.pieces for operation in piece.kernels]
     assert any(name.startswith("_") and "kernel[" in name for name in kernels), "no Triton kernel was noted"

@@ -230,7 +230,7 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "sampling-not-forgotten", "rows of nobody keep no histories", "weft/runner/step_runner.py",
-        "            self.sampler.free_row(row)\n", "",
+        "            self.sampler.state.free_row(row)\n", "",
         "tests/engine/test_sampling.py::test_nothing_is_kept_of_what_ended_requests_asked_for",
     ),
     mutant(

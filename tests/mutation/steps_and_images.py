@@ -98,13 +98,13 @@ STEPS_AND_IMAGES = (
         "        while between < size:\n", "        if between < size:\n", "tests/pieces/test_mode_table.py",
     ),
     mutant(
-        "decodes-measured-backwards", "timings of decodes stand in ascending order", "weft/pieces/step_timing.py",
-        '    found["decode"].reverse()\n', "", "tests/pieces/test_step_timing.py", "tests/cli/test_tune.py",
+        "decodes-measured-backwards", "timings of decodes stand in ascending order", "weft/bench/step_timing.py",
+        '    found["decode"].reverse()\n', "", "tests/bench/test_step_timing.py", "tests/cli/test_tune.py",
     ),
     mutant(
         "ties-change-the-split", "a split that is as fast as the first one does not replace it",
-        "weft/pieces/step_timing.py", "return best if ratios[best] * TIE < 1 else first", "return best",
-        "tests/pieces/test_step_timing.py", "tests/cli/test_tune.py",
+        "weft/bench/step_timing.py", "return best if ratios[best] * TIE < 1 else first", "return best",
+        "tests/bench/test_step_timing.py", "tests/cli/test_tune.py",
     ),
     mutant(
         "unlockable-belongs-to-others", "where no lock file can be made, a process compiles for itself",

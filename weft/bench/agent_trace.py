@@ -20,7 +20,6 @@ class AgentTrace:
     """What is drawn.
 
     Attributes:
-        sessions: number of sessions.
         turns: mean number of requests in a session (geometric).
         shared_tokens: tokens of the system prompt and the tools, which all sessions share.
         first_tokens: median of the tokens that a session adds before its first request (log-normal).

@@ -34,7 +34,6 @@ class ServeWorkload:
         kind: ``fixed``: every prompt has ``input_words[1]`` words. ``random``: a number between the two.
             ``multi-turn``: ``turns`` questions per conversation, each sent after the previous answer. ``trace``: lines
             of ``trace``.
-        num_requests: number of conversations.
         request_rate: conversations per second (Poisson); None: as fast as ``concurrency`` allows.
         concurrency: conversations at a time; None: no limit.
         input_words: minimum and maximum of words per prompt.

@@ -20,7 +20,6 @@ class CacheSpec:
     """The caches of one rank.
 
     Attributes:
-        page_size: tokens per KV page.
         layers: the specs of layers with a cache on this rank, by name in the layer table, in model order.
         weights_per_token: weights that one token uses in the whole model: token mixers, and MLPs with the chosen
             experts. The output head is not included, since only the last token of a prompt needs it.

@@ -109,7 +109,6 @@ def prefill_positions(
         reused: number of tokens whose state is reused. Nothing is stored at or before it.
         divergence: the position at which the prompt diverges from stored prefixes, if it has no state.
         boundaries: turn boundaries, in any order.
-        num_prompt_tokens: tokens of the prompt.
         alignment: tokens between the positions of ``aligned``.
     """
     if policy == "finish_only":

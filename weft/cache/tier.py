@@ -21,7 +21,6 @@ class Below(msgspec.Struct, frozen=True):
         state: entry of the state after ``num_tokens`` tokens, with the KV of the last partial page; None if the model
             has no recurrent layers.
         kind: the reason for which the state was stored.
-        num_bytes: bytes to copy.
         refused: the reason why the prefix is computed again instead; empty if it is restored.
         compute_s: seconds that computing it would take; None if nothing was measured yet.
     """

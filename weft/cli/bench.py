@@ -235,7 +235,6 @@ def _measured(
 
     Args:
         workload: the workload, or a function that makes it for the engine.
-        defaults: defaults of settings.
     """
     from weft import LLM
 

@@ -12,8 +12,8 @@ from weft.cli.parser import add_verb, check_lowest
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from weft.bench.graph_dump import GraphDump
     from weft.config.fields import EngineConfig
-    from weft.pieces.graph_dump import GraphDump
 
 PICTURE, FIGURES = "graph.html", "graph.json"
 
@@ -50,10 +50,9 @@ def run(args: argparse.Namespace) -> int:
             f"--tokens {args.tokens} is more than a step takes: max_num_batched_tokens="
             f"{config.max_num_batched_tokens}; give less, or raise that setting"
         )
-    from weft.pieces.graph_dump import dump_graphs, size_to_show
-    from weft.runner.model_runner import ModelRunner
+    from weft.bench.graph_dump import dump_graphs, size_to_show
 
-    dump = dump_graphs(ModelRunner, config, size_to_show(config, args.tokens))
+    dump = dump_graphs(config, size_to_show(config, args.tokens))
     write(folder, config, dump)
     _print_table(dump, config)
     print(f"Written to {folder}: {PICTURE} (open it in a browser), {FIGURES}, and the code of each piece.")

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.pieces.graph_dump import GraphDump, Part
+    from weft.bench.graph_dump import GraphDump, Part
 
 _WIDTH, _BOX, _GAP, _LEFT = 760, 58, 16, 20
 _BAR = 150

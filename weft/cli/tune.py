@@ -23,10 +23,10 @@ from weft.errors import ConfigError
 
 if TYPE_CHECKING:
     from weft.bench import draft_depth
+    from weft.bench.step_timing import Effort
     from weft.config.draft_profile import DraftProfile
     from weft.config.graph_profile import GraphProfile, Timing
     from weft.config.speculation import SpeculativeConfig
-    from weft.pieces.step_timing import Effort
 
 _DECIDED = ("cuda_graph_mode", "graph_profile", "enforce_eager", "enable_piecewise_cuda_graph")
 """Settings that fix how batches run, which the measurement decides."""
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if settings.get("speculative_config") is not None:
         return _tune_drafts(args, settings)
     config = tuning_config(settings)
+    from weft.bench.step_timing import Effort, measure_modes
     from weft.config.graph_profile import default_path, empty_profile, write_profile
-    from weft.pieces.step_timing import Effort, measure_modes
     from weft.runner.model_runner import ModelRunner
 
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
@@ -104,8 +104,8 @@ def choose_splits(config: EngineConfig, profile: GraphProfile, effort: Effort) -
     list."""
     from msgspec.structs import replace
 
+    from weft.bench.step_timing import fastest_split, measure_pieces
     from weft.graph.split_ops import DEFAULT_SPLIT_OPS, split_ops_of
-    from weft.pieces.step_timing import fastest_split, measure_pieces
     from weft.runner.model_runner import ModelRunner
 
     if config.splitting_ops is not None:

@@ -15,7 +15,7 @@ from weft.cli.parser import add_verb
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.runner.graph_check import SizeCheck
+    from weft.bench.graph_check import SizeCheck
 
 
 def add_parser(verbs: Any) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             "there are no graphs to verify with cuda_graph_mode='NONE'; set --cuda-graph-mode FULL or another one (on "
             "the CPU, an emulator replays the captured operations)"
         )
-    from weft.runner.graph_check import verify_graphs
+    from weft.bench.graph_check import verify_graphs
 
     checks = list(verify_graphs(ModelRunner(config), config.seed))
     failed = [f"{check.kind} {check.size}" for check in checks if not check.agrees]

@@ -47,9 +47,7 @@ class GraphProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         format: the format version of the writer.
-        device: name of the device.
         model: ``model_hash`` of the checkpoint.
-        settings: values of ``SETTINGS``.
         versions: the versions of Weft, torch and Triton.
         date: UTC.
         splits: timings of prompts in pieces, for every measured list of split ops.

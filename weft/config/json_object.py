@@ -26,7 +26,6 @@ class JsonObject:
     """A JSON object with typed accessors. An absent key and a ``null`` count as not given.
 
     Args:
-        values: the parsed object.
         where: the name in error messages, for example ``/models/x/config.json`` or ``… (text_config)``.
     """
 

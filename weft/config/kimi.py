@@ -60,7 +60,6 @@ class LatentAttentionConfig:
     Attributes:
         key_dim, value_dim: sizes of a head's keys and values that are computed from the latent.
         shared_dim: size of the part of a key that all heads share.
-        rank: size of the latent.
         query_rank: size of the latent from which queries are computed; None: from the hidden states.
         rope: rotary embedding of the shared part, whose neighbouring columns turn together; None: nothing is rotated.
         output_gate: the output of each head is gated by a sigmoid of the hidden states (Ling 3.0).

@@ -25,7 +25,6 @@ class CacheDtypes:
     Attributes:
         model: dtype of weights and activations.
         kv: dtype of keys and values.
-        state: dtype of recurrent states.
     """
 
     model: str = "float32"
@@ -40,7 +39,6 @@ class CacheTensor:
     Attributes:
         name: the key under which the layer finds the tensor, for example ``"k"`` or ``"conv"``.
         shape: shape of one entry: of one token if paged, of one slot otherwise.
-        dtype: dtype name.
         sharded_dim: dimension of ``shape`` that is split over the tensor-parallel ranks; None: whole on every rank.
     """
 

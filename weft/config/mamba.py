@@ -13,7 +13,6 @@ class MambaConfig:
 
     Attributes:
         dt_rank: size of the vector from which the time steps of all channels are projected.
-        conv_bias: whether the convolution has a bias.
         bias: whether the input and output projections have a bias.
         norm_weights: whether the RMSNorms over dt, B and C have weights (Jamba) or not (FalconMamba); None: no such
             norms (Mamba).

@@ -17,7 +17,6 @@ class Mamba2Config:
         conv_bias, in_bias, out_bias: whether the convolution and the two projections have a bias.
         dt_limit: minimum and maximum of the time step, after softplus.
         norm: whether there is an output norm by group. Without a norm the gate alone is applied.
-        norm_before_gate: the gate is applied after the norm, not before.
         in_multiplier, out_multiplier: factors of the layer's input and output (Falcon-H1).
         part_multipliers: factors of the parts z, x, B, C, dt of the input projection; None: no factors.
     """

@@ -31,7 +31,6 @@ class Multipliers:
     Attributes:
         embedding: factor of the token embeddings.
         residual: factor of each mixer's and MLP's contribution to the residual stream.
-        logits: factor of the logits.
         gate, down: factors of the dense MLP's gate (before the activation) and of its output.
         logits_cap: logits x become ``cap * tanh(x / cap)``; None: they stay as they are.
     """
@@ -46,12 +45,7 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class ResidualWeights:
-    """Weights of the input and the output of each half of a block in the residual stream (MiniMax).
-
-    Attributes:
-        mixer_input, mlp_input: weights of the normalised input.
-        mixer_output, mlp_output: weights of the output of the half.
-    """
+    """Weights of the input and the output of each half of a block in the residual stream (MiniMax)."""
 
     mixer_input: float
     mixer_output: float

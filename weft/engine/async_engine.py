@@ -53,7 +53,6 @@ class AsyncEngine:
         link: sends messages to the engine.
         inputs: validates and resolves requests for this model.
         tokenizer: the tokenizer; None: token ids only.
-        token_times: records the times of tokens.
         inspection_numbers: numbers of ``inspect`` messages; None: from 0 on. Each of several API processes has numbers
             of its own.
     """

@@ -53,9 +53,6 @@ class ServerChannel:
     Args:
         where: a private directory for an engine on this machine, or this machine's IP address for one that may be on
             another. The operating system chooses the ports.
-
-    Attributes:
-        address: the address for the engine.
     """
 
     def __init__(self, where: Path | str) -> None:

@@ -126,7 +126,6 @@ class ChatPrompts:
         Args:
             messages: messages from ``conversation.template_message``.
             tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see ``ChatTemplate.render``.
-            turn_boundaries: look for turn boundaries.
 
         Raises:
             RequestError: there is no template, there are no messages, or the template refuses them.

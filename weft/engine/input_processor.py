@@ -41,7 +41,6 @@ class InputProcessor:
             Each of several processes before one engine has numbers of its own.
 
     Attributes:
-        media: as given.
         sampling: resolves sampling parameters.
         text_only: the reason why the model reads text only; None if it reads images.
     """

@@ -46,7 +46,6 @@ class EngineCommand:
         settings: the user's settings, keyword arguments of ``weft.config.resolve``.
         module: the module to run with ``python -m``.
         verbose: log decisions to stderr.
-        log_json: log JSON objects.
     """
 
     settings: dict[str, Any]

@@ -44,7 +44,6 @@ class LLM:
         **settings: fields of ``EngineConfig``, by name (``weft config`` explains them).
 
     Attributes:
-        config: the resolved settings.
         tokenizer: None with ``skip_tokenizer_init``.
         startup: seconds of each stage of the start. ``kernels`` includes ``weights``, which load while kernels compile.
 

@@ -33,7 +33,6 @@ class Replica:
 
     Attributes:
         is_up: whether it accepts requests.
-        num_open: number of its open completions.
         reported: hashes of prefixes that it reported.
         below: hashes of prefixes that it would restore.
         price: cost of restoring a token there, as a share of the cost of computing it.

@@ -28,7 +28,6 @@ class NodeView(msgspec.Struct, frozen=True):
         number: constant while the node lives and is among the latest.
         parent: index of its parent in ``Snapshot.nodes``, which comes earlier; -1 for a root, which has no tokens.
         start, end: its span of positions.
-        num_pages: KV pages that back it.
         num_leases: running requests that need it.
         states: positions of recurrent states, ascending.
         lost_states: ``(position, age)`` of states that were evicted while the KV remained.
@@ -86,7 +85,6 @@ class RequestView(msgspec.Struct, frozen=True):
         status: waiting, running, or the reason of its end.
         num_prompt_tokens, num_output_tokens, num_cached_tokens, num_preemptions: as in ``weft.request.Request``.
         report: the prefix that it found in the cache; None until it was first scheduled.
-        words: the report in words.
         path: indices in ``Snapshot.nodes`` of the nodes that hold its prompt now, as far as stored.
         arrived: the moment of its arrival.
         queue_s, first_token_s, e2e_s: seconds since its arrival; None if not reached.
@@ -120,7 +118,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The engine at one moment.
 
     Attributes:
-        now: the moment of the snapshot.
         num_nodes: nodes of the whole tree; ``nodes`` holds at most ``MAX_NODES``, parents before children.
         steps, requests: oldest first.
     """

@@ -58,7 +58,6 @@ class EngineSupervisor:
     """The engine processes of this process.
 
     Args:
-        command: the program of the engines.
         restarts: start another engine after a death.
     """
 

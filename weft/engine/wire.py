@@ -40,7 +40,6 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     """Send ``Inspected`` now.
 
     Attributes:
-        number: the number of the answer.
         tokens_per_node: upper bound on token ids per tree node in the answer.
         replica: the replica to inspect; None: the first that is up. A replica that is not up does not answer.
     """

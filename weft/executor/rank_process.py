@@ -30,7 +30,6 @@ class RankProcess(ABC):
     """A rank.
 
     Attributes:
-        rank: number of the rank.
         stages: seconds of the stages of its start, as far as known.
         failed: its report about a failure.
     """

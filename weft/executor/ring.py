@@ -143,7 +143,6 @@ class Reader:
     """A receiving end.
 
     Args:
-        index: number of this reader.
         spin_s: seconds to poll before sleeping.
     """
 

@@ -55,7 +55,6 @@ class WorkerStart(msgspec.Struct, frozen=True):
         num_threads: number of torch's threads on the CPU, the same on all ranks so that they compute the same bits.
         spin_s: seconds of polling before the rank sleeps.
         verbose: log decisions.
-        log_json: log JSON objects.
     """
 
     size: int

@@ -29,12 +29,7 @@ _GRACE_S = 5.0
 
 
 class Workers:
-    """All ranks other than 0.
-
-    Args:
-        ranks: the ranks in order.
-        ring: the ring with their heartbeats.
-    """
+    """All ranks other than 0."""
 
     def __init__(self, ranks: Sequence[RankProcess], ring: Writer) -> None:
         self.ranks = ranks

@@ -28,7 +28,6 @@ class BatchDescriptor(msgspec.Struct, frozen=True):
     """Sizes of one batch, all known on the host. A padded batch has a ``BatchDescriptor`` of its own.
 
     Attributes:
-        num_tokens, num_seqs, num_decodes, max_query_len, max_seq_len: as in ``Batch``.
         num_chunks: rows of the chunk table; 0 where every sequence decodes, and without recurrent layers.
         num_samples: positions at which a token is sampled.
         padded: True if rows beyond the real ones are present; their number is then known to the device only.

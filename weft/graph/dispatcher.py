@@ -25,7 +25,6 @@ class Choice:
     """How a batch runs.
 
     Attributes:
-        mode: the graph mode.
         size: what the batch is padded to: sequences where all decode or verify drafts in a graph, otherwise tokens.
     """
 

@@ -75,7 +75,6 @@ class GraphCounters:
     """Totals since the start.
 
     Attributes:
-        captures: graphs captured.
         replays: steps that ran as a graph.
         missed: steps of the kind that fitted none of these graphs.
         rows, padding_rows: rows replayed, and how many of them were padding.

@@ -23,7 +23,6 @@ def mix_rows(
 
     Args:
         inputs: ``[T, *]`` each, all with one row per token; the first has the dtype of the result.
-        shape: of a row of the result.
         decode: ``(*inputs, slots=, out=)`` computes the first rows, one token of an existing state each. Rows with
             slot 0 are padding. ``decode`` returns zeros there, but does not write them to a given ``out``.
         prefill: ``(*inputs)`` computes all rows. Rows that belong to no chunk are zero in its result: decodes, which

@@ -139,7 +139,6 @@ class QKVParallelLinear(PackedLinear):
     are fewer than ranks.
 
     Attributes:
-        num_heads, num_kv_heads: heads on this rank.
         split_sizes: widths of the output's parts, in order.
         head_rows: which of all heads' rows the queries and the keys are.
     """

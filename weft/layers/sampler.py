@@ -68,7 +68,6 @@ class SamplingMetadata:
         positions: ``[N]`` int64, tokens generated so far.
         all_greedy: every temperature is 0.
         candidates: from ``ops.sampling.filter_candidates``.
-        uses_min_p: some row has a min-p.
         penalties, bias, blocked: see their classes.
         allowed: ``[N, V]`` bool, False where a token may not be sampled.
         processors: by index of the row; they see the model's logits, before every other edit.

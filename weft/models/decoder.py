@@ -65,7 +65,6 @@ class LayerPlace(NamedTuple):
         layer_type: see ``ModelConfig.layer_types``.
         sparse: whether the layer has experts instead of a dense MLP.
         partial_input: whether the layer's input is this rank's part of a sum.
-        has_mlp: whether the layer has an MLP or experts at all.
     """
 
     name: str

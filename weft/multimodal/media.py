@@ -83,7 +83,6 @@ class SourceReader:
     """Reads the pictures of one prompt.
 
     Attributes:
-        limits: the limits on pictures.
         param: the request's field that errors blame.
     """
 

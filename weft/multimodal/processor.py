@@ -61,16 +61,11 @@ class MediaProcessor:
     """Processes the images and videos of one model's requests. Several threads may use it.
 
     Args:
-        folder: the folder of the checkpoint.
         vision: the vision tower of the checkpoint.
-        limits: limits on pictures.
         limit_per_prompt: upper bounds on items of each modality in a prompt.
         max_tokens: upper bound on placeholder tokens of one item.
         cache_bytes: size of the cache of processed items.
         dtype: dtype of the patches, which is the model's.
-
-    Attributes:
-        vision, limits, max_tokens: as given.
 
     Raises:
         ConfigError: the folder's processor files do not fit this architecture.

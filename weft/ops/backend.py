@@ -1,7 +1,5 @@
 """Choice between the implementations of an operation: plain torch or Triton kernels."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

@@ -1,7 +1,5 @@
 """The walk of a torch reference through the chunks of recurrent sequences: order, tokens, initial and stored states."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

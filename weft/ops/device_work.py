@@ -8,8 +8,6 @@ A GPU kernel reads the real sizes from device memory whenever its graph is repla
 operations, and this one does the same: it gets the batch as tensors and works out the host integers each time it runs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Padding rows of a batch: rows of decodes without a state slot, and rows behind the last token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -14,8 +14,6 @@ The schema comes from the annotations, the fake from the torch reference, which 
 A tracer for a compiler that fuses may want to see through some of them: it then finds the reference instead.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

@@ -35,7 +35,6 @@ class ProcessGroup:
     """The ranks of one model, one per process. A process belongs to one such group at a time.
 
     Args:
-        rank, size: the rank of this process, and the number of ranks.
         device: a CUDA device (NCCL) or the CPU (gloo).
         store: the store through which the ranks find each other.
     """

@@ -163,7 +163,6 @@ class PiecewiseModel:
         budget_bytes: see ``GraphSet``.
 
     Attributes:
-        model: as given.
         sizes: captured token counts, ascending.
     """
 

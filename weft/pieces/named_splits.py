@@ -40,7 +40,6 @@ class CallSite:
 
     Attributes:
         name: in the layer table.
-        function: what is called.
         args, kwargs: as they were when the call was found, tensors of a row per token included.
         places: of these tensors: positions in ``args``, and keywords.
         width: columns of the result.

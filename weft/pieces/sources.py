@@ -30,7 +30,6 @@ class CompileCounters:
     """Totals since the start.
 
     Attributes:
-        compiled: distinct pieces that were compiled.
         cache_hits: distinct pieces that were found on disk.
         reused: pieces that are the same code as one before them.
     """

@@ -187,7 +187,6 @@ class SplitItem:
     """One part of a cut graph.
 
     Attributes:
-        name: name of the submodule.
         graph: the part's operations. A split op's output is the memory to which it writes its result.
         op: name of the split op; None for a piece.
         layer: name of the layer that runs it; None for a piece.

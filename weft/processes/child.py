@@ -35,7 +35,6 @@ class Child:
     """A child process that runs ``python -m module``.
 
     Args:
-        module: the module to run.
         arguments: its command-line arguments.
         environment: variables besides those of this process.
         pass_fds: descriptors that the child inherits.

@@ -42,7 +42,6 @@ class BatchBuilder:
         rows: the runner's rows (read only, but for the device's page table).
         rules: how steps are laid out.
         drafts: drafts of the rows; None if the engine drafts nothing.
-        page_size: tokens per page.
         max_num_tokens, max_num_seqs: the largest step.
         ends_sparse: the model's last layer has experts.
         first_media: token id and position of the first token of a step, if it is one of an image; the next tokens have

@@ -71,7 +71,6 @@ class CompileProcesses:
     creates it submits. The ``with`` block ends when all kernels are compiled.
 
     Args:
-        count: number of processes.
         load: puts a kernel on the device and compiles its launcher; called in threads.
     """
 

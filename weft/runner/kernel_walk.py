@@ -54,6 +54,6 @@ def walk_captured_steps(runner: StartingRunner) -> None:
     )
     for captured, shape_of, function in kinds:
         for size in sorted(captured, reverse=True):
-            functions.pad(shape_of(size))
+            functions.builder.send_padding(shape_of(size))
             function(size)
             runner.steps.rows.last_token.zero_()

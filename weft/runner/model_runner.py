@@ -79,7 +79,6 @@ class ModelRunner:
     """One rank: weights, caches, rows.
 
     Args:
-        config: resolved settings.
         pool_maker: where graphs come from, for a device.
         tp: the ranks that share the model; by default this one alone.
 

@@ -137,7 +137,6 @@ class PendingStep:
         logprobs: log probabilities of the sampled tokens of those rows, in the same order, on the host.
         prompt_logprobs: row -> log probabilities of its prompt tokens, on the host.
         mode: the graph mode in which the step runs.
-        num_padding_tokens: padding rows that the step computes.
         encoder_time: time of the vision tower; None if the step encodes no images.
         transfers: copies between the device and a tier in host memory; None without one.
     """
@@ -234,7 +233,6 @@ def pending_step(
     """Start bringing a step's results to the host.
 
     Args:
-        memory: where they go.
         sampled: None if no row samples.
         hidden_states: ``[T, hidden_size]`` of the step's tokens; None if every row samples.
         prompt_logprobs: row -> log probabilities of its prompt tokens, on the device.

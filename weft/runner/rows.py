@@ -20,10 +20,7 @@ class RowTable:
         spatial_merge_size: side of the squares of patches that become one token of an image.
 
     Attributes:
-        padding_row: index of the padding row.
-        max_pages: width of the page table.
         page_table: ``[num_rows + 1, max_pages]`` int32 on the host.
-        device_page_table: the same on the device.
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
         sampling: row -> all sampling parameters of its request.
         temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.

@@ -26,7 +26,6 @@ class StepFunctions:
     """The functions that a runner's full graphs capture.
 
     Attributes:
-        model, builder, sampler: the runner's.
         drafts: drafts of the runner's rows; None if the engine drafts nothing.
         context: from a batch to its forward context.
         max_num_seqs, max_model_len: the largest batch and the longest sequence that a graph serves.
@@ -43,10 +42,6 @@ class StepFunctions:
     hidden: Tensor
     _compiled: Callable[..., Tensor] | None = None
     _max_compiled: int = 0
-
-    def pad(self, shape: BatchDescriptor) -> None:
-        """Put padding of the given sizes into the step buffers."""
-        self.builder.send_padding(shape)
 
     def decode_shape(self, size: int) -> BatchDescriptor:
         return BatchDescriptor.decodes(size, self.max_model_len)

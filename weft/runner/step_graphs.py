@@ -123,7 +123,7 @@ def capture_graphs(
         nonlocal budget
         if not sizes:
             return None
-        functions.pad(shape_of(max(sizes)))
+        functions.builder.send_padding(shape_of(max(sizes)))
         recorder = FunctionRecorder(function, pool)
         found = GraphSet(what, recorder, sizes, options, budget, warm_every_size=warm_every_size)
         budget -= found.counters.capture_bytes
@@ -143,7 +143,7 @@ def capture_graphs(
         budget -= encoder.capture(pool, options, budget)
     if sizes.pieces:
         assert compiler is not None
-        functions.pad(functions.mixed_shape(max(sizes.pieces)))
+        functions.builder.send_padding(functions.mixed_shape(max(sizes.pieces)))
         graphs.pieces = compiler.capture_pieces(functions.pieces_context, pool, sizes.pieces, options, budget)
     verified = graphs.verification.sizes if graphs.verification is not None else ()
     graphs.dispatcher = Dispatcher(

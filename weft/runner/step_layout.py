@@ -18,13 +18,10 @@ class StepLayout:
     """The places of a step's requests on the token axis. Arrays are ``[S]`` int64.
 
     Attributes:
-        requests: the step's requests.
         shape: the step's real sizes.
         rows: rows of the runner's tables.
         first: position of the first token to run.
         counts: tokens to run.
-        seq_lens: tokens after this step.
-        samples: tokens to sample.
         bounds: ``[S + 1]``, where each request begins on the flat token axis, and the end.
         chunk_bounds: positions at which chunks begin and end, for each request that has chunks. These requests are the
             last of the step.

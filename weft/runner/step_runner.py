@@ -137,13 +137,13 @@ class StepRunner:
     def prepare(self, scheduler_output: SchedulerOutput) -> None:
         """Free and add rows, copy partial pages, fork states: all that has to be there before the batch is built."""
         for row in scheduler_output.finished_rows:
-            self.sampler.free_row(row)
+            self.sampler.state.free_row(row)
             self.rows.free(row)
         for new in scheduler_output.new_requests:
             self.rows.add(new)
             if self.drafts is not None:
                 self.drafts.add_row(new)
-            self.sampler.add_row(new)
+            self.sampler.state.add_row(new)
         if scheduler_output.page_copies or scheduler_output.state_forks:
             self.copier.copy(scheduler_output.page_copies, scheduler_output.state_forks)
 

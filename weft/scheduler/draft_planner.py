@@ -89,7 +89,6 @@ class DraftPlanner:
         reach: tokens past a step's last one for which the head wants pages. Without pages its drafts are worse.
         on_device: drafts stay on the device, so that a step can follow another before its results are known.
         may_be_none: for some texts nothing is drafted.
-        why_few: drafts are accepted, if few are.
 
     Attributes:
         num_drafts: how often a request's drafts were verified.

@@ -24,7 +24,6 @@ class LaunchedSteps:
 
     Attributes:
         step: number of the newest step.
-        in_flight: launched steps by number.
     """
 
     def __init__(

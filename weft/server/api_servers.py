@@ -69,7 +69,6 @@ class ApiServers:
     """All of them.
 
     Args:
-        settings: the server's.
         supervisor: of the engine.
         listeners: one socket for each.
         report_stage: called with stages of the start.

@@ -38,10 +38,7 @@ class TemplateOptions:
     """Options of the chat template in a request.
 
     Attributes:
-        tools: the tools that the template shows.
-        template_kwargs: variables of the template.
         add_generation_prompt: None: unless the last message is to be continued.
-        continue_final_message: continue the last message.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None

@@ -44,7 +44,6 @@ class Chat:
     """A running chat, in the terms that every chat protocol shares.
 
     Attributes:
-        call: the call.
         tools: which tools are shown and read.
         n: completions.
         top_logprobs: alternatives of each token that were asked for; None: no log probabilities.

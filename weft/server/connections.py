@@ -53,7 +53,6 @@ def protocol_class(max_connections: int, state_paths: Collection[str]) -> type[H
 
     Args:
         max_connections: beyond them a connection is closed; the last ``KEPT`` are for ``state_paths`` alone.
-        state_paths: paths that report the state of the server.
     """
 
     class Protocol(LimitedProtocol):

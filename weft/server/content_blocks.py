@@ -94,12 +94,7 @@ class Blocks:
 
 
 class BlockResponseBuilder(ResponseBuilder):
-    """The response to one chat in a protocol of blocks.
-
-    Attributes:
-        chat: the chat.
-        blocks: of the response, so far.
-    """
+    """The response to one chat in a protocol of blocks."""
 
     def __init__(self, chat: Chat) -> None:
         super().__init__(chat.call)

@@ -16,9 +16,7 @@ class ApiError(WeftError):
     """A request that is answered with an error.
 
     Args:
-        status: HTTP status.
         message: what was given, what is allowed, what to do.
-        type: the OpenAI error type.
         param: the request field to blame.
         code: a word for programs.
         retry_after_s: seconds after which the caller may try again.

@@ -62,7 +62,6 @@ class BodyRead(msgspec.Struct, frozen=True):
     Attributes:
         request: the request without its prompt, encoded; empty: the bytes beside this message are the response.
         model: the model that the request names.
-        unknown: unknown fields.
         prompts: the prompts; None: there are images, so the body has to be read in the event loop's process.
     """
 

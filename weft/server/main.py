@@ -68,7 +68,6 @@ class Report:
     Args:
         put: takes a line.
         as_json: whether lines are JSON objects.
-        url: the address of the server.
     """
 
     def __init__(self, put: Callable[[str], None], as_json: bool, url: str) -> None:

@@ -61,7 +61,6 @@ class Service:
     """One model, one engine process at a time.
 
     Args:
-        settings: the server's.
         engine: the engine, in the hands of whoever keeps it.
         report_stage: called with stages of the start.
         api_processes: all of the engine.

@@ -85,7 +85,6 @@ class StreamResponse(Response):
         close: called once at the very end, whatever happened.
         timeout_s: longest life of the response.
         error_events: how a failure after the start is sent.
-        headers: further headers.
         pushed: a stream that ``events`` reads, and a function that makes events of its deltas. Between the first and
             the last event, deltas are written as soon as a step was received, without a turn of ``events``.
     """

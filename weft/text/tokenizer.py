@@ -43,8 +43,6 @@ class Tokenizer:
         vocab_size: number of ids with a token, added tokens included. A model's embedding may be larger.
         special_token_ids: ids that ``skip_special_tokens`` leaves out.
         bos_token_id, eos_token_id: None where the checkpoint names none.
-        template: the chat template.
-        hf: the transformers tokenizer.
     """
 
     def __init__(self, hf_tokenizer: Any) -> None:

@@ -1,7 +1,5 @@
 """Elementwise gates: of the MLPs (SwiGLU, arXiv 2002.05202) and of the attention output (arXiv 2505.06708)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

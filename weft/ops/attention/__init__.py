@@ -10,8 +10,6 @@ is reserved: padding tokens write there, and nobody reads it. Unwritten cache en
 they are never read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ device. Only *whether* each kernel is launched depends on the batch's host field
 and serves any batch of its size.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

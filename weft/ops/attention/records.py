@@ -4,8 +4,6 @@ A tier below the device stores records. ``gather`` reads them from the caches of
 The bytes of a record are those of its entry in each cache, in the order of the caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -4,8 +4,6 @@ One launch for a few rows. Does not know: process groups, who allocated the memo
 (``parallel/peer_memory.py``).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

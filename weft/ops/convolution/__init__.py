@@ -6,8 +6,6 @@ Job: ``y_t = silu(bias + sum_j weight[:, j] * x_{t - (W - 1) + j})``, and ``c * 
 owners.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -16,8 +16,6 @@ merged projections on the reading side (``q | k | v | z | b | a``; KDA: ``q | k 
 projections themselves, slots' owners, or which drafts will be accepted.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

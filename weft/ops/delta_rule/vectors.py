@@ -3,8 +3,6 @@
 Job: their layout: vectors of a decoded token, and the prepared chunks of a prefill. Does not know: any kernel.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -9,8 +9,6 @@ Does not know: batches, requests, models.
 S sequences verify ``Q - 1`` drafts each, so they bring Q tokens, side by side on the flat axis of ``T = S * Q`` tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ Inputs share one in groups of ``block`` inputs of a token, by token, or all (``i
 over 448, the largest e4m3 value. Sources: DeepSeek-V3 (arXiv 2412.19437, section 3.3) for blocks and groups.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

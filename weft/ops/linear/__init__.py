@@ -7,8 +7,6 @@ The torch backend calls the matrix library in the open, where tracers and the re
 decides by the number of rows, on the host and from the shape alone, so it can be captured; a tracer sees one operation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

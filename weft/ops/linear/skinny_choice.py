@@ -4,8 +4,6 @@ Job: from the sizes of a product to a configuration of ``skinny.py``, or to the 
 sizes (``skinny_linear_h200.json``, written by ``benchmarks/kernels/linear.py --tune``). Does not know: the kernel.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

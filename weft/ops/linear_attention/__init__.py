@@ -13,8 +13,6 @@ Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[nu
 (rounded at the store only). Does not know: projections, convolution, norms.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ bfloat16 (rounded at the store only), and the order of Mamba-2's merged projecti
 ``weft.ops.linear_attention``.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Job: the variants that the supported models use. Owns: the arithmetic, float32 i
 whatever the input dtype. Does not know: layers or weights' names.
 """
 
-from __future__ import annotations
-
 from typing import overload
 
 import torch.nn.functional as F

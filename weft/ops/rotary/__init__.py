@@ -7,8 +7,6 @@ the layout of the merged projection's output (queries, gate, keys, values). Does
 projection, or attention.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

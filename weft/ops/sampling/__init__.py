@@ -20,8 +20,6 @@ smallest ``E / p``. The minimum of exponentials with rates p falls on token i wi
 need not be normalised (the Gumbel-max trick in exponential form).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

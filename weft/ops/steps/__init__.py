@@ -8,8 +8,6 @@ The kernels read and write the host's memory themselves. Copies by the copy engi
 engine to another and back, which takes longer than a few kilobytes do.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The branch starts when all launches before it have ended. Launches after the bra
 chain. Memory that is allocated in the branch belongs to its stream and is used there alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -15,8 +15,6 @@ under an unknown version of Triton. An unknown version needs only ``kernel[grid]
 Triton's is left out: that the global constants a kernel was compiled with are still the same.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Triton's ``cdiv`` and ``next_power_of_2`` are made for compile time. On the host
 compile-time values, which takes 2 us a call and was a quarter of an eager step's host time.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

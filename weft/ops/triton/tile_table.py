@@ -1,7 +1,5 @@
 """Tables of measured tiles by problem size, and on which GPU those of an H200 hold."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import TypeVar

@@ -6,8 +6,6 @@ frames. Where the host knows these, torch's attention runs; a captured graph rea
 (``bounded_attention``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from math import isqrt

@@ -8,8 +8,6 @@ Entries that a short sequence has not reached may hold anything, NaN included; t
 learned score per head that takes part in the softmax and has no value (arXiv 2309.17453, as in gpt-oss).
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

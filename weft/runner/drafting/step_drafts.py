@@ -72,7 +72,6 @@ class RunStep:
     """A step of any kind after its forward pass, as drafters read it.
 
     Attributes:
-        requests: the step's requests.
         shape: the step's real sizes.
         hidden_states: ``[T, hidden_size]``, the output of the model.
         token_ids: ``[M]`` int64, sampled at the positions of the requests that sample; None if nothing was sampled.
@@ -224,7 +223,6 @@ class StepDrafts(ABC):
         rows remember the new ones.
 
         Args:
-            inputs: inputs of the step.
             hidden_states: ``[T, hidden_size]``.
             token_ids: ``[T]`` int64, sampled after each position.
             acceptance: None if every sequence decodes.

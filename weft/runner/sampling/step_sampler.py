@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.config import EngineConfig
 from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
-from weft.messages import NewRequest, ScheduledRequest
+from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import device_ints
@@ -29,7 +29,6 @@ class FullStepOutput(NamedTuple):
 
     Attributes:
         logits: ``[N, V]``.
-        result: the sampled tokens.
         acceptance: which of them count; None if all do.
         hidden_states: ``[T, hidden_size]``, kept where drafts are made on the device; otherwise None.
         drafts: ``[S, K]`` int64, for every sequence; None if nothing is drafted on the device.
@@ -101,14 +100,6 @@ class StepSampler:
         result = self._sampler(logits, self.state.any_row(inputs.samples))
         token_ids, acceptance = self._drafts.accept_alike(result.token_ids, inputs)
         return FullStepOutput(logits, replace(result, token_ids=token_ids), acceptance)
-
-    def add_row(self, new: NewRequest) -> None:
-        """Start the state that the new request of a row needs."""
-        self.state.add_row(new)
-
-    def free_row(self, row: int) -> None:
-        """Drop the state of a finished request."""
-        self.state.free_row(row)
 
     def sample(
         self,

@@ -11,22 +11,18 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from statistics import mean, median
-from typing import Protocol
 
 import msgspec
 import torch
 from tqdm import tqdm
 
-from weft.cache.plan import CachePlan
-from weft.cache.spec import CacheSpec
-from weft.config import EngineConfig
 from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing
 from weft.graph.dispatcher import Dispatcher
-from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.pieces.mode_table import TIE, ModeTable, points_to_measure
+from weft.runner.model_runner import ModelRunner
 
 Change = Callable[[Dispatcher], Dispatcher]
 """How a candidate differs: from the runner's dispatcher to its own."""
@@ -42,38 +38,6 @@ MIXED_DECODES = 16
 """Decodes in a mixed batch, at most."""
 
 
-class Graphs(Protocol):
-    """The part of ``runner.step_graphs.StepGraphs`` that a measurement uses."""
-
-    dispatcher: Dispatcher
-
-    def dispatching(self, change: Change) -> AbstractContextManager[None]:
-        """Choose by another dispatcher in the body."""
-        ...
-
-
-class LaunchedStep(Protocol):
-    """The part of ``runner.results.PendingStep`` that a measurement uses."""
-
-    mode: str
-
-
-class Runner(Protocol):
-    """The part of ``runner.model_runner.ModelRunner`` that a measurement uses."""
-
-    config: EngineConfig
-    spec: CacheSpec
-    plan: CachePlan
-    device: torch.device
-
-    @property
-    def graphs(self) -> Graphs: ...
-
-    def run(self, scheduler_output: SchedulerOutput) -> ModelOutput: ...
-
-    def launch(self, scheduler_output: SchedulerOutput) -> LaunchedStep: ...
-
-
 class StepMaker:
     """Steps of given sizes, for an idle runner. Decodes need a context, which is computed when they are first made;
     making prompts may take rows away from decodes made before.
@@ -82,7 +46,7 @@ class StepMaker:
         context: tokens that a decoding sequence has.
     """
 
-    def __init__(self, runner: Runner, context: int, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, context: int, seed: int = 0) -> None:
         self._runner, self._rng = runner, random.Random(seed)
         limits = runner.config.max_num_batched_tokens, runner.plan.max_model_len - 2
         self._context = max(1, min(context, *limits))
@@ -138,7 +102,7 @@ class StepMaker:
         return [1 + page % usable for page in range(first, first + count)]
 
 
-def time_step(runner: Runner, step: SchedulerOutput) -> tuple[float, str]:
+def time_step(runner: ModelRunner, step: SchedulerOutput) -> tuple[float, str]:
     """Milliseconds of one step from an idle device, and the mode it ran in."""
     if runner.device.type != "cuda":
         start = time.perf_counter()
@@ -154,7 +118,7 @@ def time_step(runner: Runner, step: SchedulerOutput) -> tuple[float, str]:
 
 
 def compare(
-    runner: Runner, step: SchedulerOutput, candidates: Mapping[str, Change], repeats: int, max_s: float
+    runner: ModelRunner, step: SchedulerOutput, candidates: Mapping[str, Change], repeats: int, max_s: float
 ) -> dict[str, list[float]]:
     """Milliseconds of one step under several dispatchers, in interleaved rounds.
 
@@ -176,7 +140,7 @@ def compare(
     return found
 
 
-def _time_as(runner: Runner, step: SchedulerOutput, change: Change) -> tuple[float, str]:
+def _time_as(runner: ModelRunner, step: SchedulerOutput, change: Change) -> tuple[float, str]:
     with runner.graphs.dispatching(change):
         return time_step(runner, step)
 
@@ -196,7 +160,9 @@ class Effort:
     context: int = 1024
 
 
-def measure_modes(runner: Runner, profile: GraphProfile, effort: Effort, *, show_progress: bool = True) -> GraphProfile:
+def measure_modes(
+    runner: ModelRunner, profile: GraphProfile, effort: Effort, *, show_progress: bool = True
+) -> GraphProfile:
     """Measure a profile: every possible mode at both ends of every captured size, and between (``points_to_measure``).
 
     Args:
@@ -222,7 +188,7 @@ def measure_modes(runner: Runner, profile: GraphProfile, effort: Effort, *, show
     return msgspec.structs.replace(profile, **found)
 
 
-def measure_pieces(runner: Runner, effort: Effort) -> list[Timing]:
+def measure_pieces(runner: ModelRunner, effort: Effort) -> list[Timing]:
     """Prompts alone in pieces, of the same sizes."""
     maker, timings = StepMaker(runner, effort.context), []
     for num_tokens in points_to_measure(runner.graphs.dispatcher.token_sizes):
@@ -244,7 +210,7 @@ def fastest_split(splits: Mapping[str, Sequence[Timing]]) -> str:
     return best if ratios[best] * TIE < 1 else first
 
 
-def _measure(runner: Runner, step: SchedulerOutput, num_tokens: int, effort: Effort) -> Timing:
+def _measure(runner: ModelRunner, step: SchedulerOutput, num_tokens: int, effort: Effort) -> Timing:
     candidates = {str(mode): forced(mode, num_tokens) for mode in GraphMode}
     possible = {name: change for name, change in candidates.items() if _time_as(runner, step, change)[1] == name}
     times = compare(runner, step, possible, effort.repeats, effort.max_s)

@@ -10,10 +10,10 @@ import pytest
 from tests.media import VL, make_vision_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
+from weft.bench.graph_check import SizeCheck, verify_graphs
 from weft.config import resolve
 from weft.errors import CapacityError
 from weft.graph.graph import Tape
-from weft.runner.graph_check import SizeCheck, verify_graphs
 from weft.runner.model_runner import ModelRunner
 
 SIZES = {"max_num_batched_tokens": 96, "max_num_seqs": 5, "max_model_len": 130, "page_size": 8}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_checkpoint
+from weft.bench.step_timing import MIN_REPEATS, StepMaker, compare, forced, time_step
 from weft.config import EngineConfig, resolve
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.messages import SchedulerOutput
-from weft.pieces.step_timing import MIN_REPEATS, StepMaker, compare, forced, time_step
 from weft.runner.model_runner import ModelRunner
 
 

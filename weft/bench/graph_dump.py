@@ -6,25 +6,25 @@ not know: how they are shown.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
+from weft.bench.step_timing import StepMaker
 from weft.config import EngineConfig
-from weft.forward_context import LayerCache, cache_tensors
+from weft.forward_context import cache_tensors
 from weft.graph.capture_sizes import token_sizes
 from weft.graph.graph import GraphPool, make_pool
 from weft.ops.backend import Backend
-from weft.pieces.capture import PieceSequence, PiecewiseModel, SplitCall
+from weft.pieces.capture import PieceSequence, SplitCall
 from weft.pieces.op_recorder import GraphWithOps, Note, Operation, OpRecordingPool, Place, Value, place_of
 from weft.pieces.sources import SplitPass
-from weft.pieces.step_timing import Graphs, Runner, StepMaker
+from weft.runner.model_runner import ModelRunner
 
 NUM_WARMUPS, NUM_REPEATS = 1, 5
 LARGEST_DEFAULT = 512
@@ -121,35 +121,10 @@ def size_to_show(config: EngineConfig, num_tokens: int | None) -> int:
     return max((size for size in sizes if size <= LARGEST_DEFAULT), default=sizes[0])
 
 
-class CapturedGraphs(Graphs, Protocol):
-    """Graphs of a runner that may have captured pieces."""
-
-    pieces: PiecewiseModel | None
-
-
-class CapturedRunner(Runner, Protocol):
-    """A runner whose graphs are shown."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def graphs(self) -> CapturedGraphs: ...
-
-    @property
-    def caches(self) -> Mapping[str, LayerCache]: ...
-
-
-PoolMaker = Callable[[torch.device], GraphPool]
-
-
-def dump_graphs(
-    make_runner: Callable[[EngineConfig, PoolMaker], CapturedRunner], config: EngineConfig, num_tokens: int
-) -> GraphDump:
+def dump_graphs(config: EngineConfig, num_tokens: int) -> GraphDump:
     """Capture a pass of ``num_tokens`` tokens in pieces, and run prompts of that many tokens in it.
 
     Args:
-        make_runner: the class ``ModelRunner``.
         config: of mode PIECEWISE; its sizes do not matter.
     """
     config = dataclasses.replace(
@@ -162,7 +137,7 @@ def dump_graphs(
         pools.append(OpRecordingPool(make_pool(device), device, watch))
         return pools[-1]
 
-    runner = make_runner(config, recording_pool)
+    runner = ModelRunner(config, recording_pool)
     pieces = runner.graphs.pieces
     assert pieces is not None, "the mode captures no pieces"
     sequence = pieces.sequence(num_tokens)
@@ -185,7 +160,7 @@ def launches_noted(note: Note) -> Iterator[None]:
         yield
 
 
-def _time(runner: CapturedRunner, pool: OpRecordingPool, sequence: PieceSequence, num_tokens: int) -> list[float]:
+def _time(runner: ModelRunner, pool: OpRecordingPool, sequence: PieceSequence, num_tokens: int) -> list[float]:
     """Median milliseconds of each part."""
     step = StepMaker(runner, context=1).prefill(num_tokens)
     pieces = [step for step in sequence.steps if isinstance(step, GraphWithOps)]
@@ -207,7 +182,7 @@ def _durations(pool: OpRecordingPool, laps: Sequence[tuple[object, object, objec
     return [pool.stopwatch.ms(*pair) for pair in pairwise(moments)]
 
 
-def _parts(runner: CapturedRunner, sequence: PieceSequence, times: Sequence[float]) -> list[Part]:
+def _parts(runner: ModelRunner, sequence: PieceSequence, times: Sequence[float]) -> list[Part]:
     caches = {tensor.untyped_storage().data_ptr() for tensor in cache_tensors(runner.caches).values()}
     parts: list[Part] = []
     for step, ms in zip(sequence.steps, times, strict=True):
@@ -221,7 +196,7 @@ def _parts(runner: CapturedRunner, sequence: PieceSequence, times: Sequence[floa
     return parts
 
 
-def _names(runner: CapturedRunner, sequence: PieceSequence) -> dict[Place, str]:
+def _names(runner: ModelRunner, sequence: PieceSequence) -> dict[Place, str]:
     names: dict[Place, str] = {}
     for step in sequence.steps:
         if isinstance(step, SplitCall):

@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from weft.bench.step_timing import StepMaker
 from weft.errors import CapacityError
 from weft.forward_context import forward_context
 from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.pieces.step_timing import StepMaker
 from weft.runner.buffers import to_device
 from weft.runner.model_runner import ModelRunner
 from weft.runner.sampling.step_sampler import FullStepOutput
@@ -134,7 +134,7 @@ class _Checks:
         """Padding samples, greedily, from random hidden states."""
         steps, graphs = self._steps, self._steps.graphs.samples
         assert graphs is not None
-        steps.functions.pad(steps.functions.mixed_shape(size))
+        steps.functions.builder.send_padding(steps.functions.mixed_shape(size))
         steps.functions.hidden.normal_(generator=torch.Generator(self._runner.device).manual_seed(size))
         nothing = SchedulerOutput(0, [])
         eager, replayed = self._both(
