@@ -16,6 +16,7 @@ from tests.pictures import PATCH, VISION, data_uri, encoded, picture, save_proce
 from weft.config.media_limits import MediaLimits
 from weft.config.transport import decode_other, encode_other
 from weft.errors import ConfigError, ContextLengthError, RequestError
+from weft.multimodal import patch_maker
 from weft.multimodal import processor as processor_module
 from weft.multimodal.items import pixel_bytes
 from weft.multimodal.media import MediaUrl, ReadLimits, decode_image
@@ -287,7 +288,7 @@ class TestRefusals:
             decoded.append(data)
             return decode_image(data, *args)
 
-        monkeypatch.setattr(processor_module, "decode_image", decode)
+        monkeypatch.setattr(patch_maker, "decode_image", decode)
         frames = Video([encoded(picture(40, 30, seed=i)) for i in range(4)], is_sampled=True)
         with pytest.raises(RequestError, match="4 frames of 40 x 30 pixels, together more than the 4,799"):
             make(folder, limits=ReadLimits(max_video_pixels=4799)).process({"video": [frames]}, ROOM, PARAM)
@@ -333,9 +334,9 @@ def test_sizes_are_those_of_the_reference() -> None:
             expected = smart_resize(height, width, 32, *limits)
         except ValueError:
             with pytest.raises(ValueError, match="aspect ratio"):
-                processor_module.resized_size(height, width, 32, *limits)
+                patch_maker.resized_size(height, width, 32, *limits)
         else:
-            assert processor_module.resized_size(height, width, 32, *limits) == expected
+            assert patch_maker.resized_size(height, width, 32, *limits) == expected
 
 
 def test_a_copy_for_another_process_gives_the_same(processor: MediaProcessor) -> None:

@@ -232,19 +232,10 @@ WAITS_AND_LEAKS = (
         "popitem(last=False)", "popitem()", _CHECK_TESTS,
     ),
     mutant(
-        "answers-of-another-grammar", "an answer that nobody waits for is not the next one's", _CHECK,
-        "            self._kill()  # an answer that nobody reads would be taken for the next one's\n", "",
-        _CHECK_TESTS,
-    ),
-    mutant(
-        "grammars-wait-for-ever", "a worker that does not answer is not waited for", _CHECK,
-        "            async with asyncio.timeout(_PATIENCE_S):\n                while",
-        "            async with asyncio.timeout(None):\n                while", _CHECK_TESTS,
-    ),
-    mutant(
-        "silent-worker-kept", "a worker that does not answer is replaced", _CHECK,
-        "        except TimeoutError as error:\n            await self.close()\n            raise _busy()",
-        "        except TimeoutError as error:\n            raise _busy()", _CHECK_TESTS,
+        "busy-machine-blamed-on-callers", "a task that waits for a busy machine is no fault of its caller's",
+        "weft/server/worker_pool.py", "            return ApiError(503, message,",
+        "            return RequestError(message)\n            ApiError(503, message,",
+        "tests/server/test_starved.py",
     ),
     # -- the engine's messages ---------------------------------------------------------------------------------------
     mutant(

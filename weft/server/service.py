@@ -316,7 +316,7 @@ class Service:
         if self._large_bodies is not None:
             self._large_bodies.close()
         if self._grammars is not None:
-            await self._grammars.close()
+            self._grammars.close()
         is_drained = self.state is State.DRAINING and self._engine is not None
         await self.engine_client.stop(GRACE_S if is_drained else 0.0)
 

@@ -25,6 +25,7 @@ import msgspec
 from weft.errors import RequestError
 from weft.processes.child import Child
 from weft.processes.liveness import processor_s
+from weft.server.errors import ApiError
 from weft.server.worker import DONE, Failure, Setup, decode, encode, receive, send
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,14 @@ _PATIENCE = 20
 
 _GIVES_WAY_S = 5.0
 """Seconds for which small tasks pass a large one of the same caller."""
+
+
+class TooSlowError(RequestError):
+    """A task took more processor time than its limit."""
+
+
+class WorkerDiedError(RequestError):
+    """A process died during a task, most likely because the task took too much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,13 @@ class WorkerPool:
                 self._add_thread()
 
     async def run(
-        self, task: msgspec.Struct, blob: bytes = b"", *, caller: str = "", size: int = 0, param: str = "messages"
+        self,
+        task: msgspec.Struct,
+        blob: bytes = b"",
+        *,
+        caller: str = "",
+        size: int = 0,
+        param: str = "messages",
     ) -> Answer:
         """Run a task in a worker.
 
@@ -121,6 +136,7 @@ class WorkerPool:
 
         Raises:
             RequestError: what the task raised, or that it took too long or too much memory.
+            ApiError: 503, the machine is too busy for the task.
         """
         queued = _Task(encode(task), blob, caller, size > self._kind.small, param, next(self._numbers))
         with self._changed:
@@ -229,7 +245,11 @@ class Worker:
         return ours
 
     def call(self, task: _Task) -> Answer | Exception:
-        """Run one task. Returns its result or its error, or a RequestError if the task exceeded a limit."""
+        """Run one task. Returns its result or its error, which says so if the task exceeded a limit.
+
+        The limit is one of processor time. On a busy machine a task may wait long for its turn, which is no fault of
+        the caller's.
+        """
         kind, name = self._kind, self._kind.name
         try:
             link = self.ensure()
@@ -243,13 +263,16 @@ class Worker:
                 if waiter.poll(_POLL_MS):
                     return _answer(link)
                 if task.is_cancelled or processor_s(pid) - used > kind.limit_s:
-                    break
+                    self.kill()
+                    limit = f"{kind.limit_s:g} s of processor time"
+                    return TooSlowError(f"{name} take longer than {limit}; send less", task.param)
             self.kill()
-            return RequestError(f"{name} take longer than {kind.limit_s:g} s of processor time; send less", task.param)
+            message = f"the process for {name} does not answer; the machine may be overloaded, try again later"
+            return ApiError(503, message, type="server_error", code="busy", retry_after_s=1)
         except (OSError, EOFError) as error:
             self.kill()
             logger.warning("a worker for %s has died (%s)", name, error)
-            return RequestError(f"{name} take more memory than there is for them; send less", task.param)
+            return WorkerDiedError(f"{name} take more memory than there is for them; send less", task.param)
 
     def kill(self) -> None:
         process, self._process = self._process, None
