@@ -10,18 +10,15 @@ step, and ``PendingStep.result`` fetches them when the host wants to know.
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from weft.cache.plan import CachePlan
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.config.graph_modes import CudaGraphMode, GraphMode
@@ -29,13 +26,10 @@ from weft.config.graph_profile import read_profile
 from weft.errors import ConfigError
 from weft.forward_context import LayerCache
 from weft.graph.batch_descriptor import MeasuredModes
-from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.graph import GraphPool, make_pool
 from weft.graph.graph_set import CaptureOptions
 from weft.layers.context import ModelContext
-from weft.layers.sampler import LogitsProcessor
 from weft.layers.table import LayerTable
-from weft.messages import ModelOutput, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.models.vision_language import VisionLanguageModel
@@ -48,12 +42,10 @@ from weft.runner.memory import (
     explained_out_of_memory,
 )
 from weft.runner.memory_plan import plan_memory
-from weft.runner.results import PendingStep
+from weft.runner.starting import StartingRunner
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
-from weft.runner.step_runner import StepRunner
 from weft.runner.warmup import (
-    StepLimits,
     compiled_meanwhile,
     prepare_triton,
 )
@@ -75,7 +67,7 @@ def check_ranks(config: EngineConfig, num_ranks: int = 1) -> None:
         )
 
 
-class ModelRunner:
+class ModelRunner(StartingRunner):
     """One rank: weights, caches, rows.
 
     Args:
@@ -167,25 +159,6 @@ class ModelRunner:
             return nullcontext()
         return compiled_meanwhile(lambda: walk_kernels(self), self.device)
 
-    def limit_steps(self, limits: StepLimits) -> None:
-        self.config = replace(
-            self.config, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs
-        )
-
-    def drop_steps(self) -> None:
-        """Free the caches and buffers of an attempt to run a step."""
-        self.__dict__.pop("steps", None)
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-
-    def attach(self, plan: CachePlan) -> None:
-        """Make caches, rows and buffers of the planned sizes."""
-        max_tokens = self.capture_sizes(plan).max_tokens
-        self.steps = StepRunner(
-            self.model, self._layers, self.config, self.spec, plan, self._backend, max_tokens, self.media, self.host
-        )
-
     def _capture_graphs(self) -> None:
         config, sizes = self.config, self.capture_sizes(self.plan)
         if CudaGraphMode(config.cuda_graph_mode) is CudaGraphMode.NONE:
@@ -203,10 +176,6 @@ class ModelRunner:
         encoder = self.media.graphs if self.media is not None else None
         self.steps.graphs = capture_graphs(sizes, functions, self.compiler, pool, options, config, self._table, encoder)
 
-    def capture_sizes(self, plan: CachePlan) -> CaptureSizes:
-        verifies, longest = self.spec.verifies, plan.max_model_len
-        return CaptureSizes.of(self.config, plan.max_num_seqs, self._table, verifies=verifies, max_model_len=longest)
-
     @property
     def caches(self) -> dict[str, LayerCache]:
         return self.steps.caches
@@ -218,15 +187,6 @@ class ModelRunner:
     @property
     def graphs(self) -> StepGraphs:
         return self.steps.graphs
-
-    def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """Run one step and wait for its results."""
-        return self.launch(scheduler_output).result()
-
-    def launch(
-        self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
-    ) -> PendingStep:
-        return self.steps.launch(scheduler_output, processors)
 
 
 def _check_order_of_sums(device: torch.device) -> None:
