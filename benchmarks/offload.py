@@ -63,7 +63,7 @@ class Sizes:
     repeats: int = 3
     host_gib: float = 8.0
     disk_host_gib: float = 2.0
-    trace: AgentTrace = AgentTrace(shared_tokens=4096, first_tokens=20_000, output_tokens=150, max_context=80_000)
+    trace: AgentTrace = AgentTrace(shared_tokens=4096, first_tokens=14_000, output_tokens=120, max_context=60_000)
     turns: int = 4
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ SIZES = {
     "qwen3-next-12l": Sizes(settings={"mamba_ssm_dtype": "bfloat16"}),
     "qwen3-0.6b": Sizes(
         host_gib=15.0, disk_host_gib=4.0,
-        trace=AgentTrace(shared_tokens=1024, first_tokens=3000, turn_tokens=400, output_tokens=150, max_context=12_000),
+        trace=AgentTrace(shared_tokens=1024, first_tokens=3000, turn_tokens=400, output_tokens=120, max_context=12_000),
     ),
     "bundled": Sizes(
         prefix=1500, disk_prefix=700, others=4, alone=10, repeats=2, host_gib=0.3, disk_host_gib=0.1,
@@ -325,7 +325,8 @@ def trace_of(sizes: Sizes) -> list[list[trace.TraceRequest]]:
         path = Path(folder) / "trace.jsonl"
         write_trace(path, sizes.trace)
         sessions = trace.sessions_of(trace.read_trace(path))
-    shorter = [request for session in sessions for request in session[: sizes.turns]]
+    fitting = [[r for r in session if r.input_length <= sizes.trace.max_context] for session in sessions]
+    shorter = [request for session in fitting for request in session[: sizes.turns]]
     return trace.sessions_of(trace.with_appended_blocks(shorter, BLOCK))
 
 
