@@ -53,25 +53,27 @@ class Sizes:
         host_gib, disk_host_gib: host memory, of the engine without and with files.
         trace: the sessions of agents.
         turns: upper bound on the turns of a session.
+        policies: write policies of the engine with host memory.
         settings: more settings of the engines.
     """
 
     prefix: int = 100_000
     disk_prefix: int = 30_000
     others: int = 32
-    alone: int = 100
+    alone: int = 50
     repeats: int = 3
     host_gib: float = 8.0
     disk_host_gib: float = 2.0
     trace: AgentTrace = AgentTrace(shared_tokens=4096, first_tokens=14_000, output_tokens=120, max_context=60_000)
-    turns: int = 4
+    turns: int = 3
+    policies: tuple[str, ...] = ("write_back",)
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 SIZES = {
     "qwen3-next-12l": Sizes(settings={"mamba_ssm_dtype": "bfloat16"}),
     "qwen3-0.6b": Sizes(
-        host_gib=15.0, disk_host_gib=4.0,
+        host_gib=15.0, disk_host_gib=4.0, policies=("write_back", "write_through_selective"),
         trace=AgentTrace(shared_tokens=1024, first_tokens=3000, turn_tokens=400, output_tokens=120, max_context=12_000),
     ),
     "bundled": Sizes(
@@ -183,9 +185,9 @@ class Bench:
             self.note(unused_ms=self.decode_ms(llm))
             self.prefix(llm)
             self.beside_others(llm)
-            self.replay(llm, "write_back")
-            tier_of(llm).policy = "write_through_selective"
-            self.replay(llm, "write_through_selective")
+            for policy in self.sizes.policies:
+                tier_of(llm).policy = policy
+                self.replay(llm, policy)
 
     def without_a_tier(self) -> None:
         with self.engine("off") as llm:

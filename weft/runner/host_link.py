@@ -113,7 +113,6 @@ class CudaLink:
         self._scattered = [torch.cuda.Event() for _ in self._restore_buffers]
         self._restore_buffer = 0
         self._down, self._up, self._scatter = (torch.cuda.Stream(device) for _ in range(3))
-        self._gathered: torch.cuda.Event | None = None
         self._in_flight: deque[_Copy] = deque()
         self._ends: dict[int, torch.cuda.Event] = {}
 
@@ -121,14 +120,12 @@ class CudaLink:
     def storing(self, number: int) -> Iterator[None]:
         copy = self._copying = self._begin(number, is_restore=False)
         yield
-        self._gathered = torch.cuda.Event()
-        self._gathered.record()
         self._end(copy, self._down)
 
     @contextmanager
     def restoring(self, number: int, after: int) -> Iterator[None]:
-        if self._gathered is not None:  # the pages may have been read by a gather of this step
-            self._scatter.wait_event(self._gathered)
+        # A step in flight may still use the pages and slots, and gathers of this step read them. The link runs ahead.
+        self._scatter.wait_stream(torch.cuda.current_stream())
         if after in self._ends:
             self._up.wait_event(self._ends[after])
         copy = self._begin(number, is_restore=True)
