@@ -52,7 +52,7 @@ def poison(model: torch.nn.Module) -> None:
     """
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+            parameter.fill_(float("nan") if parameter.is_floating_point() else 255)
         for module in model.modules():
             if isinstance(module, MergedReplicatedLinear):
                 for parameter in module.parameters():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from weft.cli import main
-from weft.cli.doctor import Finding, _numbers, _package, examine
+from weft.cli.doctor import Finding, _numbers, _package, examine, largest_models, model_fits
 
 
 def test_a_machine_that_runs_these_tests_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +20,31 @@ def test_a_machine_that_runs_these_tests_lacks_nothing(capsys: pytest.CaptureFix
         assert f" {what}" in out
     assert " weft-mini" in out
     assert all(line.split()[0] in ("ok", "note") for line in out.splitlines())
+
+
+def test_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "weft-mini", "--quantization", "int4"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"ok +weft-mini int4 +0\.0 GB of weights, room for [\d,]+ tokens", line)
+
+
+def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.cli.doctor.capacity", lambda config: {"error": "the weights take more than there is"})
+    assert main(["doctor", "weft-mini"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("the weights take more than there is")
+
+
+def test_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pages and one recurrent state leave of the memory behind the weights."""
+    costs = {"weight_bytes": 15.1e9, "free_bytes": 10_500, "state_slot_bytes": 500, "kv_page_bytes": 100}
+    monkeypatch.setattr("weft.cli.doctor.capacity", lambda config: costs)
+    assert model_fits("weft-mini", None).found == "15.1 GB of weights, room for 1,600 tokens"
+    costs["kv_page_bytes"] = 0
+    assert model_fits("weft-mini", None).found == "15.1 GB of weights, room for any number of tokens"
+
+
+def test_the_largest_models() -> None:
+    assert largest_models(100_000_000_000).startswith("room for 40 billion in bfloat16, 80 billion in fp8, 155 billion")
 
 
 def test_what_is_missing_or_too_old() -> None:

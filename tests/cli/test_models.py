@@ -9,6 +9,7 @@ from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES
 from tests.wrapped import WRAPPED_TEXTS
 from weft.cli import main
 from weft.config.families import FAMILIES
+from weft.config.quantization_formats import FORMATS
 from weft.config.verified import VERIFIED, Ranks, nearest
 from weft.config.wrappers import WRAPPERS
 from weft.models.weight_names import WEIGHT_TABLES
@@ -22,7 +23,9 @@ def test_the_table_is_that_of_the_tests() -> None:
 
 def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    table, formats = capsys.readouterr().out.split("\n\n")
+    lines = table.splitlines()
+    assert [line.strip().partition(": ")[0] for line in formats.splitlines()[1:]] == list(FORMATS)
     assert [line.split()[0] for line in lines[1:]] == sorted((*VERIFIED, *WRAPPERS))
     assert any(line.split() == "MiniCPMOcrForConditionalGeneration yes text alone, as Qwen3_5ForCausalLM or "
                "Qwen3_5MoeForCausalLM".split() for line in lines)  # fmt: skip

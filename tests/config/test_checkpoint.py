@@ -146,7 +146,7 @@ def test_which_of_two_values_counts(tmp_path: Path) -> None:
     values["text_config"] |= {"dtype": "torch.float16", "eos_token_id": [7, 8], "quantization_config": fp8}
     config = read(tmp_path, values)
     assert (config.dtype, config.eos_token_ids) == ("float16", (7, 8))
-    assert config.quantization is not None and config.quantization.weights == "block"
+    assert config.quantization is not None and config.quantization.main.weights == "block"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ class Roofline:
         # Every token uses what one token uses, except its experts.
         self._common_weights = self._spec.weights_per_token - chosen * model.expert_weights
         # The FLOPs of one token with quantised weights.
-        self._fp8_flops = 2.0 * (self._spec.weights_per_token - self._router_weights) if model.quantization else 0.0
+        is_fp8 = model.quantization is not None and model.quantization.main.form == "fp8"
+        self._fp8_flops = 2.0 * (self._spec.weights_per_token - self._router_weights) if is_fp8 else 0.0
 
     @classmethod
     def of(cls, config: EngineConfig) -> Roofline:

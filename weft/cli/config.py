@@ -132,8 +132,8 @@ def on_gpu(weights: int, utilization: float, total: int) -> dict[str, Any]:
         return {"free_bytes": left}
     return {
         "error": f"the weights take {weights / 2**30:.1f} GiB, and gpu_memory_utilization={utilization} of this GPU is "
-        f"{utilization * total / 2**30:.1f} GiB; use more GPUs (tensor_parallel_size), an FP8 checkpoint, or "
-        "quantization=fp8"
+        f"{utilization * total / 2**30:.1f} GiB; use more GPUs (tensor_parallel_size), a quantised checkpoint, "
+        "or quantization=fp8 or int4"
     }
 
 

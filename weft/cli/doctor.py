@@ -1,7 +1,7 @@
 """``weft doctor``: what the machine has, what is missing, and the remedies.
 
-Job: check packages, device, memory and limits, one line each. Owns: the checks. Does not know: models. Nothing but
-torch is imported, and only if it is installed.
+Job: check packages, device, memory and limits, one line each, and whether a given model fits. Owns: the checks. Nothing
+but torch is imported, and only if it is installed.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.cli.config import capacity, gpu_bytes
 from weft.cli.parser import add_verb
+from weft.config.quantization import ONLINE_FORMS
 from weft.platforms.triton_version import is_gluon_tested, kernel_choice, triton_version
 from weft.processes.preload import has_bytecode
 
@@ -40,11 +42,13 @@ class Finding:
 
 
 def add_parser(verbs: Any) -> None:
-    add_verb(verbs, "doctor", run, "check this machine and say what is missing", arguments="")
+    parser = add_verb(verbs, "doctor", run, "check this machine and say what is missing", arguments="[MODEL]")
+    parser.add_argument("model", nargs="?", help="folder or hub id of a model: say whether it fits")
+    parser.add_argument("--quantization", choices=tuple(ONLINE_FORMS), help="as it would be started")
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = list(examine())
+    findings = [*examine(), *([] if args.model is None else [model_fits(args.model, args.quantization)])]
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
@@ -57,6 +61,7 @@ def examine() -> Iterator[Finding]:
     yield _python()
     yield from _packages()
     yield _device()
+    yield from _largest_models()
     yield _kernels()
     yield _compiler()
     yield _bytecode()
@@ -122,6 +127,39 @@ def _device() -> Finding:
         return Finding("GPU", "ok", found + f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
     except (ImportError, RuntimeError) as error:
         return Finding("GPU", "note", f"cannot be used: {error}".splitlines()[0], "the CPU computes; check the driver")
+
+
+def _largest_models() -> Iterator[Finding]:
+    """The weights for which a GPU has room, by their form; four fifths of the memory, since caches need some."""
+    from weft.config.resolution import cuda_available
+
+    if cuda_available():
+        yield Finding("weights", "ok", largest_models(gpu_bytes()))
+
+
+def largest_models(total: int) -> str:
+    """The number of weights that fit into four fifths of ``total`` bytes, by their form."""
+    sizes = {"bfloat16": 2.0} | {
+        form: quantization.main.bytes_per_weight for form, quantization in ONLINE_FORMS.items()
+    }
+    fitting = (f"{0.8 * total / size / 1e9:.0f} billion in {form}" for form, size in sizes.items())
+    return f"room for {', '.join(fitting)}, and a fifth of the memory for caches"
+
+
+def model_fits(model: str, quantization: str | None) -> Finding:
+    """Whether a model fits, and how many tokens its KV cache could have beside one recurrent state."""
+    from weft.config.resolution import resolve
+
+    config = resolve(model=model, quantization=quantization, skip_tokenizer_init=True)
+    costs = capacity(config)
+    what = f"{Path(model).name} {config.quantization or config.dtype}"
+    if "error" in costs:
+        return Finding(what, "note", costs["error"])
+    room = costs.get("kv_tokens")
+    if room is None and costs["kv_page_bytes"]:
+        room = max(0, costs["free_bytes"] - costs["state_slot_bytes"]) // costs["kv_page_bytes"] * config.page_size
+    tokens = "room for any number of tokens" if room is None else f"room for {room:,} tokens"
+    return Finding(what, "ok", f"{costs['weight_bytes'] / 1e9:.1f} GB of weights, {tokens}")
 
 
 def _kernels() -> Finding:

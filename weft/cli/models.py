@@ -1,10 +1,11 @@
-"""``weft models``: the architectures that Weft runs, and the verification of each."""
+"""``weft models``: the architectures that Weft runs, the verification of each, and the formats of quantised weights."""
 
 import argparse
 from typing import Any
 
 from weft.cli.parser import add_verb
 from weft.config.families import OTHER_NAMES
+from weft.config.quantization_formats import FORMATS
 from weft.config.verified import VERIFIED, nearest
 from weft.config.wrappers import WRAPPERS
 from weft.errors import UnsupportedModelError
@@ -13,7 +14,7 @@ _COLUMNS = ("architecture", "float32, CPU", "float32 and bfloat16, H200", "tenso
 
 
 def add_parser(verbs: Any) -> None:
-    help = "list the architectures that Weft runs, and what was verified of each"
+    help = "list the architectures that Weft runs, what was verified of each, and formats of quantised weights"
     parser = add_verb(verbs, "models", run, help, arguments="[ARCHITECTURE ...]")
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="as in config.json; default: all")
 
@@ -29,6 +30,10 @@ def run(args: argparse.Namespace) -> int:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if not args.names:
+        print(
+            "\nQuantised checkpoints that are read:", *(f"{name}: {what}" for name, what in FORMATS.items()), sep="\n  "
+        )
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from weft.config.families import FAMILIES, OTHER_NAMES, Family
 from weft.config.json_object import JsonObject
 from weft.config.model import MTP_LAYER_TYPE, Mixers, ModelConfig, Multipliers
-from weft.config.quantization import read_quantization
+from weft.config.quantization_formats import read_quantization
 from weft.config.verified import nearest
 from weft.config.wrappers import WRAPPERS
 from weft.errors import ConfigError, UnsupportedModelError

@@ -118,7 +118,12 @@ def _problems_of_model(values: Mapping[str, Any], model: ModelConfig) -> Iterato
         yield f"layers of {model.architecture} ({', '.join(others)}): there is no kernel with a fixed order of sums"
     if model.activation not in _ACTIVATIONS:
         yield f"the activation {model.activation!r} of {model.architecture}; allowed: {', '.join(_ACTIVATIONS)}"
-    if model.quantization is not None and model.moe is not None and values["device"] == "cuda":
+    if model.quantization is not None and any(scheme.form != "fp8" for scheme in model.quantization.schemes):
+        yield (
+            f"{model.quantization.name} weights: their kernels follow the number of rows; use an unquantised checkpoint "
+            "or FP8"
+        )
+    elif model.quantization is not None and model.moe is not None and values["device"] == "cuda":
         yield "FP8 experts on a GPU: their kernels follow the number of rows; use an unquantised checkpoint"
     if values["device"] == "cuda" and LatentAttentionConfig in mixers:
         yield "latent attention on a GPU: the matrix library absorbs queries and follows the number of rows"

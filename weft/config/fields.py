@@ -73,8 +73,8 @@ class EngineConfig:
         choices=("auto", "float32", "float16", "bfloat16"),
     )  # fmt: skip
     quantization: str | None = _option(
-        "text", None, "fp8: quantise an unquantised checkpoint while it loads; default: as the checkpoint is",
-        choices=("fp8",),
+        "text", None, "fp8 or int4: quantise an unquantised checkpoint while it loads; default: as the checkpoint is",
+        choices=("fp8", "int4"),
     )  # fmt: skip
     max_model_len: int = _option("int", None, "longest sequence in tokens; default: the checkpoint's", low=1)
     seed: int = _option("int", 0, "seed of requests without one, and of dummy weights", low=0, high=2**63 - 1)

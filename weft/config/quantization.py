@@ -1,180 +1,125 @@
 """Quantisation of a checkpoint's linear layers: ``quantization_config`` in one vocabulary.
 
-Job: read FP8 as Qwen and DeepSeek publish it (``quant_method: fp8``) and as ``compressed-tensors`` writes it, refuse
-everything else by name, and decide which modules are quantised. Does not know: tensors, layers, kernels
-(``weft/quantization``).
+Job: the forms of stored weights, and the rules that assign a form to each module. Does not know: the
+keys of published configs (``quantization_formats.py``), tensors, layers, kernels (``weft/quantization``).
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from weft.config.json_object import JsonObject
-from weft.errors import ConfigError, UnsupportedModelError
+from typing import Literal
 
 BLOCK = 128
 """Side of the squares of a weight that share a scale under ``block``, and number of inputs of a token that share a
 scale."""
 
-SUPPORTED = (
-    "supported are fp8 (e4m3, weight_block_size [128, 128], dynamic activations), compressed-tensors float-quantized "
-    "(FP8 weights by channel or tensor; activations dynamic by token or static), and unquantised checkpoints, which "
-    "--quantization fp8 quantises while they load"
-)
+Form = Literal["fp8", "int4", "int8", "fp4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the weight of a linear layer is stored, and how its inputs are rounded.
+
+    Attributes:
+        source: the arrangement of the tensors in a checkpoint, or ``"online"``: quantised while weights load.
+        form: what a stored number means. ``fp8`` is e4m3, ``fp4`` is e2m1, and the others are integers.
+        weights: the weights that share a scale: a ``block`` of 128 x 128, a ``channel`` (row), the whole ``tensor``, or
+            a ``group`` of consecutive weights of a row.
+        activations: the inputs that share a scale: a ``group`` of 128 of one token, or a ``token``. ``static``: all
+            inputs, with a scale from the checkpoint. ``none``: inputs are not rounded.
+        group: weights of a ``group``.
+        symmetric: zero has the code in the middle. Otherwise each group has its own code for zero.
+        scales: what a stored scale is. ``e8m0`` is a power of two.
+        drops_activations: the checkpoint was made for rounded inputs, but Weft does not round them.
+    """
+
+    source: Literal["fp8", "compressed-tensors", "gptq", "gptq_v2", "awq", "gpt-oss", "modelopt", "online"]
+    form: Form
+    weights: Literal["block", "channel", "tensor", "group"]
+    activations: Literal["group", "token", "static", "none"]
+    group: int = 0
+    symmetric: bool = True
+    scales: Literal["float", "e4m3", "e8m0"] = "float"
+    drops_activations: bool = False
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of a weight and of its part of a scale; scales of FP8 are left out."""
+        if self.form == "fp8":
+            return 1.0
+        shared = (2 if self.scales == "float" else 1) + (not self.symmetric)
+        return (1.0 if self.form == "int8" else 0.5) + (shared / self.group if self.group else 0.0)
+
+    @property
+    def name(self) -> str:
+        """The form as people call it."""
+        return {"e4m3": "nvfp4", "e8m0": "mxfp4", "float": self.form}[self.scales]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Modules and the form of their weights.
+
+    Attributes:
+        scheme: None: their weights are not quantised.
+        patterns: names and patterns of the modules; none: every module.
+        match: how a pattern is compared with a name, a key of ``MATCHERS``.
+    """
+
+    scheme: Scheme | None
+    patterns: tuple[str, ...] = ()
+    match: Literal["exact", "part", "inside", "begin"] = "exact"
+
+    def applies(self, names: Iterable[str]) -> bool:
+        matches = MATCHERS[self.match]
+        return not self.patterns or any(matches(pattern, name) for pattern in self.patterns for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """FP8 (e4m3) weights and activations of linear layers.
+    """The forms of a model's linear layers.
 
     Attributes:
-        source: the checkpoint's ``quant_method``, or ``"online"``: bf16 weights quantised while they load.
-        weights: the weights that share a scale: a ``block`` of 128 x 128, a ``channel`` (row), or the whole ``tensor``.
-        activations: the inputs that share a scale: a ``group`` of 128 of one token, or a ``token``. ``static``: all
-            inputs, with a scale from the checkpoint.
-        targets: ``compressed-tensors``: modules that are quantised, by name, ``Linear`` or ``re:`` pattern.
-        ignored: modules that are not quantised, by name or pattern.
+        source: the checkpoint's ``quant_method``, or ``"online"``: weights are quantised while they load.
+        rules: the first rule that applies to a module decides. A module without a rule is not quantised.
         kv_cache: the checkpoint holds scales of an FP8 KV cache.
     """
 
-    source: Literal["fp8", "compressed-tensors", "online"]
-    weights: Literal["block", "channel", "tensor"]
-    activations: Literal["group", "token", "static"]
-    targets: tuple[str, ...] = ("Linear",)
-    ignored: tuple[str, ...] = ()
+    source: str
+    rules: tuple[Rule, ...]
     kv_cache: bool = False
 
-    def quantizes(self, names: Iterable[str]) -> bool:
-        """Whether a linear layer is quantised, by the names that it may have in a checkpoint."""
-        matches = _matches_exactly if self.source == "compressed-tensors" else _matches_by_part
+    def scheme(self, names: Iterable[str]) -> Scheme | None:
+        """The form of a linear layer, by the names that it may have in a checkpoint; None: not quantised."""
         names = tuple(names)
-        ignored = any(matches(pattern, name) for pattern in self.ignored for name in names)
-        return not ignored and any(t == "Linear" or matches(t, name) for t in self.targets for name in names)
+        return next((rule.scheme for rule in self.rules if rule.applies(names)), None)
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """Every form that some module may have."""
+        return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
+
+    @property
+    def main(self) -> Scheme:
+        """The form of most modules: the one of the most general rule."""
+        return self.schemes[-1]
+
+    @property
+    def name(self) -> str:
+        """The forms as people call them: ``int4``, or ``fp8 and int4``."""
+        return " and ".join(dict.fromkeys(scheme.name for scheme in self.schemes))
 
 
-ONLINE = QuantizationConfig("online", "channel", "token")
+ONLINE = QuantizationConfig("online", (Rule(Scheme("online", "fp8", "channel", "token")),))
 """The form of ``--quantization fp8``: a scale per output channel and, at run time, one per token."""
 
+ONLINE_INT4 = QuantizationConfig("online", (Rule(Scheme("online", "int4", "group", "none", BLOCK)),))
+"""The form of ``--quantization int4``: a scale for 128 weights of a row; for 64 or 32 where 128 do not divide it."""
 
-def read_quantization(*configs: JsonObject) -> QuantizationConfig | None:
-    """Read the quantisation in ``config.json`` (or its ``text_config``); None for an unquantised checkpoint.
-
-    Raises:
-        UnsupportedModelError: a method or a variant that Weft does not compute.
-        ConfigError: values of the wrong type, or a pattern that is no regular expression.
-    """
-    for config in configs:
-        for key in ("quantization_config", "compression_config"):
-            found = config.object(key)
-            if found is not None:
-                return _read(found)
-    return None
+ONLINE_FORMS = {"fp8": ONLINE, "int4": ONLINE_INT4}
 
 
-def _read(config: JsonObject) -> QuantizationConfig:
-    method = config.raw("quant_method")
-    readers: dict[Any, Callable[[JsonObject], QuantizationConfig]] = {
-        "fp8": _read_fp8,
-        "compressed-tensors": _read_compressed_tensors,
-    }
-    if method == "mxfp4":
-        raise UnsupportedModelError(
-            f"{config.where}: quant_method='mxfp4' is not supported; use the checkpoint in bfloat16: one published as "
-            "such, or what transformers writes after from_pretrained(..., "
-            "quantization_config=Mxfp4Config(dequantize=True), dtype='bfloat16') and save_pretrained(...)"
-        )
-    if method not in readers:
-        raise UnsupportedModelError(f"{config.where}: quant_method={method!r} is not supported; {SUPPORTED}")
-    return readers[method](config)
-
-
-def _refuse(config: JsonObject, key: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{config.where}: {key}={config.raw(key)!r} is not supported; {SUPPORTED}")
-
-
-def _read_fp8(config: JsonObject) -> QuantizationConfig:
-    for key, allowed in (
-        ("fmt", ("e4m3", None)),
-        ("weight_block_size", ([BLOCK, BLOCK],)),
-        ("activation_scheme", ("dynamic", None)),
-        ("scale_fmt", ("float", None)),
-    ):
-        if config.raw(key) not in allowed:
-            raise _refuse(config, key)
-    ignored = _patterns(config, "modules_to_not_convert") + _patterns(config, "ignored_layers")
-    return QuantizationConfig("fp8", "block", "group", ignored=ignored)
-
-
-def _read_compressed_tensors(config: JsonObject) -> QuantizationConfig:
-    if config.raw("format") != "float-quantized":
-        raise _refuse(config, "format")
-    sparsity = config.object("sparsity_config")
-    if sparsity is not None and sparsity.values.get("format", "dense") != "dense":
-        raise _refuse(sparsity, "format")
-    groups = config.object("config_groups")
-    if groups is None or not groups.values:
-        raise ConfigError(f"{config.where}: config_groups is missing; it names the quantised modules")
-    targets: tuple[str, ...] = ()
-    schemes: set[tuple[Any, Any]] = set()
-    for name in groups.values:
-        group = groups.object(name)
-        assert group is not None
-        schemes.add((_weight_scheme(group), _activation_scheme(group)))
-        targets += _patterns(group, "targets")
-    if len(schemes) > 1:
-        raise UnsupportedModelError(f"{groups.where}: groups of different schemes are not supported; {SUPPORTED}")
-    ((weights, activations),) = schemes
-    kv_cache = config.object("kv_cache_scheme")
-    if kv_cache is not None and not _is_fp8(kv_cache, strategy="tensor", dynamic=False):
-        raise _refuse(config, "kv_cache_scheme")
-    ignored = _patterns(config, "ignore")
-    return QuantizationConfig("compressed-tensors", weights, activations, targets, ignored, kv_cache is not None)
-
-
-def _is_fp8(scheme: JsonObject, *, strategy: str, dynamic: bool) -> bool:
-    given = {key: scheme.values.get(key) for key in ("num_bits", "type", "strategy")}
-    return (
-        given == {"num_bits": 8, "type": "float", "strategy": strategy}
-        and bool(scheme.raw("dynamic")) == dynamic
-        and scheme.values.get("symmetric", True) is True
-    )
-
-
-def _weight_scheme(group: JsonObject) -> str:
-    scheme = group.object("weights")
-    for strategy in ("channel", "tensor"):
-        if scheme is not None and _is_fp8(scheme, strategy=strategy, dynamic=False):
-            return strategy
-    raise _refuse(group, "weights")
-
-
-def _activation_scheme(group: JsonObject) -> str:
-    scheme = group.object("input_activations")
-    if scheme is not None and _is_fp8(scheme, strategy="token", dynamic=True):
-        return "token"
-    if scheme is not None and _is_fp8(scheme, strategy="tensor", dynamic=False):
-        return "static"
-    raise _refuse(group, "input_activations")
-
-
-def _patterns(config: JsonObject, key: str) -> tuple[str, ...]:
-    """A list of module names and patterns; empty if not given."""
-    values = config.raw(key)
-    if values is None:
-        return ()
-    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise config.wrong(key, "a list of module names or patterns")
-    for value in values:
-        try:
-            re.compile(value.removeprefix("re:"))
-        except re.error as error:
-            why = f"which is not a valid pattern ({error})"
-            raise ConfigError(f"{config.where}: {key} holds {value!r}, {why}") from None
-    return tuple(values)
-
-
-def _matches_by_part(pattern: str, name: str) -> bool:
+def _matches_part(pattern: str, name: str) -> bool:
     """Whether a pattern of ``quant_method: fp8`` matches: a module's name, the name of a parent, the end of the name
     after a dot, or a regular expression for the name or a parent's."""
     pattern = pattern.removeprefix("re:")
@@ -183,7 +128,25 @@ def _matches_by_part(pattern: str, name: str) -> bool:
 
 def _matches_exactly(pattern: str, name: str) -> bool:
     """Whether a pattern of ``compressed-tensors`` matches: the name, or after ``re:`` a regular expression for its
-    beginning."""
+    beginning. ``Linear`` matches every linear layer."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
-    return pattern == name
+    return pattern in ("Linear", name)
+
+
+def _matches_inside(pattern: str, name: str) -> bool:
+    """Whether a pattern of AWQ matches: a part of the name."""
+    return pattern in name
+
+
+def _matches_begin(pattern: str, name: str) -> bool:
+    """Whether a pattern of GPTQ or AutoRound matches: the name, or a regular expression for its beginning."""
+    return pattern == name or re.match(pattern, name) is not None
+
+
+MATCHERS = {
+    "exact": _matches_exactly,
+    "part": _matches_part,
+    "inside": _matches_inside,
+    "begin": _matches_begin,
+}

@@ -25,7 +25,7 @@ from weft.config.layer_spec import CacheDtypes
 from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
 from weft.config.parallelism import choose_parallelism
-from weft.config.quantization import ONLINE
+from weft.config.quantization import ONLINE_FORMS
 from weft.config.tokenizer_eos import read_eos_token_id
 from weft.config.validate import check_names, check_value
 from weft.config.vision_settings import choose_encoder_graphs, choose_vision
@@ -139,10 +139,10 @@ def _choose_disk_tier(values: dict[str, Any], reasons: dict[str, str], given: Se
 def _choose_quantization(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
     """Return the model with the quantisation of its stored weights."""
     if model.quantization is not None:
-        values["quantization"] = "fp8"
+        values["quantization"] = model.quantization.name
         reasons["quantization"] = f"the checkpoint's ({model.quantization.source})"
     elif values["quantization"] is not None:
-        return dataclasses.replace(model, quantization=ONLINE)
+        return dataclasses.replace(model, quantization=ONLINE_FORMS[values["quantization"]])
     return model
 
 

@@ -1,16 +1,16 @@
 """The size of a model's weights in bytes, from its geometry alone.
 
-``weft config`` and the roofline use it before anything is loaded. Norms, convolutions, biases and scales are left out;
-they are less than a hundredth.
+``weft config`` and the roofline use it before anything is loaded. Norms, convolutions, biases and the scales of FP8 are
+left out; they are less than a hundredth. If a checkpoint has several forms, its main form counts for all linear layers.
 """
 
 from weft.config.layer_spec import DTYPE_BYTES, CacheDtypes
 from weft.config.model import ModelConfig
 
 
-def linear_weight_bytes(model: ModelConfig, dtype: str) -> int:
+def linear_weight_bytes(model: ModelConfig, dtype: str) -> float:
     """Bytes of one weight of a linear layer or an expert; ``dtype`` is the computing dtype."""
-    return 1 if model.quantization is not None else DTYPE_BYTES[dtype]
+    return DTYPE_BYTES[dtype] if model.quantization is None else model.quantization.main.bytes_per_weight
 
 
 def router_weights(model: ModelConfig) -> int:
@@ -35,9 +35,8 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
     plain = (tables + router_weights(model)) * DTYPE_BYTES[dtype]
     joint = 2 * model.hidden_size**2 if model.runs_mtp else 0
-    return (
-        tower_bytes(model, dtype) + plain + (mixers + joint + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
-    )
+    linear = (mixers + joint + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
+    return tower_bytes(model, dtype) + plain + round(linear)
 
 
 def _mlp_weights(model: ModelConfig) -> int:

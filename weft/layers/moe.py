@@ -104,7 +104,7 @@ class Experts(WeightModule):
     ) -> None:
         """Allocate ``weight`` or ``weight_scale`` of ``gate_up`` or ``down``, ``[E, *shape]``, as parameter ``gate_up``
         or ``gate_up_scale`` and so on; if the shared expert joins, with a place for it after the others."""
-        count, name = len(self.local_experts), matrix if part == "weight" else f"{matrix}_scale"
+        count, name = len(self.local_experts), f"{matrix}{part.removeprefix('weight')}"
         joined = torch.empty((count + self.shared_joins, *shape), dtype=dtype, device=device)
         self.register_parameter(name, nn.Parameter(joined[:count], requires_grad=False))
         self.joined[name] = joined

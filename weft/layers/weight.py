@@ -25,6 +25,8 @@ from weft.config.sharding import divide
 from weft.parallel.tensor_parallel import TensorParallel
 
 Slices = tuple[slice, ...]
+E4M3, INT32, INT64, UINT8 = "F8_E4M3", "I32", "I64", "U8"
+"""Dtypes of quantised tensors as safetensors writes them."""
 
 
 class CopyTarget(Protocol):
@@ -37,7 +39,7 @@ class CopyTarget(Protocol):
 class Interleaved:
     """Receives columns that belong to several tensors in turn."""
 
-    def __init__(self, *targets: Tensor) -> None:
+    def __init__(self, *targets: CopyTarget) -> None:
         self._targets = targets
 
     def copy_(self, source: Tensor) -> None:
@@ -51,14 +53,16 @@ class WeightPiece:
 
     Attributes:
         shape: ``(1,)`` for a single number, which files also store without dimensions.
-        fp8: the tensor is stored in e4m3, and no other tensor may be.
+        stored: the only dtype that the file may have, as safetensors writes it. ``""``: any float of two or more bytes.
+        optional: the checkpoint may lack the tensor.
         transposable: ``[E, rows, columns]``, which files may also store as ``[E, columns, rows]`` (Qwen3-VL-MoE).
     """
 
     shape: tuple[int, ...]
     copies: tuple[tuple[Slices, CopyTarget], ...]
-    fp8: bool = False
+    stored: str = ""
     transposable: bool = False
+    optional: bool = False
 
     def is_transposed(self, stored: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape is the piece with its last dimensions exchanged."""
@@ -174,11 +178,11 @@ class MatrixShard:
     def source_columns(self) -> slice:
         return slice(self.first_column, self.first_column + self.columns)
 
-    def piece(self, rows: RowMap, parameter: Tensor, *, fp8: bool = False) -> WeightPiece:
+    def piece(self, rows: RowMap, parameter: Tensor, *, stored: str = "") -> WeightPiece:
         """The piece that fills the rows of one part of ``parameter [rows, columns]``."""
         columns = self.source_columns
         copies = tuple(((run.source_rows, columns), parameter[run.target_rows]) for run in rows.runs)
-        return WeightPiece((rows.total, self.total_columns), copies, fp8)
+        return WeightPiece((rows.total, self.total_columns), copies, stored)
 
 
 def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
@@ -191,7 +195,7 @@ def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
         for (first, *rest), target in piece.copies:
             copies.append(((slice(rows + first.start, rows + first.stop), *rest), target))
         rows += piece.shape[0]
-    return WeightPiece((rows, *pieces[0].shape[1:]), tuple(copies), pieces[0].fp8)
+    return WeightPiece((rows, *pieces[0].shape[1:]), tuple(copies), pieces[0].stored)
 
 
 def whole(parameter: Tensor) -> WeightPiece:

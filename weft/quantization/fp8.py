@@ -133,7 +133,7 @@ class Fp8Experts(ExpertsMethod):
         """Tensors of single experts (``7.gate_proj.weight``). Unquantised checkpoints may also fuse tensors over
         experts."""
         one_by_one, first = WeightLayout(), layer.local_experts.start
-        elsewhere = {name: WeightPiece(piece.shape, (), piece.fp8) for name, piece in self._expert(layer, 0).items()}
+        elsewhere = {name: WeightPiece(piece.shape, (), piece.stored) for name, piece in self._expert(layer, 0).items()}
         for expert in range(layer.num_experts):  # the checkpoint also has the experts of other ranks
             found = self._expert(layer, expert - first) if expert in layer.local_experts else elsewhere
             one_by_one |= {f"{expert}.{tensor}": piece for tensor, piece in found.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.config.quantization import BLOCK
 from weft.errors import ConfigError
-from weft.layers.weight import MatrixShard, RowMap, RowRun, Slices, WeightLayout, WeightPiece
+from weft.layers.weight import E4M3, MatrixShard, RowMap, RowRun, Slices, WeightLayout, WeightPiece
 from weft.ops.fp8 import E4M3_MAX, quantize_rows
 
 
@@ -75,7 +75,7 @@ class BlockStorage(Storage):
             _blocks(shard.total_columns),
         )
         return {
-            "weight": shard.piece(rows, weight, fp8=True),
+            "weight": shard.piece(rows, weight, stored=E4M3),
             "weight_scale_inv": blocks.piece(RowMap(_blocks(rows.total), runs), scale),
         }
 
@@ -97,7 +97,7 @@ class ChannelStorage(Storage):
     def layout(
         self, shard: MatrixShard, rows: RowMap, weight: Tensor, scale: Tensor, input_scale: Tensor | None, name: str
     ) -> WeightLayout:
-        layout = {"weight": shard.piece(rows, weight, fp8=True)}
+        layout = {"weight": shard.piece(rows, weight, stored=E4M3)}
         if self._per_tensor:
             everything: Slices = ()
             copies = tuple((everything, scale[run.target_rows]) for run in rows.runs)

@@ -65,7 +65,8 @@ class UnquantizedExperts(ExpertsMethod):
         ``down_proj``)."""
         gate_up, down = layer.get_parameter("gate_up"), layer.get_parameter("down")
         if layer.interleaved:
-            return (_interleaved_layout(layer, gate_up, down),)
+            gate, up = gate_up.transpose(1, 2).chunk(2, dim=2)
+            return (interleaved_layout(layer, gate, up, down.transpose(1, 2)),)
         one_by_one: WeightLayout = {}
         for shard, parameter in ((layer.gate_up_shard, gate_up), (layer.down_shard, down)):
             for part, rows in shard.parts.items():
@@ -94,20 +95,17 @@ class UnquantizedExperts(ExpertsMethod):
         )
 
 
-def _interleaved_layout(layer: Experts, gate_up: Tensor, down: Tensor) -> WeightLayout:
+def interleaved_layout(layer: Experts, gate: CopyTarget, up: CopyTarget, down: CopyTarget) -> WeightLayout:
     """The layout of gpt-oss: ``gate_up_proj [E, H, 2 * I]``, gate and up columns in turn, and ``down_proj [E, I,
-    H]``."""
+    H]``. The targets receive ``[E, H, I]`` and ``[E, I, H]``."""
     shard, experts = layer.down_shard, slice(layer.local_experts.start, layer.local_experts.stop)
     first, last, total = shard.first_column, shard.first_column + shard.columns, shard.total_columns
-    both = Interleaved(*gate_up.transpose(1, 2).chunk(2, dim=2))
     return {
         "gate_up_proj": WeightPiece(
             (layer.num_experts, shard.rows, 2 * total),
-            (((experts, slice(None), slice(2 * first, 2 * last)), both),),
+            (((experts, slice(None), slice(2 * first, 2 * last)), Interleaved(gate, up)),),
         ),
-        "down_proj": WeightPiece(
-            (layer.num_experts, total, shard.rows), (((experts, slice(first, last)), down.transpose(1, 2)),)
-        ),
+        "down_proj": WeightPiece((layer.num_experts, total, shard.rows), (((experts, slice(first, last)), down),)),
     }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from weft.config.model import ModelConfig
 from weft.errors import ConfigError, WeightsError
 from weft.layers.weight import LoadableModel, WeightModule, WeightPiece
-from weft.weights.safetensors_folder import FP8, SafetensorsFolder
+from weft.weights.safetensors_folder import FLOATS, SafetensorsFolder
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +103,11 @@ def _initialize_random(model: nn.Module, seed: int) -> None:
 
 
 def _initialize_uniform(parameter: Tensor, low: float, high: float, generator: torch.Generator) -> None:
-    """Fill a parameter with uniform random numbers. One-byte types have no generator, so parts of float32 numbers are
-    rounded."""
+    """Fill a parameter with uniform random numbers. Floats of one byte have no generator, so parts of float32 numbers
+    are rounded."""
+    if not parameter.is_floating_point():
+        parameter.random_(int(low), int(high), generator=generator)
+        return
     if parameter.element_size() > 1:
         parameter.uniform_(low, high, generator=generator)
         return
@@ -178,7 +181,7 @@ def _plan(model: LoadableModel, available: Iterable[str]) -> dict[str, WeightPie
 def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: SafetensorsFolder) -> None:
     """Compare names and shapes of the whole checkpoint with the plan."""
     problems = []
-    missing = [name for name in plan if name not in tensors]
+    missing = [name for name, piece in plan.items() if name not in tensors and not piece.optional]
     unexpected = [stored for name, stored in tensors.items() if name not in plan]
     wrong, stored_as = [], []
     num_mtp = sum(name.startswith("mtp.") for name in plan)
@@ -188,9 +191,9 @@ def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: Sa
         shape, needed = checkpoint.shape(stored), plan[name].shape
         if shape != needed and not (shape == () and needed == (1,)) and not plan[name].is_transposed(shape):
             wrong.append(f"{stored} is {list(shape)}, the config needs {list(needed)}")
-        dtype = checkpoint.dtype(stored)
-        if (dtype == FP8) != plan[name].fp8:
-            stored_as.append(f"{stored} is {dtype}, the config needs {FP8 if plan[name].fp8 else 'F32, F16 or BF16'}")
+        dtype, wanted = checkpoint.dtype(stored), plan[name].stored
+        if dtype not in ((wanted,) if wanted else FLOATS):
+            stored_as.append(f"{stored} is {dtype}, the config needs {wanted or 'F32, F16 or BF16'}")
     if missing and all(name.startswith("mtp.") for name in missing) and len(missing) == num_mtp:
         raise WeightsError(
             f"{checkpoint.folder}: the checkpoint has no multi-token-prediction head (mtp.*), which speculative_config "

@@ -12,11 +12,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import WeftError, WeightsError
+from weft.layers.weight import E4M3, INT32, INT64, UINT8
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-FP8 = "F8_E4M3"
-_DTYPES = ("F64", "F32", "F16", "BF16", FP8)
+FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPES = (*FLOATS, E4M3, INT32, INT64, UINT8)
 
 
 class SafetensorsFolder:
@@ -67,7 +68,7 @@ class SafetensorsFolder:
         if self.dtype(name) not in _DTYPES:
             raise WeightsError(
                 f"{self.folder}: tensor {name} has dtype {self.dtype(name)}; supported are {', '.join(_DTYPES)} "
-                "(of quantised checkpoints, FP8 ones in e4m3)"
+                "(those of one byte and the integers in quantised checkpoints alone)"
             )
 
     def read(self, name: str, source: tuple[slice, ...]) -> Tensor:

@@ -1,7 +1,7 @@
 """Matrix products with weights: linear layers, and the gated one of the MLPs (SwiGLU, arXiv 2002.05202).
 
-Job: ``x W^T + b``, and ``silu(gate) * up`` of a merged projection, with weights in the inputs' dtype or in FP8 (e4m3)
-as ``weft.ops.fp8`` defines it. Does not know: sharding, layers, checkpoints.
+Job: ``x W^T + b``, and ``silu(gate) * up`` of a merged projection, with weights in the inputs' dtype, in FP8 (e4m3) as
+``weft.ops.fp8`` defines it, or coded as ``weft.ops.codes`` does. Does not know: sharding, layers, checkpoints.
 
 The torch backend calls the matrix library in the open, where tracers and the replay emulator see it. The Triton backend
 decides by the number of rows, on the host and from the shape alone, so it can be captured; a tracer sees one operation.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.ops.activation import silu_and_mul
 from weft.ops.backend import Backend, with_kernel
+from weft.ops.codes import CodedMatrix, dequantize_codes
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.rows import by_row
@@ -217,3 +218,51 @@ def fp8_linear_silu_mul(
     dtype first, the kernel for few rows does not.
     """
     return silu_and_mul.reference(fp8_linear.reference(x, weight, weight_scale, bias, input_scale, block=block))
+
+
+def _coded_rows(x: Tensor, matrix: CodedMatrix, _bias: Tensor | None = None, plain: Tensor | None = None) -> Tensor:
+    """An empty result of ``coded_linear``."""
+    rows = matrix.words.shape[1] + (0 if plain is None else plain.shape[0])
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+@traced_op(fake=_coded_rows)
+@with_kernel("weft.ops.linear.coded")
+def coded_linear(
+    x: Tensor, matrix: CodedMatrix, bias: Tensor | None = None, plain_weight: Tensor | None = None, *, backend: Backend
+) -> Tensor:
+    """``x W^T + b`` with a coded matrix, summed in float32.
+
+    Args:
+        x: ``[..., K]``, contiguous in its last dimension.
+        matrix: ``[M, K]``; no kernel of the step may write it (it is read early on the GPU).
+        bias: ``[N]`` or None.
+        plain_weight: ``[N - M, K]`` in x's dtype: further rows.
+
+    Returns:
+        ``[..., N]`` in x's dtype. A row's values depend on that row and the number of rows alone. A kernel may round a
+        weight to x's dtype before it multiplies; the reference does not.
+    """
+    y = F.linear(x.float(), dequantize_codes(matrix))
+    if plain_weight is not None:
+        y = torch.cat([y, F.linear(x.float(), plain_weight.float())], dim=-1)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+@with_kernel("weft.ops.linear.coded")
+def coded_linear_parts(x: Tensor, matrix: CodedMatrix, *, backend: Backend) -> Tensor:
+    """``coded_linear`` of ``x [T, K]``, whose last sum may be left to ``rms_norm``, as ``linear_parts``."""
+    return coded_linear.reference(x, matrix)
+
+
+@traced_op(fake=lambda x, matrix, bias=None: x.new_empty((*x.shape[:-1], matrix.words.shape[1] // 2)))
+@with_kernel("weft.ops.linear.coded")
+def coded_linear_silu_mul(x: Tensor, matrix: CodedMatrix, bias: Tensor | None = None, *, backend: Backend) -> Tensor:
+    """``silu(x G^T) * (x U^T)`` with gate and up projections in one coded matrix ``[2 * I, K]``, gate rows first.
+
+    Arguments as of ``coded_linear``. Returns ``[..., I]`` in x's dtype; the reference rounds both projections to that
+    dtype first, the kernel for few rows does not.
+    """
+    return silu_and_mul.reference(coded_linear.reference(x, matrix, bias))

@@ -151,13 +151,17 @@ def _experts(
 
     def run(expert: int, rows: Tensor) -> Tensor:
         hidden = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        if limit is not None:
-            hidden = clamped_swiglu(hidden, alpha, limit)
-        else:
-            hidden = silu_and_mul.reference(hidden) if gated else hidden.relu().square()
+        hidden = expert_activation(hidden, gated, alpha, limit)
         return F.linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
 
     return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
+
+
+def expert_activation(hidden: Tensor, gated: bool, alpha: float, limit: float | None) -> Tensor:
+    """The activation of experts, as ``fused_moe`` and ``ExpertExtras`` say."""
+    if limit is not None:
+        return clamped_swiglu(hidden, alpha, limit)
+    return silu_and_mul.reference(hidden) if gated else hidden.relu().square()
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:

@@ -1,0 +1,165 @@
+"""Kernels of coded weights against float64 of the dequantised weights, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from weft.ops.backend import Backend
+from weft.ops.codes import CodedMatrix, Packing, dequantize_codes
+from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
+from weft.ops.linear.coded import (
+    CodedTile,
+    Widened,
+    choose_config,
+    coded_linear_parts_triton,
+    coded_linear_silu_mul_triton,
+    coded_linear_triton,
+    tile_by_rule,
+)
+
+ON_GPU = DEVICE == "cuda"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
+EPSILON = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Relative error of one rounding; float32 sums are split in three parts on a GPU."""
+
+FORMS = {
+    "int4 g128": (4, False, 128, False), "int4 g64 zeros": (4, False, 64, True), "int4 g32": (4, False, 32, False),
+    "int4 rows zeros": (4, False, 0, True), "int8 g128 zeros": (8, False, 128, True), "int8 g32": (8, False, 32, False),
+    "int8 rows": (8, False, 0, False), "nvfp4": (4, True, 16, False), "mxfp4": (4, True, 32, False),
+}  # fmt: skip
+"""Bits, FP4, group, zeros."""
+SHAPES = [(1, 64, 128), (3, 200, 384), (17, 72, 160), (33, 136, 256)]
+"""Tokens, weight rows, inner size."""
+TILES = [CodedTile(64, 16, 4, 2), CodedTile(32, 64, 4, 3), CodedTile(64, 64, 4, 2), CodedTile(128, 128, 8, 2)]
+
+
+def coded_matrix(
+    form: str, rows: int, columns: int, *lead: int, scale_dtype: torch.dtype = torch.float32
+) -> CodedMatrix:
+    """Random codes and, for every row and group, another scale and zero. Codes beyond the columns are arbitrary."""
+    bits, is_float, group, has_zeros = FORMS[form]
+    group = group if not group or columns % group == 0 else 32
+    groups = columns // group if group else 1
+    shape = Packing.of(bits, group).words_shape(rows, columns)
+    words = torch.randint(-(2**31), 2**31 - 1, (*lead, *shape), dtype=torch.int32, device=DEVICE)
+    scales = (torch.rand(*lead, groups, rows, device=DEVICE) + 0.1) * columns**-0.5
+    scales *= torch.where(torch.rand_like(scales) < 0.3, -1.0, 1.0)
+    row_scale = None
+    if form == "nvfp4":
+        scales = torch.randint(0, 0x7F, scales.shape, dtype=torch.uint8, device=DEVICE)
+        row_scale = (torch.rand(*lead, rows, device=DEVICE) + 0.5) * 0.01 * columns**-0.5
+    elif form == "mxfp4":
+        scales = torch.randint(118, 126, scales.shape, dtype=torch.uint8, device=DEVICE)
+    else:
+        scales = scales.to(scale_dtype)
+    zeros = None
+    if has_zeros:
+        zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8, device=DEVICE)
+    return CodedMatrix(words, scales, zeros, row_scale, bits, is_float, group, columns)
+
+
+def inputs(tokens: int, inner: int, dtype: torch.dtype) -> Tensor:
+    """Rows that are a slice of something wider, whose other values are NaN."""
+    wide = torch.full((tokens, inner + 16), torch.nan, device=DEVICE)
+    wide[:, :inner] = torch.randn(tokens, inner, device=DEVICE)
+    return wide.to(dtype)[:, :inner]
+
+
+def check(got: Tensor, x: Tensor, weight: Tensor, want: Tensor) -> None:
+    """Each output is within two roundings of each product, and one of the result, of float64."""
+    epsilon = EPSILON[x.dtype]
+    bound = x.double().abs() @ weight.double().abs().t() * (2 * epsilon) + want.abs() * epsilon + 1e-12
+    error = (got.double() - want).abs()
+    assert got.dtype == x.dtype and error.isfinite().all() and (error <= bound).all(), (error / bound).max()
+
+
+CASES = list(itertools.product(FORMS, TILES)) if ON_GPU else [
+    (form, TILES[i % len(TILES)]) for i, form in enumerate(FORMS)
+] + [(form, TILES[(i + 2) % len(TILES)]) for i, form in enumerate(FORMS)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("form", "tile"), CASES)
+def test_products(form: str, tile: CodedTile, dtype: torch.dtype) -> None:
+    shapes = SHAPES if ON_GPU else [SHAPES[len(form) % 4]]
+    for tokens, rows, inner in shapes:
+        matrix, x = coded_matrix(form, rows, inner, scale_dtype=dtype), inputs(tokens, inner, dtype)
+        weight = dequantize_codes(matrix)
+        want = x.double() @ weight.double().t()
+        check(coded_linear_triton(x, matrix, config=tile), x, weight, want)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5])
+def test_splits_are_added(splits: int) -> None:
+    """Also where the chunks do not divide, and the last splits have none."""
+    for inner in (384, 512):
+        matrix, x = coded_matrix("int4 g64 zeros", 72, inner), inputs(5, inner, torch.float32)
+        weight, bias = dequantize_codes(matrix), torch.randn(72, device=DEVICE)
+        want = x.double() @ weight.double().t() + bias.double()
+        for _ in range(2):  # the counters are zero again
+            check(coded_linear_triton(x, matrix, bias, config=CodedTile(32, 16, 4, 2, splits)), x, weight, want)
+
+
+def test_partial_sums() -> None:
+    """Few rows of a deep matrix are left in parts, which add up."""
+    matrix, x = coded_matrix("int4 g128", 64, 1536), inputs(2, 1536, torch.float32)
+    assert 1 < choose_config(matrix, 2, False).splits <= 4
+    parts = coded_linear_parts_triton(x, matrix)
+    want = coded_linear_parts(x, matrix, backend=Backend.TORCH)
+    assert parts.shape == (3, 2, 64) and parts.dtype == torch.float32
+    torch.testing.assert_close(parts.sum(0), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 70])
+def test_gated_products(tokens: int) -> None:
+    matrix, x = coded_matrix("int4 g32", 2 * 72, 160), inputs(tokens, 160, torch.float32)
+    bias = torch.randn(2 * 72, device=DEVICE)
+    want = coded_linear_silu_mul(x, matrix, bias, backend=Backend.TORCH)
+    torch.testing.assert_close(coded_linear_silu_mul_triton(x, matrix, bias), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_unquantised_last_rows(tokens: int) -> None:
+    matrix, x = coded_matrix("nvfp4", 64, 128), inputs(tokens, 128, torch.float32)
+    plain, bias = torch.randn(16, 128, device=DEVICE), torch.randn(80, device=DEVICE)
+    want = coded_linear(x, matrix, bias, plain, backend=Backend.TORCH)
+    torch.testing.assert_close(coded_linear_triton(x, matrix, bias, plain), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_widened_weights(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts, the last of which is shorter; with a bias and without."""
+    monkeypatch.setattr("weft.ops.codes.widen._PART_BYTES", 1)
+    matrix, x = coded_matrix(form, 200, 160), inputs(5, 160, torch.float32)
+    weight, bias = dequantize_codes(matrix), torch.randn(200, device=DEVICE)
+    want = x.double() @ weight.double().t()
+    check(coded_linear_triton(x, matrix, config=Widened()), x, weight, want)
+    check(coded_linear_triton(x, matrix, bias, config=Widened()), x, weight, want + bias)
+    gated = coded_linear_silu_mul_triton(x, matrix, config=Widened())
+    torch.testing.assert_close(gated, coded_linear_silu_mul.reference(x, matrix), rtol=1e-4, atol=1e-5)
+
+
+def test_no_rows() -> None:
+    matrix = coded_matrix("int4 g128", 64, 128)
+    assert coded_linear_triton(torch.empty(0, 128, device=DEVICE), matrix).shape == (0, 64)
+    assert coded_linear_silu_mul_triton(torch.empty(0, 128, device=DEVICE), matrix).shape == (0, 32)
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    matrix, x = coded_matrix("mxfp4", 64, 256), inputs(6, 256, torch.float32)
+    tile = CodedTile(64, 16, 4, 2)
+    whole = coded_linear_triton(x, matrix, config=tile)
+    x[3:] = torch.nan
+    assert torch.equal(coded_linear_triton(x, matrix, config=tile)[:3], whole[:3])
+
+
+def test_tiles_by_rule_cover_all_numbers_of_rows() -> None:
+    for tokens in (1, 2, 16, 17, 64, 65, 128, 129, 2048, 8192):
+        for rows, columns in ((64, 128), (5120, 17408), (34816, 5120), (1024, 2048)):
+            tile = tile_by_rule(rows, columns, tokens)
+            assert tile.splits == 1 or tile.tokens >= tokens

@@ -1,0 +1,263 @@
+"""Products with coded weights in a kernel: codes become numbers in registers, beside the tensor cores.
+
+Job: the loop that dense layers and experts share. Does not know: outputs, tokens' experts, grids.
+
+A program multiplies ``ROWS`` weight rows with up to ``TOKENS`` rows of inputs, chunk by chunk. A shift and a mask take
+the codes of one span out of all words of a chunk. In two bytes a code is put below the exponent of a constant, so that
+one instruction makes two numbers out of a word and another subtracts the zero from both. Scales are applied once per
+group: to the sums where few rows of inputs are multiplied, else to the weights, which are then rounded once more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from weft.ops.codes import CodedMatrix
+from weft.ops.triton.sizes import precision
+
+
+class Fixed(NamedTuple):
+    """Compile-time parameters of a product.
+
+    Attributes:
+        columns, width: of the matrix, K and N.
+        group: weights of a row that share a scale; 0: all.
+        bits, is_float: of a code, as ``CodedMatrix`` says.
+        span: neighbouring weights in the same bits.
+        rows, tokens: weight rows and rows of inputs of a program.
+        stages: of the pipeline.
+        scales_weights: scales are applied to weights, else to sums.
+        fast: use instructions for two numbers at once, which the interpreter does not know.
+        precision: of products of float32 operands.
+    """
+
+    columns: int
+    width: int
+    group: int
+    bits: int
+    is_float: bool
+    span: int
+    rows: int
+    tokens: int
+    stages: int
+    scales_weights: bool
+    fast: bool
+    precision: str
+
+
+def fixed_of(matrix: CodedMatrix, x: Tensor, *, rows: int, tokens: int, stages: int, scales_weights: bool) -> Fixed:
+    """The compile-time parameters of a product of ``x`` with a tile of ``rows`` and ``tokens``."""
+    fast = x.element_size() == 2 and not knobs.runtime.interpret
+    width = matrix.words.shape[-2]
+    return Fixed(
+        matrix.columns, width, matrix.group, matrix.bits, matrix.is_float, matrix.packing.span, rows, tokens, stages,
+        scales_weights, fast, precision(x),
+    )  # fmt: skip
+
+
+def operands_of(matrix: CodedMatrix) -> tuple[Tensor | None, ...]:
+    """The tensors of a matrix as the kernels take them."""
+    tensors = matrix.words, matrix.scales, matrix.zeros, matrix.row_scale
+    assert all(t is None or t.is_contiguous() for t in tensors)
+    return tensors
+
+
+_BF16_INT4 = tl.constexpr("""{
+    .reg .b32 codes, one;
+    mov.b32 one, 0x3F803F80;
+    lop3.b32 codes, $2, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 codes, codes, one, $3;
+    mov.b32 {$0, $1}, codes;
+}""")
+_F16_INT4 = tl.constexpr("""{
+    .reg .b32 codes, one;
+    mov.b32 one, 0x3C003C00;
+    lop3.b32 codes, $2, 0x000F000F, 0x64006400, 0xEA;
+    fma.rn.f16x2 codes, codes, one, $3;
+    mov.b32 {$0, $1}, codes;
+}""")
+_F16_INT8 = tl.constexpr("""{
+    .reg .b32 codes, one;
+    mov.b32 one, 0x3C003C00;
+    lop3.b32 codes, $2, 0x00FF00FF, 0x64006400, 0xEA;
+    fma.rn.f16x2 codes, codes, one, $3;
+    mov.b32 {$0, $1}, codes;
+}""")
+_BF16_FP4 = tl.constexpr("""{
+    .reg .b32 sign, rest, factor, none;
+    shl.b32 sign, $2, 12;
+    shl.b32 rest, $2, 6;
+    and.b32 rest, rest, 0x01C001C0;
+    lop3.b32 rest, sign, 0x80008000, rest, 0xEA;
+    mov.b32 factor, 0x7E807E80;
+    mov.b32 none, 0x80008000;
+    fma.rn.bf16x2 rest, rest, factor, none;
+    mov.b32 {$0, $1}, rest;
+}""")
+_F16_FP4 = tl.constexpr("""{
+    .reg .b32 sign, rest, factor, none;
+    shl.b32 sign, $2, 12;
+    shl.b32 rest, $2, 9;
+    and.b32 rest, rest, 0x0E000E00;
+    lop3.b32 rest, sign, 0x80008000, rest, 0xEA;
+    mov.b32 factor, 0x74007400;
+    mov.b32 none, 0x80008000;
+    fma.rn.f16x2 rest, rest, factor, none;
+    mov.b32 {$0, $1}, rest;
+}""")
+
+
+@triton.jit
+def _pairs(codes, offset, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """Two numbers of each word by ``PTX``."""
+    low, high = tl.inline_asm_elementwise(
+        PTX, "=h,=h,r,r", [codes, offset], dtype=(tl.int16, tl.int16), is_pure=True, pack=1
+    )
+    return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _fast_offset(zero, FIXED: tl.constexpr, DTYPE: tl.constexpr):
+    """What the fast instructions add: minus the zero and minus the constant, in both halves of a word."""
+    if tl.bfloat16 == DTYPE:
+        both = zero | (zero << 16) | -0x3CFF3D00  # 0xC300C300
+    else:
+        both = zero | (zero << 16) | -0x1BFF1C00  # 0xE400E400
+    return both
+
+
+@triton.jit
+def numbers_of(words, zero, SHIFT: tl.constexpr, FIXED: tl.constexpr, DTYPE: tl.constexpr):
+    """``[ROWS, SPAN]``: the numbers of one span of a chunk's ``words [ROWS, SPAN / 2]``, less ``zero [ROWS, 1]``."""
+    codes = words >> (SHIFT * FIXED.bits)
+    if FIXED.fast and (FIXED.bits == 4 or tl.float16 == DTYPE):
+        offset = _fast_offset(zero, FIXED, DTYPE)
+        if FIXED.is_float and tl.bfloat16 == DTYPE:
+            low, high = _pairs(codes, offset, _BF16_FP4, DTYPE)
+        elif FIXED.is_float:
+            low, high = _pairs(codes, offset, _F16_FP4, DTYPE)
+        elif FIXED.bits == 8:
+            low, high = _pairs(codes, offset, _F16_INT8, DTYPE)
+        elif tl.bfloat16 == DTYPE:
+            low, high = _pairs(codes, offset, _BF16_INT4, DTYPE)
+        else:
+            low, high = _pairs(codes, offset, _F16_INT4, DTYPE)
+    else:
+        MASK: tl.constexpr = (1 << FIXED.bits) - 1
+        low = _number(codes & MASK, zero, FIXED.is_float).to(DTYPE)
+        high = _number((codes >> 16) & MASK, zero, FIXED.is_float).to(DTYPE)
+    return tl.reshape(tl.join(low, high), [words.shape[0], FIXED.span])
+
+
+@triton.jit
+def _number(code, zero, IS_FLOAT: tl.constexpr):
+    """The number of a code in float32. An FP4 code has its bits where float16 has them, and another bias."""
+    if IS_FLOAT:
+        bits = ((code & 7) << 9) | ((code & 8) << 12)
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    else:
+        number = (code - zero).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _scale_at(scales, place, rows, FIXED: tl.constexpr):
+    """Float32 scales of the group at ``place``, as ``CodedMatrix`` says."""
+    stored = tl.load(scales + place * FIXED.width + rows)
+    if stored.dtype == tl.uint8:
+        if FIXED.span == 16:
+            half = (stored.to(tl.int16) & 127) << 7
+            scale = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        else:
+            scale = tl.maximum(stored.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+    else:
+        scale = stored.to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _zero_at(zeros, place, rows, FIXED: tl.constexpr):
+    """Codes of zero in the group at ``place``."""
+    if zeros is None:
+        zero = tl.full([rows.shape[0]], 1 << (FIXED.bits - 1), dtype=tl.int32)
+    else:
+        zero = tl.load(zeros + place * FIXED.width + rows).to(tl.int32)
+    return zero
+
+
+@triton.jit
+def shared_at(scales, zeros, chunk, rows, FIXED: tl.constexpr):
+    """Four scales and four zeros ``[ROWS]`` of a chunk's groups; where it has fewer groups, the last ones repeat."""
+    CHUNK: tl.constexpr = FIXED.span * (16 // FIXED.bits)
+    GROUP: tl.constexpr = FIXED.group if FIXED.group > 0 else FIXED.columns
+    LAST: tl.constexpr = (FIXED.columns + GROUP - 1) // GROUP - 1
+    found = ()
+    for step in tl.static_range(4):
+        place = tl.minimum((chunk * CHUNK + min(step * GROUP, CHUNK - 1)) // GROUP, LAST)
+        found = found + (_scale_at(scales, place, rows, FIXED),)  # type: ignore[assignment]  # noqa: RUF005
+    for step in tl.static_range(4):
+        place = tl.minimum((chunk * CHUNK + min(step * GROUP, CHUNK - 1)) // GROUP, LAST)
+        found = found + (_zero_at(zeros, place, rows, FIXED),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _inputs_at(x_rows, inside, k, FIXED: tl.constexpr, CHUNK: tl.constexpr):
+    """``[SPAN, TOKENS]`` of inputs, zeros beyond the columns and for lanes without a token."""
+    if FIXED.columns % CHUNK == 0:
+        tile = tl.load(x_rows[None, :] + k[:, None], mask=inside[None, :], other=0.0)
+    else:
+        tile = tl.load(x_rows[None, :] + k[:, None], mask=inside[None, :] & (k < FIXED.columns)[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def coded_product(matrix, rows, x_rows, inside, first, last, FIXED: tl.constexpr):
+    """``[ROWS, TOKENS]`` float32: the weight rows ``rows`` times inputs, over the chunks from ``first`` to ``last``.
+
+    Args:
+        matrix: words, scales, zeros, row scales (``operands_of``).
+        rows: ``[ROWS]``, below ``width``.
+        x_rows: ``[TOKENS]`` pointers to rows of inputs.
+        inside: ``[TOKENS]``, whether a lane has a token.
+    """
+    words, scales, zeros, row_scale = matrix
+    SPAN: tl.constexpr = FIXED.span
+    SHIFTS: tl.constexpr = 16 // FIXED.bits
+    CHUNK: tl.constexpr = SPAN * SHIFTS
+    GROUP: tl.constexpr = FIXED.group if FIXED.group > 0 else (FIXED.columns + CHUNK - 1) // CHUNK * CHUNK
+    SHARED: tl.constexpr = min(GROUP // SPAN, SHIFTS)  # spans of a chunk that have the same scale
+    DTYPE: tl.constexpr = x_rows.dtype.element_ty
+    ROWS: tl.constexpr = rows.shape[0]
+    TOKENS: tl.constexpr = x_rows.shape[0]
+    places = rows[:, None] * (SPAN // 2) + tl.arange(0, SPAN // 2)[None, :]
+    inner = tl.arange(0, SPAN)
+    acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    shared = shared_at(scales, zeros, first, rows, FIXED)
+    for chunk in tl.range(first, last, num_stages=FIXED.stages):
+        tile = tl.load(words + chunk * (FIXED.width * SPAN // 2) + places)
+        following = shared_at(scales, zeros, chunk + 1, rows, FIXED)  # the pipeline fetches operands of products alone
+        for begin in tl.static_range(0, SHIFTS, SHARED):
+            scale, zero = shared[begin // SHARED], shared[4 + begin // SHARED]
+            if FIXED.scales_weights:
+                for shift in tl.static_range(begin, begin + SHARED):
+                    inputs = _inputs_at(x_rows, inside, chunk * CHUNK + shift * SPAN + inner, FIXED, CHUNK)
+                    numbers = numbers_of(tile, zero[:, None], shift, FIXED, DTYPE)
+                    weights = numbers * scale.to(DTYPE)[:, None]
+                    acc = tl.dot(weights, inputs, acc, input_precision=FIXED.precision)
+            else:
+                sums = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+                for shift in tl.static_range(begin, begin + SHARED):
+                    inputs = _inputs_at(x_rows, inside, chunk * CHUNK + shift * SPAN + inner, FIXED, CHUNK)
+                    numbers = numbers_of(tile, zero[:, None], shift, FIXED, DTYPE)
+                    sums = tl.dot(numbers, inputs, sums, input_precision=FIXED.precision)
+                acc += sums * scale[:, None]
+        shared = following
+    if row_scale is not None:
+        acc *= tl.load(row_scale + rows)[:, None]
+    return acc

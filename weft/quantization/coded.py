@@ -1,0 +1,241 @@
+"""Coded weights of linear layers and experts: integers of 4 or 8 bits, or FP4, with inputs that are not rounded.
+
+Job: the parameters of coded layers and the operations that use them. Does not know: the tensors of checkpoints
+(``arrangements.py``, ``gpt_oss.py``), kernels (``weft/ops``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.config.quantization import Scheme
+from weft.layers.context import ModelContext
+from weft.layers.linear import LinearBase, LinearMethod
+from weft.layers.moe import Experts, ExpertsMethod, Routed
+from weft.layers.weight import MatrixShard, WeightLayout, WeightPiece, empty_parameter, uniform_range
+from weft.ops.codes import CodedMatrix, Packing, fitting_group
+from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
+from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
+from weft.ops.moe import ExpertExtras
+from weft.ops.moe.coded import coded_fused_moe, send_coded_fused_moe
+from weft.quantization.arrangements import ARRANGEMENTS, RoundedRows
+from weft.quantization.gpt_oss import gpt_oss_layout
+from weft.quantization.unquantized import fused_layout, interleaved_layout
+
+_PARTS = ("", "_scale", "_zero", "_row_scale")
+"""Ends of the names of the parameters of a coded matrix, in the order of ``CodedMatrix``."""
+
+_SPREAD = {"int4": 4.61, "int8": 73.9, "fp4": 2.93}
+"""Root mean square of the numbers of random codes."""
+
+
+class _Form:
+    """Shapes, dtypes and random values of the parameters of coded matrices of one scheme."""
+
+    def __init__(self, scheme: Scheme, dtype: torch.dtype) -> None:
+        self._scheme = scheme
+        self.bits, self.is_float = (8 if scheme.form == "int8" else 4), scheme.form == "fp4"
+        self._scale_dtype = dtype if scheme.scales == "float" else torch.uint8
+
+    def group(self, columns: int, name: str) -> int:
+        """Weights of a row that share a scale on this rank; 0: all of them."""
+        return fitting_group(columns, name) if self._scheme.source == "online" else self._scheme.group
+
+    def parameters(self, rows: int, columns: int, group: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype by the end of the parameter's name."""
+        groups = -(-columns // group) if group else 1
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "": (Packing.of(self.bits, group).words_shape(rows, columns), torch.int32),
+            "_scale": ((groups, rows), self._scale_dtype),
+        }
+        if not self._scheme.symmetric:
+            shapes["_zero"] = (groups, rows), torch.uint8
+        if self._scheme.scales == "e4m3":
+            shapes["_row_scale"] = (rows,), torch.float32
+        return shapes
+
+    def matrix(self, find: Callable[[str], Tensor | None], group: int, columns: int) -> CodedMatrix:
+        """The matrix of the parameters that ``find`` returns by the ends of their names."""
+        words, scale, zero, row_scale = (find(part) for part in _PARTS)
+        assert words is not None and scale is not None
+        return CodedMatrix(words, scale, zero, row_scale, self.bits, self.is_float, group, columns)
+
+    def random_range(self, part: str, fan_in: int) -> tuple[float, float]:
+        """Bounds of random values, for weights with a standard deviation of ``fan_in ** -0.5``."""
+        scale = fan_in**-0.5 / _SPREAD[self._scheme.form]
+        exponent = round(torch.tensor(scale).log2().item()) + 127
+        scales = {"float": (0.8 * scale, 1.2 * scale), "e4m3": (0x30, 0x40), "e8m0": (exponent - 1, exponent + 2)}
+        middle = 1 << self.bits - 1
+        return {
+            "": (-(2.0**31), 2.0**31 - 1),
+            "_scale": scales[self._scheme.scales],
+            "_zero": (middle - 2, middle + 3),
+            "_row_scale": (0.8 * scale, 1.2 * scale),
+        }[part]
+
+
+class CodedLinear(LinearMethod):
+    """A matrix with ``weight`` (words), ``weight_scale`` and, in some formats, ``weight_zero`` and
+    ``weight_row_scale``. ``plain_weight [N - M, K]`` in the model's dtype holds unquantised parts, which come last.
+
+    Args:
+        names: prefix of each part's tensors -> its name in the checkpoint, for errors.
+        plain: prefixes of the unquantised parts.
+    """
+
+    def __init__(self, scheme: Scheme, context: ModelContext, names: dict[str, str], plain: frozenset[str]) -> None:
+        self.scheme, self._context, self._names, self._plain = scheme, context, names, plain
+        self._form, self._arrangement = _Form(scheme, context.dtype), ARRANGEMENTS[scheme.source](scheme)
+
+    def create(self, layer: LinearBase) -> None:
+        shard, device = layer.shard, self._context.device
+        plain = [run.target for part in self._plain for run in shard.parts[part].runs]
+        rows = min(plain, default=shard.rows)
+        for part, (shape, dtype) in self._form.parameters(rows, shard.columns, self._group(layer)).items():
+            name = f"weight{part}"
+            layer.register_parameter(
+                name, empty_parameter(*shape, dtype=dtype, device=device, place=layer.places.get(name))
+            )
+        if plain:
+            dtype = self._context.dtype
+            layer.plain_weight = empty_parameter(shard.rows - rows, shard.columns, dtype=dtype, device=device)
+        self.layouts(layer)  # raises if groups do not fit
+
+    def _group(self, layer: LinearBase) -> int:
+        return self._form.group(layer.shard.columns, next(iter(self._names.values())))
+
+    def _matrix(self, layer: LinearBase) -> CodedMatrix:
+        parameters = layer._parameters
+        return self._form.matrix(lambda part: parameters.get(f"weight{part}"), self._group(layer), layer.shard.columns)
+
+    def layouts(self, layer: LinearBase) -> tuple[WeightLayout, ...]:
+        shard, layout, matrix = layer.shard, WeightLayout(), self._matrix(layer)
+        for part, rows in shard.parts.items():
+            if part in self._plain:
+                moved = rows.moved(-matrix.words.shape[1])
+                layout[f"{part}weight"] = shard.piece(moved, layer.get_parameter("plain_weight"))
+                continue
+            found = self._arrangement.layout(matrix, shard, rows, self._names[part])
+            layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
+        return (layout,)
+
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        plain = layer._parameters.get("plain_weight")
+        return coded_linear(x, self._matrix(layer), bias, plain, backend=self._context.backend)
+
+    def apply_partial_sums(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor:
+        return coded_linear_parts(x, self._matrix(layer), backend=self._context.backend)
+
+    def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert not self._plain, "gate and up are both quantised or both not"
+        return coded_linear_silu_mul(x, self._matrix(layer), bias, backend=self._context.backend)
+
+    def initial_range(self, layer: LinearBase, name: str) -> tuple[float, float]:
+        if name == "plain_weight":
+            return uniform_range(layer.shard.columns)
+        return self._form.random_range(name.removeprefix("weight"), layer.shard.columns)
+
+
+class CodedExperts(ExpertsMethod):
+    """Experts with the coded matrices ``gate_up [E, 2 * I, H]`` and ``down [E, H, I]``, whose other parameters end in
+    ``_scale``, ``_zero`` and ``_row_scale``."""
+
+    def __init__(self, scheme: Scheme, context: ModelContext, name: str) -> None:
+        self.scheme, self._context, self._name, self._form = scheme, context, name, _Form(scheme, context.dtype)
+
+    def create(self, layer: Experts) -> None:
+        for name, shard in _shards(layer).items():
+            group = self._form.group(shard.columns, self._name)
+            for part, (shape, dtype) in self._form.parameters(shard.rows, shard.columns, group).items():
+                layer.allocate(name, f"weight{part}", shape, dtype, self._context.device)
+        self.layouts(layer)  # raises if groups do not fit
+
+    def _matrices(self, layer: Experts, shared: bool = False) -> dict[str, CodedMatrix]:
+        found = layer.matrices(shared)
+        return {
+            name: self._form.matrix(
+                lambda part, name=name: found.get(f"{name}{part}"),
+                self._form.group(shard.columns, self._name), shard.columns,
+            )
+            for name, shard in _shards(layer).items()
+        }  # fmt: skip
+
+    def layouts(self, layer: Experts) -> tuple[WeightLayout, ...]:
+        """Tensors of single experts (``7.gate_proj.weight_packed``). Unquantised checkpoints and gpt-oss may also fuse
+        tensors over experts."""
+        matrices = self._matrices(layer)
+        if self.scheme.source == "gpt-oss":
+            return (gpt_oss_layout(layer, *matrices.values(), self._name),)
+        online = self.scheme.source == "online"
+        if online and layer.interleaved:
+            return (_interleaved(layer, *matrices.values()),)
+        one_by_one = self._one_by_one(layer, matrices)
+        return (one_by_one, fused_layout(layer, *map(_Rows, matrices.values()))) if online else (one_by_one,)
+
+    def _one_by_one(self, layer: Experts, matrices: dict[str, CodedMatrix]) -> WeightLayout:
+        layout, first = WeightLayout(), layer.local_experts.start
+        elsewhere = {
+            name: WeightPiece(piece.shape, (), piece.stored, optional=piece.optional)
+            for name, piece in self._expert(layer, matrices, 0).items()
+        }
+        for expert in range(layer.num_experts):  # the checkpoint also has the experts of other ranks
+            found = self._expert(layer, matrices, expert - first) if expert in layer.local_experts else elsewhere
+            layout |= {f"{expert}.{tensor}": piece for tensor, piece in found.items()}
+        return layout
+
+    def _expert(self, layer: Experts, matrices: dict[str, CodedMatrix], place: int) -> WeightLayout:
+        """Tensors of one of this rank's experts, by their names after the expert's number."""
+        layout, arrangement = WeightLayout(), ARRANGEMENTS[self.scheme.source](self.scheme)
+        for name, shard in _shards(layer).items():
+            for part, rows in shard.parts.items():
+                where = f"{self._name}.{layer.local_experts[place]}.{part}".removesuffix(".")
+                found = arrangement.layout(matrices[name].expert(place), shard, rows, where)
+                layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
+        return layout
+
+    def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+        gate_up, down = self._matrices(experts, routed.shared is None).values()
+        clamped = experts.clamped
+        alpha, limit = (1.0, None) if clamped is None else (clamped.alpha, clamped.limit)
+        extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, alpha, limit)
+        own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
+        run: Callable[..., Tensor | SentRows] = coded_fused_moe if peers is None else send_coded_fused_moe
+        shared = {"shared": routed.shared, "shared_gate": routed.shared_gate}
+        return run(x, gate_up, down, routed.weights, routed.ids, extras=extras, **shared, **own)
+
+    def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
+        matrix = "gate_up" if name.startswith("gate_up") else "down"
+        return self._form.random_range(name.removeprefix(matrix), _shards(layer)[matrix].columns)
+
+
+class _Rows:
+    """The rows of all experts' matrices, indexed like a tensor ``[E, rows, columns]``. Values copied into it are
+    quantised."""
+
+    def __init__(self, matrix: CodedMatrix) -> None:
+        self._matrix = matrix
+
+    def __getitem__(self, index: tuple[slice, slice]) -> RoundedRows:
+        _experts, rows = index
+        matrix = self._matrix
+        return RoundedRows(matrix._replace(words=matrix.words[:, :, rows], scales=matrix.scales[:, :, rows]))
+
+
+def _interleaved(layer: Experts, gate_up: CodedMatrix, down: CodedMatrix) -> WeightLayout:
+    """Unquantised experts of gpt-oss, rounded while they load."""
+    half = layer.down_shard.columns
+    gate, up = (
+        RoundedRows(
+            gate_up._replace(words=gate_up.words[:, :, rows], scales=gate_up.scales[:, :, rows]), transposed=True
+        )
+        for rows in (slice(half), slice(half, None))
+    )
+    return interleaved_layout(layer, gate, up, RoundedRows(down, transposed=True))
+
+
+def _shards(layer: Experts) -> dict[str, MatrixShard]:
+    return {"gate_up": layer.gate_up_shard, "down": layer.down_shard}
