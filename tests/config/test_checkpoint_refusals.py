@@ -24,8 +24,8 @@ EQUAL_FACTORS = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "
     [
         (
             "Qwen3ForCausalLM",
-            {"quantization_config": {"quant_method": "awq"}},
-            r"quant_method='awq' is not supported; supported are fp8",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            r"quant_method='bitsandbytes' is not supported; supported are fp8",
         ),
         (
             "LlamaForCausalLM",

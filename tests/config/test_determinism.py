@@ -53,6 +53,7 @@ def test_states_stay_in_float32(tmp_path: Path) -> None:
         ({"speculative_config": NGRAM, "cuda_graph_mode": "PIECEWISE"}, "PIECEWISE: .*use FULL_AND_PIECEWISE"),
         ({"speculative_config": NGRAM | RATE, "load_format": "dummy"}, "synthetic_acceptance_rate"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'.*use float32"),
+        ({"quantization": "int4"}, "int4 weights: their kernels follow"),
         ({"enable_torch_compile": True, "cuda_graph_mode": "FULL"}, "enable_torch_compile"),
         (
             {"enable_piecewise_cuda_graph": True, "piecewise_cuda_graph_compiler": "eager"},

@@ -199,6 +199,7 @@ def test_forms_of_four_and_eight_bits(config: dict[str, Any], name: str, group: 
         (packed(strategy="tensor"), "strategy='tensor' is not supported; allowed here: 'group' or 'channel'"),
         (packed(actorder="group"), "actorder='group' is not supported"),
         (packed(type="float"), "weights=.* is not supported"),
+        (packed() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config=.* is not supported"),
         (GPTQ | {"bits": 3}, "bits=3 is not supported"),
         (GPTQ | {"desc_act": True}, "desc_act=True is not supported; allowed here: false"),
         (GPTQ | {"lm_head": True}, "lm_head=True is not supported"),

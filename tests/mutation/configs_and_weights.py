@@ -143,20 +143,21 @@ CONFIGS_AND_WEIGHTS = (
         "model.num_hidden_layers * model.hidden_size * model.moe.num_experts", "tests/config/test_weights.py",
     ),
     mutant(
-        "kv-cache-scales-of-each-step", "dynamic scales of an FP8 cache are refused", "weft/config/quantization.py",
+        "kv-cache-scales-of-each-step", "dynamic scales of an FP8 cache are refused",
+        "weft/config/quantization_formats.py",
         '_is_fp8(kv_cache, strategy="tensor", dynamic=False)',
         '_is_fp8(kv_cache, strategy="tensor", dynamic=bool(kv_cache.raw("dynamic")))', QUANTIZATION,
     ),
     mutant(
-        "asymmetric-weights", "asymmetric scales are refused", "weft/config/quantization.py",
+        "asymmetric-weights", "asymmetric scales are refused", "weft/config/quantization_formats.py",
         '        and scheme.values.get("symmetric", True) is True\n', "", QUANTIZATION,
     ),
     mutant(
-        "targets-of-the-last-group", "modules of every group are quantised", "weft/config/quantization.py",
-        'targets += _patterns(group, "targets")', 'targets = _patterns(group, "targets")', QUANTIZATION,
+        "targets-of-the-last-group", "modules of every group are quantised", "weft/config/quantization_formats.py",
+        "rules.append(Rule(_scheme_of_group", "rules[:] = [None]; rules[0] = (Rule(_scheme_of_group", QUANTIZATION,
     ),
     mutant(
-        "older-name-of-the-scheme", "compression_config is read", "weft/config/quantization.py",
+        "older-name-of-the-scheme", "compression_config is read", "weft/config/quantization_formats.py",
         '("quantization_config", "compression_config")', '("quantization_config",)', QUANTIZATION,
     ),
     mutant(
@@ -165,7 +166,7 @@ CONFIGS_AND_WEIGHTS = (
         'return re.search(pattern.removeprefix("re:"), name) is not None', QUANTIZATION,
     ),
     mutant(
-        "ignored-layers-are-quantised", "ignored_layers is read", "weft/config/quantization.py",
+        "ignored-layers-are-quantised", "ignored_layers is read", "weft/config/quantization_formats.py",
         ' + _patterns(config, "ignored_layers")', "", QUANTIZATION,
     ),
     mutant(

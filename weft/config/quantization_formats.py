@@ -102,6 +102,9 @@ def _read_compressed_tensors(config: JsonObject) -> QuantizationConfig:
     sparsity = config.object("sparsity_config")
     if sparsity is not None and sparsity.values.get("format", "dense") != "dense":
         raise _refuse(sparsity, "format")
+    transforms = config.object("transform_config")
+    if transforms is not None and transforms.values:
+        raise _refuse(config, "transform_config", "none, because transforms would have to run on every input")
     groups = config.object("config_groups")
     if groups is None or not groups.values:
         raise ConfigError(f"{config.where}: config_groups is missing; it names the quantised modules")
