@@ -106,14 +106,13 @@ def candidates(size: Size, tokens: int) -> Iterator[CodedTile | Widened]:
         yield from (CodedTile(64, max(16, tokens), 4, 2), Widened())
         return
     if tokens > 64:
-        yield from (Widened(), CodedTile(128, 128, 8, 3), CodedTile(64, 128, 4, 4), CodedTile(64, 256, 4, 3))
-        yield from (CodedTile(128, 256, 8, 3), CodedTile(128, 64, 4, 4))
+        yield from (Widened(), CodedTile(128, 128, 8, 3), CodedTile(64, 256, 4, 3), CodedTile(128, 256, 8, 3))
         return
     lanes = max(16, tokens)
-    loops = [(64, 4, 3), (64, 4, 5), (32, 2, 4), (32, 4, 4), (64, 2, 4), (128, 4, 4), (128, 8, 4), (16, 1, 5)]
+    loops = [(64, 4, 3), (64, 4, 5), (32, 2, 4), (128, 4, 4), (128, 8, 4)]
     for rows, warps, stages in loops:
         blocks = -(-size.rows // rows)
-        wanted = {max(1, round(programs / blocks)) for programs in (264, 528, 1056)}
+        wanted = {max(1, round(programs / blocks)) for programs in (264, 792)}
         for splits in sorted(min(16, n) for n in wanted if n == 1 or size.inner // n >= 384):
             yield CodedTile(rows, lanes, warps, stages, splits)
 
@@ -125,7 +124,7 @@ def expert_candidates(experts: Experts, tokens: int) -> Iterator[Tiles]:
     average = tokens * experts.top_k / experts.num
     rows = (16,) if average <= 4 else (16, 32) if average <= 16 else (32, 64, 128)
     for most, (columns, warps, stages) in itertools.product(
-        rows, [(64, 4, 3), (64, 4, 5), (32, 2, 4), (32, 4, 4), (128, 4, 4), (128, 8, 4), (64, 2, 4)]
+        rows, [(64, 4, 3), (64, 4, 5), (32, 2, 4), (128, 4, 4), (128, 8, 4)]
     ):
         yield Tiles(Tile(most, columns, 0, warps, stages), Tile(most, columns, 0, warps, stages))
 
@@ -310,11 +309,11 @@ def jobs_of(args: argparse.Namespace) -> list[tuple[Any, int]]:
 def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
     end, start = time.perf_counter() + args.seconds, time.perf_counter()
     if pool is not None:
-        jobs = []
+        jobs: dict[Any, Any] = {}
         for what, tokens in jobs_of(args):
             options = candidates(what, tokens) if isinstance(what, Size) else expert_candidates(what, tokens)
-            jobs += [(what, tokens, config, args.form) for config in options]
-        list(pool.map(_compile, jobs, chunksize=2))
+            jobs |= {(what, max(16, tokens), config): (what, tokens, config, args.form) for config in options}
+        list(pool.map(_compile, jobs.values(), chunksize=1))
         print(f"compiled {len(jobs)} candidates in {time.perf_counter() - start:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
     for what, group in itertools.groupby(jobs_of(args), key=lambda job: job[0]):

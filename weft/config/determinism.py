@@ -119,10 +119,7 @@ def _problems_of_model(values: Mapping[str, Any], model: ModelConfig) -> Iterato
     if model.activation not in _ACTIVATIONS:
         yield f"the activation {model.activation!r} of {model.architecture}; allowed: {', '.join(_ACTIVATIONS)}"
     if model.quantization is not None and any(scheme.form != "fp8" for scheme in model.quantization.schemes):
-        yield (
-            f"{model.quantization.name} weights: their kernels follow the number of rows; use an unquantised checkpoint "
-            "or FP8"
-        )
+        yield f"{model.quantization.name} weights: their kernels follow the number of rows; use others, or FP8"
     elif model.quantization is not None and model.moe is not None and values["device"] == "cuda":
         yield "FP8 experts on a GPU: their kernels follow the number of rows; use an unquantised checkpoint"
     if values["device"] == "cuda" and LatentAttentionConfig in mixers:

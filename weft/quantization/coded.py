@@ -21,7 +21,7 @@ from weft.ops.codes import CodedMatrix, Packing, fitting_group
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
 from weft.ops.moe import ExpertExtras
-from weft.ops.moe.coded import coded_fused_moe, send_coded_fused_moe
+from weft.ops.moe.coded import coded_fused_moe
 from weft.quantization.arrangements import ARRANGEMENTS, RoundedRows
 from weft.quantization.gpt_oss import gpt_oss_layout
 from weft.quantization.unquantized import fused_layout, interleaved_layout
@@ -202,10 +202,13 @@ class CodedExperts(ExpertsMethod):
         clamped = experts.clamped
         alpha, limit = (1.0, None) if clamped is None else (clamped.alpha, clamped.limit)
         extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, alpha, limit)
-        own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
-        run: Callable[..., Tensor | SentRows] = coded_fused_moe if peers is None else send_coded_fused_moe
-        shared = {"shared": routed.shared, "shared_gate": routed.shared_gate}
-        return run(x, gate_up, down, routed.weights, routed.ids, extras=extras, **shared, **own)
+        given = (x, gate_up, down, routed.weights, routed.ids)
+        shared: dict[str, Any] = {"shared": routed.shared, "shared_gate": routed.shared_gate}
+        if peers is None:
+            return coded_fused_moe(*given, extras=extras, **shared, backend=self._context.backend)
+        from weft.ops.moe.coded_experts import send_coded_fused_moe
+
+        return send_coded_fused_moe(*given, extras=extras, **shared, peers=peers)
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
         matrix = "gate_up" if name.startswith("gate_up") else "down"

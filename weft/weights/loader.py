@@ -87,7 +87,6 @@ def _check_owners(model: nn.Module) -> None:
     assert not names, f"parameters of modules that are no WeightModule, and so have no layouts: {_listed(names)}"
 
 
-
 def _initialize_random(model: nn.Module, seed: int) -> None:
     filled: set[int] = set()  # a tied head shares the embedding's parameter
     for module_name, module in model.named_modules():
@@ -114,7 +113,6 @@ def _initialize_uniform(parameter: Tensor, low: float, high: float, generator: t
     for part in parameter.view(-1).split(_ROUNDED_AT_ONCE):
         wide = torch.empty(part.shape, dtype=torch.float32, device=part.device)
         part.copy_(wide.uniform_(low, high, generator=generator))
-
 
 
 def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: Path) -> tuple[int, dict[str, int]]:

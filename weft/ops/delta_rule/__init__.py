@@ -58,7 +58,6 @@ def _l2norm(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
-
 def recurrent_gated_delta_rule_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_slots: Tensor
 ) -> Tensor:
@@ -91,7 +90,6 @@ def recurrent_gated_delta_rule_reference(
     old.addcmul_(keys.unsqueeze(-1), delta.unsqueeze(-2))
     state.index_copy_(0, slots, old.to(state.dtype))
     return from_q.addcmul(overlap, delta).mul_(q.shape[-1] ** -0.5).to(v.dtype)
-
 
 
 @with_kernel("weft.ops.delta_rule.gdn_prefill", by_chunk("q", "k", "g", "beta", "v", states=("state",)))

@@ -49,7 +49,6 @@ MAX_SENT_SPLITS = 8
 tokens the receiver adds the sums."""
 
 
-
 @triton.jit
 def _load_weight(
     weight_rows, first, DEPTH: tl.constexpr, SPAN: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.codes import CodedMatrix, dequantize_codes
-from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.moe import NO_EXTRAS, ExpertExtras, add_shared, expert_activation, sum_over_experts
 from weft.ops.traced import traced_op
 
@@ -41,25 +40,6 @@ def coded_fused_moe(
     # The experts are one operation to the dispatcher, as in ``fused_moe``.
     out = torch.ops.weft.coded_experts_reference(x, *gate_up, *down, weights, ids, *extras)
     return add_shared(out, shared, shared_gate)
-
-
-def send_coded_fused_moe(
-    x: Tensor,
-    gate_up: CodedMatrix,
-    down: CodedMatrix,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    extras: ExpertExtras = NO_EXTRAS,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    peers: PeerBuffers,
-) -> SentRows:
-    """``coded_fused_moe`` as ``weft.ops.moe.send_fused_moe``."""
-    from weft.ops.moe.coded_experts import pair_outputs
-    from weft.ops.moe.combine import send_experts
-
-    return send_experts(pair_outputs(x, gate_up, down, ids, extras), weights, ids, shared, shared_gate, peers)
 
 
 def _coded_experts(x: Tensor, *parts: Any) -> Tensor:

@@ -66,7 +66,6 @@ def window_attention_decode(
     return settle_padding(attended, state_slots, out)
 
 
-
 @with_kernel("weft.ops.window_attention.kernels", by_chunk("k", "v", "q", states=("k_window", "v_window")))
 def window_attention(
     q: Tensor,
