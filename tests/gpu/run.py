@@ -21,7 +21,7 @@ import torch
 from weft.bench import report
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "kernels, layers, quantization": ("tests/ops", "tests/layers", "tests/quantization", "-n", "8"),
+    "kernels, layers, quantization": ("tests/ops", "tests/layers", "tests/quantization", "-n", "16"),
     "x-matrix": ("tests/gpu/test_x_matrix.py", "-n", "2", "--dist", "loadfile"),
     "parity and precision": ("tests/gpu/test_parity.py", "tests/gpu/test_precision.py", "-n", "3"),
     "engine": ("tests/gpu/test_engine.py", "tests/gpu/test_churn.py", "tests/gpu/test_speculation.py", "-n", "2"),
