@@ -171,15 +171,10 @@ def _time(runner: ModelRunner, pool: OpRecordingPool, sequence: PieceSequence, n
         runner.run(step)
         laps = [lap for lap in pool.stopwatch.laps if lap[0] in pieces]
         if laps:
-            rounds.append(_durations(pool, laps))
+            moments = [moment for _, begin, end in laps for moment in (begin, end)]  # pieces and what is between them
+            rounds.append([pool.stopwatch.ms(*pair) for pair in pairwise(moments)])
     pool.stopwatch.on = False
     return [median(column) for column in zip(*rounds, strict=True)]
-
-
-def _durations(pool: OpRecordingPool, laps: Sequence[tuple[object, object, object]]) -> list[float]:
-    """Milliseconds of pieces and what lies between them, in turn."""
-    moments = [moment for _, begin, end in laps for moment in (begin, end)]
-    return [pool.stopwatch.ms(*pair) for pair in pairwise(moments)]
 
 
 def _parts(runner: ModelRunner, sequence: PieceSequence, times: Sequence[float]) -> list[Part]:

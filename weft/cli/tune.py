@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if settings.get("speculative_config") is not None:
         return _tune_drafts(args, settings)
     config = tuning_config(settings)
+    import msgspec
+
     from weft.bench.step_timing import Effort, measure_modes
     from weft.config.graph_profile import default_path, empty_profile, write_profile
     from weft.runner.model_runner import ModelRunner
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     config, profile = choose_splits(config, profile, effort)
     measured = measure_modes(ModelRunner(config), profile, effort)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    write_profile(_dated(measured, date), path)
+    write_profile(msgspec.structs.replace(measured, date=date), path)
     _print_tables(measured, report.device_name(config.device))
     found = "every start with these settings uses it" if not args.output else f"use it with --graph-profile {path}"
     print(f"Written to {path}: {found}.")
@@ -153,12 +155,6 @@ def _check_folder(path: Path) -> None:
         raise ConfigError(f"the profile {path} cannot be written: {error.strerror or error}") from error
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"the profile {path} cannot be written; give --output a file in a folder that can be")
-
-
-def _dated(profile: GraphProfile, date: str) -> GraphProfile:
-    import msgspec
-
-    return msgspec.structs.replace(profile, date=date)
 
 
 def _print_tables(profile: GraphProfile, device: str) -> None:

@@ -85,7 +85,8 @@ class EngineCore:
             grid=_step_grid(config) if config.deterministic else None,
             restores=_make_restores(config, self.manager, tier),
         )
-        self._tuner = _make_tuner(config, self.manager)
+        tunes = config.enable_prefix_caching and config.eviction_policy == "flops"
+        self._tuner = AlphaTuner(self.manager) if tunes else None
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
         if self._tuner is not None:
             self.manager.observer = self._ended.append
@@ -313,8 +314,3 @@ def _make_manager(config: EngineConfig, spec: CacheSpec, plan: CachePlan, tier: 
         grid=ReuseGrid(CHUNK_SIZE) if config.deterministic else None,
         tier=tier,
     )
-
-
-def _make_tuner(config: EngineConfig, manager: Manager) -> AlphaTuner | None:
-    """Make the tuner of the eviction policy, if the policy has a weight to tune."""
-    return AlphaTuner(manager) if config.enable_prefix_caching and config.eviction_policy == "flops" else None

@@ -177,18 +177,14 @@ def _edit(logits: Tensor, batch: SamplingMetadata) -> Tensor:
     if batch.allowed is not None:
         logits.masked_fill_(~batch.allowed, -torch.inf)
     if batch.blocked is not None:
-        _block_(logits, batch.blocked)
+        values = torch.where(batch.blocked.active, -torch.inf, 0.0).to(logits.dtype)
+        _add_(logits, batch.blocked.rows, batch.blocked.tokens, values)
     if batch.bias is not None:
         _add_(logits, batch.bias.rows, batch.bias.tokens, batch.bias.values)
     if batch.penalties is not None:
         p = batch.penalties
         apply_penalties_(logits, p.presence, p.frequency, p.repetition, p.output_counts, p.prompt_mask)
     return logits
-
-
-def _block_(logits: Tensor, blocked: BlockedTokens) -> None:
-    values = torch.where(blocked.active, -torch.inf, 0.0).to(logits.dtype)
-    _add_(logits, blocked.rows, blocked.tokens, values)
 
 
 def _add_(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:

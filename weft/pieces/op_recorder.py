@@ -175,7 +175,7 @@ class _Notes(TorchDispatchMode):
         noted = self._noted(args), {name: self._noted(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        fresh = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not _any_is(given, leaf)]
+        fresh = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and all(leaf is not g for g in given)]
         old = {tensor.untyped_storage().data_ptr() for tensor in given}
         makes_memory = any(leaf.numel() and leaf.untyped_storage().data_ptr() not in old for leaf in fresh)
         is_kernel = makes_memory or not func.is_view  # "views" such as reshape and to() copy when they must
@@ -194,10 +194,6 @@ class _Notes(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             return tuple(self._noted(item) for item in value)
         return value
-
-
-def _any_is(tensors: Sequence[Tensor], one: Tensor) -> bool:
-    return any(tensor is one for tensor in tensors)
 
 
 @dataclass(slots=True)

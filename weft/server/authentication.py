@@ -70,7 +70,7 @@ class AuthenticationMiddleware:
                 self._responded(path, message["status"])
                 message["headers"] = _with_request_id(message.get("headers", ()), request_id)
                 if is_let_in and origin is not None:
-                    message["headers"] += _shared_with(origin)
+                    message["headers"] += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
             return send(message)
 
         try:
@@ -140,10 +140,6 @@ def _with_request_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes |
     if request_id is not None or not any(name.lower() == _REQUEST_ID for name, _ in result):
         result.append((_REQUEST_ID, request_id or b"%032x" % getrandbits(128)))
     return result
-
-
-def _shared_with(origin: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
 
 
 def _preflight(headers: dict[bytes, bytes]) -> Response:

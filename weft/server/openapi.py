@@ -54,7 +54,9 @@ def openapi_document(posts: Mapping[str, type[msgspec.Struct]], gets: Mapping[st
     paths = {_plain(path): {"get": _get(path, media_type)} for path, media_type in gets.items()}
     for path, kind in posts.items():
         body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        post = {"requestBody": {"required": True, "content": body}, "responses": _responses(_post_types(kind))}
+        streams = "stream" in kind.__struct_fields__
+        types = ["application/json", "text/event-stream"] if streams else ["application/json"]
+        post = {"requestBody": {"required": True, "content": body}, "responses": _responses(types)}
         paths[path] = {"post": post}
     paths["/replicas/{replica}/{change}"] = {"post": _CHANGE_REPLICA}
     return {
@@ -84,11 +86,6 @@ def _get(path: str, media_type: str) -> dict[str, Any]:
             {"name": "replica", "in": "query", "description": "which one to look into", "schema": {"type": "integer"}},
         ]
     return operation
-
-
-def _post_types(kind: type[msgspec.Struct]) -> list[str]:
-    streams = "stream" in kind.__struct_fields__
-    return ["application/json", "text/event-stream"] if streams else ["application/json"]
 
 
 def _responses(media_types: Sequence[str]) -> dict[str, Any]:

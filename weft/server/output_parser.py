@@ -256,15 +256,10 @@ def _parse_xml(text: str, tools: Mapping[str, Any]) -> tuple[str, dict[str, Any]
     properties = schema.get("properties") if isinstance(schema, dict) else None
     schemas = properties if isinstance(properties, dict) else {}
     arguments = {
-        key.strip(): _typed(_unpad(value), schemas.get(key.strip()))
+        key.strip(): _typed(value.removeprefix("\n").removesuffix("\n"), schemas.get(key.strip()))
         for key, value in _PARAMETER.findall(function.group(2))
     }
     return name, arguments
-
-
-def _unpad(value: str) -> str:
-    """Without the one line break that the format puts on either side."""
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _typed(value: str, schema: Any) -> Any:

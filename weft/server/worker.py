@@ -118,7 +118,8 @@ def serve(setup: Callable[[bytes], Run]) -> None:
         except Exception as error:
             send(link, encode(Failure.of(error)))
             return
-        limit = _virtual_bytes() + first.memory_bytes
+        idle_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = idle_bytes + first.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         send(link, DONE)
         while True:
@@ -137,7 +138,3 @@ def _answer(link: socket.socket, run: Run, task: bytes, task_blob: bytes) -> Non
         send(link, encode(Failure.of(error)))
     else:
         send(link, DONE + content, blob)
-
-
-def _virtual_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
