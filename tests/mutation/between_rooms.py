@@ -94,7 +94,7 @@ BETWEEN_ROOMS = (
         "tests/runner/test_logits_rows.py",
     ),
     mutant(
-        "decodes-not-overwritten", "a mixed batch's decodes advance their states", "weft/layers/decodes_first.py",
+        "decodes-not-overwritten", "a mixed batch's decodes advance their states", "weft/layers/recurrent.py",
         "    if count:\n        decode", "    if count > 1:\n        decode", "tests/runner/test_logits_rows.py",
         "tests/pieces/test_piecewise.py",
     ),

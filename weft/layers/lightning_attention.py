@@ -16,7 +16,7 @@ from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.decodes_first import mix_rows
+from weft.layers.recurrent import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import SpanningRMSNorm
 from weft.layers.weight import RowMap, RowRun, split_rows, stacked

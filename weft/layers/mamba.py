@@ -17,7 +17,7 @@ from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.decodes_first import mix_rows
+from weft.layers.recurrent import mix_rows
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import RECURRENCE_RANGES, WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows

@@ -19,7 +19,7 @@ from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.decodes_first import mix_rows
+from weft.layers.recurrent import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, split_rows, stacked, uniform_range

@@ -13,7 +13,7 @@ from weft.config.short_conv import ShortConvConfig
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.decodes_first import mix_rows
+from weft.layers.recurrent import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_parameter, split_rows
 from weft.ops.convolution import short_conv, short_conv_decode

@@ -16,7 +16,7 @@ from weft.forward_context import LogitsRows, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
-from weft.layers.decodes_first import mix_rows
+from weft.layers.recurrent import mix_rows
 from weft.ops.activation import sigmoid_mul
 from weft.ops.window_attention import window_attention, window_attention_decode
 
