@@ -31,7 +31,8 @@ from weft.forward_context import Batch, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from weft.layers.weight import WeightLayout, WeightModule, WeightTable, empty_parameter, split_rows
+from weft.layers.recurrent import RecurrentLayer
+from weft.layers.weight import WeightLayout, WeightTable, empty_parameter, split_rows
 from weft.models.weight_names import WEIGHT_TABLES
 from weft.ops.device_work import device_work
 
@@ -71,10 +72,9 @@ def read_moving_average(text: JsonObject) -> MovingAverageConfig:
 # -- 2. layer ---------------------------------------------------------------------------------------------------------
 
 
-class MovingAverage(WeightModule):
+class MovingAverage(RecurrentLayer):
     def __init__(self, geometry: MovingAverageConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
-        super().__init__()
-        self.name = name
+        super().__init__(context, name)
         parts = [geometry.num_channels, geometry.num_groups]
         hidden_size, what = config.hidden_size, "average_channels"
         self._rows = split_rows([geometry.num_channels], context.tp, what)
@@ -82,10 +82,6 @@ class MovingAverage(WeightModule):
         self.in_proj = MergedColumnParallelLinear(hidden_size, parts, bias=False, context=context, what=what)
         self.decay = empty_parameter(self.channels, dtype=torch.float32, device=context.device)
         self.out_proj = RowParallelLinear(parts[0], hidden_size, bias=False, context=context, what=what)
-        context.layers.register(name, self)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.out_proj(self.mix(self.in_proj(hidden_states)))
 
     @split_op("moving_average", width=lambda layer: layer.channels)
     def mix(self, projected: Tensor) -> Tensor:

@@ -17,16 +17,14 @@ from weft.config.sharding import divide
 from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.recurrent import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import GatedRMSNorm
+from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import (
-    RECURRENCE_RANGES,
     RowMap,
     RowRun,
     WeightLayout,
-    WeightModule,
     empty_parameter,
     split_rows,
     stacked,
@@ -78,16 +76,11 @@ def _grouped_rows(num_heads: int, widths: list[int], tp: TensorParallel) -> RowM
     return RowMap(num_heads * group, tuple(runs))
 
 
-class GatedDeltaNet(WeightModule):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``; padding rows are zero.
-
-    Args:
-        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.linear_attn``.
-    """
+class GatedDeltaNet(RecurrentLayer):
+    """Gated DeltaNet; see ``RecurrentLayer``."""
 
     def __init__(self, geometry: GatedDeltaNetConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
-        super().__init__()
-        self.name, self._backend = name, context.backend
+        super().__init__(context, name)
         self._eps = config.rms_norm_eps if geometry.norm_eps is None else geometry.norm_eps
         self.local = local = one_rank(geometry, context.tp)
         self._head_rows = split_rows([geometry.num_v_heads], context.tp, "linear_num_value_heads")
@@ -105,15 +98,11 @@ class GatedDeltaNet(WeightModule):
         self.out_proj = RowParallelLinear(
             geometry.value_dim, config.hidden_size, bias=False, context=context, what=what
         )
-        context.layers.register(name, self)
 
     @property
     def output_projection(self) -> RowParallelLinear:
         """Return the linear layer that produces this layer's output."""
         return self.out_proj
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.out_proj(self.mix(self.in_proj(hidden_states)))
 
     @split_op("gated_delta_net", width=lambda layer: layer.local.value_dim)
     def mix(self, projected: Tensor) -> Tensor:
@@ -160,6 +149,3 @@ class GatedDeltaNet(WeightModule):
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({name: self._head_rows.piece(self.get_parameter(name)) for name in ("A_log", "dt_bias")},)
-
-    def initial_range(self, name: str) -> tuple[float, float]:
-        return RECURRENCE_RANGES[name]

@@ -18,14 +18,12 @@ from weft.config.sharding import divide
 from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.recurrent import mix_rows
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.norm import GatedRMSNorm
+from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import (
-    RECURRENCE_RANGES,
     WeightLayout,
-    WeightModule,
     WeightPiece,
     empty_parameter,
     split_rows,
@@ -43,16 +41,12 @@ def one_rank(geometry: KimiDeltaConfig, tp: TensorParallel) -> KimiDeltaConfig:
     return replace(geometry, num_heads=divide(geometry.num_heads, tp.size, "linear_attn_config.num_heads"))
 
 
-class KimiDelta(WeightModule):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``; padding rows are zero.
-
-    Args:
-        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.self_attn``.
-    """
+class KimiDelta(RecurrentLayer):
+    """Kimi Delta Attention; see ``RecurrentLayer``."""
 
     def __init__(self, geometry: KimiDeltaConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
-        super().__init__()
-        self.name, self._backend, self._tp = name, context.backend, context.tp
+        super().__init__(context, name)
+        self._tp = context.tp
         self._eps, self._whole = config.rms_norm_eps, geometry
         self.local = local = one_rank(geometry, context.tp)
         what = "linear_attn_config.num_heads"
@@ -76,7 +70,6 @@ class KimiDelta(WeightModule):
         self.dt_bias = empty_parameter(local.width, dtype=torch.float32, device=context.device)
         self.norm = GatedRMSNorm(geometry.head_dim, self._eps, context, activation="sigmoid")
         self.out_proj = RowParallelLinear(geometry.width, config.hidden_size, bias=False, context=context, what=what)
-        context.layers.register(name, self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         projected, columns = self.in_proj(hidden_states), self._gate_columns
@@ -127,6 +120,3 @@ class KimiDelta(WeightModule):
             (((every, every, slice(first, first + heads)), self.A_log.view(1, 1, heads, 1)),),
         )
         return ({"A_log": decay, "dt_bias": dt_bias},)
-
-    def initial_range(self, name: str) -> tuple[float, float]:
-        return RECURRENCE_RANGES[name]

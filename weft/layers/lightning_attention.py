@@ -8,7 +8,7 @@ context.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.config.lightning_attention import NORM_EPS, LightningAttentionConfig
 from weft.config.model import ModelConfig
@@ -16,9 +16,9 @@ from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.recurrent import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import SpanningRMSNorm
+from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.weight import RowMap, RowRun, split_rows, stacked
 from weft.ops.activation import sigmoid_mul
 from weft.ops.linear_attention import chunk_linear_attention, lightning_attention_step
@@ -37,19 +37,14 @@ def _qkv_rows(geometry: LightningAttentionConfig, tp: TensorParallel) -> RowMap:
     return RowMap(3 * geometry.inner_size, runs)
 
 
-class LightningAttention(nn.Module):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
-
-    Args:
-        name: key of the layer's state and of its entry in the layer table, for example ``model.layers.0.self_attn``;
-            the rates follow from the number in it.
-    """
+class LightningAttention(RecurrentLayer):
+    """Lightning attention; see ``RecurrentLayer``. The rates of decay follow from the number in ``name``."""
 
     def __init__(
         self, geometry: LightningAttentionConfig, config: ModelConfig, context: ModelContext, name: str
     ) -> None:
-        super().__init__()
-        self.name, self._backend, tp = name, context.backend, context.tp
+        super().__init__(context, name)
+        tp = context.tp
         self._num_heads = heads = divide(geometry.num_heads, tp.size, "num_attention_heads")
         self.inner_size = heads * geometry.head_dim
         rates = geometry.slopes(int(name.split(".")[2]))[tp.rank * heads : (tp.rank + 1) * heads]
@@ -62,10 +57,6 @@ class LightningAttention(nn.Module):
         self.out_proj = RowParallelLinear(
             geometry.inner_size, config.hidden_size, bias=False, context=context, what="num_attention_heads * head_dim"
         )
-        context.layers.register(name, self)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.out_proj(self.mix(self.in_proj(hidden_states)))
 
     @split_op("lightning_attention", width=lambda layer: layer.inner_size)
     def mix(self, projected: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.recurrent import mix_rows
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
+from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.short_conv import DepthwiseConv
-from weft.layers.weight import RECURRENCE_RANGES, WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows
+from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows
 from weft.ops.convolution import causal_conv1d, causal_conv1d_update
 from weft.ops.mamba import ScanWeights, selective_scan, selective_scan_step
 from weft.ops.norm import split_rms_norm
@@ -56,16 +56,11 @@ class PartNorms(WeightModule):
         return 0.9, 1.1
 
 
-class Mamba(WeightModule):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
-
-    Args:
-        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.mamba``.
-    """
+class Mamba(RecurrentLayer):
+    """Mamba; see ``RecurrentLayer``."""
 
     def __init__(self, geometry: MambaConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
-        super().__init__()
-        self.name, self._backend = name, context.backend
+        super().__init__(context, name)
         hidden_size, channels, what = config.hidden_size, geometry.num_channels, "mamba channels"
         self.num_channels = divide(channels, context.tp.size, what)
         inner = geometry.dt_rank + 2 * geometry.state_size
@@ -84,10 +79,6 @@ class Mamba(WeightModule):
         self.A_log = empty_parameter(*shape, dtype=torch.float32, device=device)
         self.D = empty_parameter(self.num_channels, dtype=torch.float32, device=device)
         self.out_proj = RowParallelLinear(channels, hidden_size, bias=geometry.bias, context=context, what=what)
-        context.layers.register(name, self)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.out_proj(self.mix(self.in_proj(hidden_states)))
 
     @split_op("mamba", width=lambda layer: layer.num_channels)
     def mix(self, projected: Tensor) -> Tensor:
@@ -128,6 +119,3 @@ class Mamba(WeightModule):
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"A_log": self._channels.piece(self.A_log.t()), "D": self._channels.piece(self.D)},)
-
-    def initial_range(self, name: str) -> tuple[float, float]:
-        return RECURRENCE_RANGES[name]

@@ -16,10 +16,10 @@ from weft.config.sharding import divide
 from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.recurrent import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
+from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.short_conv import DepthwiseConv
-from weft.layers.weight import RECURRENCE_RANGES, WeightLayout, WeightModule, empty_parameter, split_rows
+from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, split_rows
 from weft.ops.convolution import causal_conv1d
 from weft.ops.linear_attention import chunk_linear_attention
 from weft.ops.mamba import Mamba2Weights, mamba2_decode, mamba2_gates, split_heads
@@ -51,16 +51,11 @@ class ShardedNormWeight(WeightModule):
         return 0.9, 1.1
 
 
-class Mamba2(WeightModule):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
-
-    Args:
-        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.mamba``.
-    """
+class Mamba2(RecurrentLayer):
+    """Mamba-2; see ``RecurrentLayer``."""
 
     def __init__(self, geometry: Mamba2Config, config: ModelConfig, context: ModelContext, name: str) -> None:
-        super().__init__()
-        self.name, self._backend = name, context.backend
+        super().__init__(context, name)
         self._eps, self._geometry = config.rms_norm_eps, geometry
         self.local = local = one_rank(geometry, context.tp)
         self._head_rows = split_rows([geometry.num_heads], context.tp, "mamba heads")
@@ -82,7 +77,6 @@ class Mamba2(WeightModule):
             parts = zip(local.part_sizes, geometry.part_multipliers, strict=True)
             vector = torch.cat([torch.full((size,), multiplier) for size, multiplier in parts])
             self._multipliers = vector.to(context.device, context.dtype)
-        context.layers.register(name, self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         geometry = self._geometry
@@ -130,6 +124,3 @@ class Mamba2(WeightModule):
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({name: self._head_rows.piece(self.get_parameter(name)) for name in ("A_log", "dt_bias", "D")},)
-
-    def initial_range(self, name: str) -> tuple[float, float]:
-        return RECURRENCE_RANGES[name]

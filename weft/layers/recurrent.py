@@ -1,10 +1,44 @@
-"""Batches in recurrent layers: decodes come first and advance by one token, the rest are prefills."""
+"""What recurrent layers share: their frame, and their batches.
+
+In a batch, decodes come first and advance by one token; the rest are prefills.
+"""
 
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from weft.forward_context import Batch
+from weft.layers.context import ModelContext
+from weft.layers.linear import LinearBase, RowParallelLinear
+from weft.layers.weight import RECURRENCE_RANGES, WeightLayout, WeightModule
+
+
+class RecurrentLayer(WeightModule):
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum; padding rows are zero.
+
+    The layer has the modules ``in_proj`` and ``out_proj``, and a split op ``mix`` between them.
+
+    Args:
+        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.mamba``.
+    """
+
+    in_proj: LinearBase
+    out_proj: RowParallelLinear
+    mix: Callable[..., Tensor]
+
+    def __init__(self, context: ModelContext, name: str) -> None:
+        super().__init__()
+        self.name, self._backend = name, context.backend
+        context.layers.register(name, self)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.out_proj(self.mix(self.in_proj(hidden_states)))
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return RECURRENCE_RANGES[name] if name in RECURRENCE_RANGES else super().initial_range(name)
 
 
 def decode_slots(batch: Batch) -> Tensor:

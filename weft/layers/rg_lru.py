@@ -11,7 +11,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.config.model import ModelConfig
 from weft.config.recurrent_gemma import RgLruConfig
@@ -19,8 +19,8 @@ from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.recurrent import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
+from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, split_rows, stacked, uniform_range
 from weft.ops.convolution import causal_conv1d, causal_conv1d_update
@@ -63,16 +63,11 @@ class RgLruGates(WeightModule):
         return uniform_range(self.weight.shape[-1])
 
 
-class RgLru(nn.Module):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
-
-    Args:
-        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.recurrent``.
-    """
+class RgLru(RecurrentLayer):
+    """The recurrent block; see ``RecurrentLayer``."""
 
     def __init__(self, geometry: RgLruConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
-        super().__init__()
-        self.name, self._backend = name, context.backend
+        super().__init__(context, name)
         channels, what = geometry.num_channels, "lru_width"
         rows = split_rows([channels], context.tp, what)
         self.num_channels = rows.count
@@ -80,7 +75,6 @@ class RgLru(nn.Module):
         self.conv1d = DepthwiseConv({"": rows}, kernel=geometry.conv_kernel, bias=True, context=context)
         self.rg_lru = RgLruGates(geometry, context)
         self.out_proj = RowParallelLinear(channels, config.hidden_size, bias=True, context=context, what=what)
-        context.layers.register(name, self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         y, x = self.in_proj(hidden_states).chunk(2, dim=-1)

@@ -13,8 +13,8 @@ from weft.config.short_conv import ShortConvConfig
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.layers.recurrent import mix_rows
 from weft.layers.linear import PackedLinear, RowParallelLinear
+from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_parameter, split_rows
 from weft.ops.convolution import short_conv, short_conv_decode
 
@@ -44,16 +44,11 @@ class DepthwiseConv(WeightModule):
         return layout
 
 
-class ShortConv(nn.Module):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
-
-    Args:
-        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.conv``.
-    """
+class ShortConv(RecurrentLayer):
+    """The gated short convolution; see ``RecurrentLayer``."""
 
     def __init__(self, geometry: ShortConvConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
-        super().__init__()
-        self.name, self._backend = name, context.backend
+        super().__init__(context, name)
         channels, what = geometry.num_channels, "hidden_size"
         self.num_channels = divide(channels, context.tp.size, what)
         rows = {"": split_rows([channels] * 3, context.tp, what)}
@@ -61,10 +56,6 @@ class ShortConv(nn.Module):
         rows = {"": split_rows([channels], context.tp, what)}
         self.conv = DepthwiseConv(rows, kernel=geometry.kernel, bias=geometry.bias, context=context)
         self.out_proj = RowParallelLinear(channels, config.hidden_size, bias=geometry.bias, context=context, what=what)
-        context.layers.register(name, self)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.out_proj(self.mix(self.in_proj(hidden_states)))
 
     @split_op("short_conv", width=lambda layer: layer.num_channels)
     def mix(self, projected: Tensor) -> Tensor:
