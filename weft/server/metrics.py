@@ -7,9 +7,10 @@ calls are counted (``request_metrics.py``).
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -204,20 +205,6 @@ def _drafts(stats: EngineStats, labels: dict[str, str]) -> Iterable[Any]:
     yield _counters(f"{name}_accepted_tokens_per_pos", "the same, by place", "position", by_position, labels)
 
 
-def _gauge(name: str, help: str, value: float, labels: dict[str, str] | None = None) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, help, labels=list(labels or ()))
-    family.add_metric(list((labels or {}).values()), value)
-    return family
-
-
-def _gauges(name: str, help: str, label: str, values: dict[str, int], labels: dict[str, str]) -> GaugeMetricFamily:
-    """One gauge for each value of a further label."""
-    family = GaugeMetricFamily(name, help, labels=[*labels, label])
-    for key, value in values.items():
-        family.add_metric([*labels.values(), key], value)
-    return family
-
-
 def _cache(service: Service) -> dict[str, str]:
     """Settings of the cache, under vLLM's names."""
     config, capacity = service.config, service.capacity
@@ -233,20 +220,27 @@ def _cache(service: Service) -> dict[str, str]:
     }
 
 
-def _counter(name: str, help: str, value: float, labels: dict[str, str] | None = None) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, help, labels=list(labels or ()))
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+
+
+def _one(kind: type[Family], name: str, help: str, value: float, labels: Mapping[str, str] | None = None) -> Family:
+    family = kind(name, help, labels=list(labels or ()))
     family.add_metric(list((labels or {}).values()), value)
     return family
 
 
-def _counters(
-    name: str, help: str, label: str, values: Mapping[str, float], labels: dict[str, str]
-) -> CounterMetricFamily:
-    """One counter for each value of a further label."""
-    family = CounterMetricFamily(name, help, labels=[*labels, label])
+def _several(
+    kind: type[Family], name: str, help: str, label: str, values: Mapping[str, float], labels: Mapping[str, str]
+) -> Family:
+    """One figure for each value of a further label."""
+    family = kind(name, help, labels=[*labels, label])
     for key, value in values.items():
         family.add_metric([*labels.values(), key], value)
     return family
+
+
+_gauge, _gauges = partial(_one, GaugeMetricFamily), partial(_several, GaugeMetricFamily)
+_counter, _counters = partial(_one, CounterMetricFamily), partial(_several, CounterMetricFamily)
 
 
 def _replica_figures(replicas: Sequence[ReplicaView]) -> dict[str, dict[str, int]]:
