@@ -30,7 +30,7 @@ FORMATS = {
     "modelopt NVFP4": "E2M1 in groups of 16, weights alone",
     "mxfp4": "the experts of gpt-oss",
 }
-"""Formats of checkpoints that Weft reads, each with what it may hold."""
+"""Formats of checkpoints that Weft reads, each with its possible content."""
 
 SUPPORTED = (
     f"supported are {'; '.join(f'{name} ({what})' for name, what in FORMATS.items())}; and unquantised checkpoints, "

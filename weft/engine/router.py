@@ -103,7 +103,7 @@ class Router:
         return hashes
 
     def _cached(self, hashes: list[int], up: list[int]) -> dict[int, float]:
-        """Number of prompt tokens that each replica has, as far as known. Those below its device count less."""
+        """Number of prompt tokens that each replica has, as known. Tokens below a device count less."""
         tokens = dict(zip(hashes, range(STEP, STEP * len(hashes) + 1, STEP), strict=True))
         found: dict[int, float] = {}
         for index in up:

@@ -1,4 +1,4 @@
-"""What recurrent layers share: their frame, and their batches.
+"""The frame that recurrent layers share, and their batches.
 
 In a batch, decodes come first and advance by one token; the rest are prefills.
 """

@@ -1,7 +1,7 @@
 """Prefixes below the device, as a replica reports them to the router of replicas.
 
-The router knows prefixes by hashes of its own (``weft/engine/prefix_hashes.py``), the tier by keys. What is in the tier
-was on the device before. So every hash that was reported from the device is remembered with its key.
+The router knows prefixes by hashes of its own (``weft/engine/prefix_hashes.py``), the tier by keys. Entries of the
+tier were on the device before. So every hash that was reported from the device is remembered with its key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNMEASURED_PRICE = 0.1
 
 
 class PrefixReports:
-    """What a tier has of the prefixes that its engine reported."""
+    """The part of an engine's reported prefixes that its tier has."""
 
     def __init__(self, tier: HostTier, spec: CacheSpec) -> None:
         self._tier, self._spec = tier, spec

@@ -1,4 +1,4 @@
-"""The part of a rank's runner that its start and its steps need: a model, and the steps that run it."""
+"""A model and the steps that run it: the part of a rank's runner that a start and a step need."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Launched(msgspec.Struct, gc=False):
 
 
 class RunningRequests:
-    """The requests that run, and those that left while a launched step uses their resources.
+    """Running requests, and requests that left while a launched step uses their resources.
 
     Attributes:
         running: requests that run, in policy order.
@@ -131,7 +131,7 @@ class RunningRequests:
         return rows
 
     def check(self) -> None:
-        """Assert that every row has one owner, and that running requests have pages for their tokens."""
+        """Assert that every row has one owner. Running requests have pages for their tokens."""
         rows = [r.row for r in self.running + self.leaving]
         assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "a row has two owners"
         for running in self.running:

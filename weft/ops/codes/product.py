@@ -123,7 +123,7 @@ def _pairs(codes, offset, PTX: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _fast_offset(zero, FIXED: tl.constexpr, DTYPE: tl.constexpr):
-    """What the fast instructions add: minus the zero and minus the constant, in both halves of a word."""
+    """Compute the term of the fast instructions: minus the zero and minus the constant, in both halves of a word."""
     if tl.bfloat16 == DTYPE:
         both = zero | (zero << 16) | -0x3CFF3D00  # 0xC300C300
     else:
