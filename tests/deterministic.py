@@ -22,6 +22,9 @@ GUESSES, HEAD, REPEATS = "guesses", "head", "repeats"
 MOST_TOKENS = 28
 """Tokens of a request that is preempted: enough to need a page of 16 tokens twice."""
 
+PREEMPTING = [7] * 12
+"""The prompt of the request that preempts the other one."""
+
 FP8 = " in FP8 by "
 """Stands between an architecture and the scheme of its weights (``tests/fp8_checkpoints.py``)."""
 
@@ -156,7 +159,7 @@ def run_preempted(
     engine: InCompany, prompt: list[int], salt: str, phase: str
 ) -> tuple[Request, list[Request]]:  # fmt: skip
     """A request is preempted after it has generated tokens, which it replays alone or beside others."""
-    companions = [engine.add([7] * 12, MOST_TOKENS, "companions")]
+    companions = [engine.add(PREEMPTING, MOST_TOKENS, "companions")]
     engine.step_until(lambda: bool(companions[0].output_token_ids))
     request = engine.add(prompt, MOST_TOKENS - 4, salt)
     engine.step_until(lambda: len(request.output_token_ids) > 2)

@@ -4,7 +4,7 @@ Job: for every seed one engine with random settings and pools hardly larger than
 each other's prompts, with random options, aborts and preemptions. Tokens and log probabilities of each request that
 ends are compared with those of the request alone. Owns: the settings and the traffic.
 
-    python -m tests.fuzz_deterministic [--requests 10000] [--first 0] [--seconds 3600] [--device cpu]
+    python -m tests.fuzz_deterministic [--requests 10000] [--first 0] [--seconds 3600] [--device cpu] [--json FILE]
 
 A failure says its seed; ``--first SEED --requests 1`` repeats it.
 """
@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,20 @@ from tests.deterministic import Alone, Bits, bits_of
 from tests.late_device import LateDevice
 from tests.x_matrix import make_reference
 from weft import LLM, SamplingParams
+from weft.bench import report
 from weft.request import Request
 
 ARCHITECTURES = (
     "Qwen3NextForCausalLM", "Qwen3NextForCausalLM", "Qwen3ForCausalLM", "BambaForCausalLM", "JambaForCausalLM",
-    "MiniMaxForCausalLM", "Lfm2MoeForCausalLM",
+    "MiniMaxForCausalLM", "Lfm2MoeForCausalLM", "GptOssForCausalLM", "KimiLinearForCausalLM",
 )  # fmt: skip
+VERIFYING = ("Qwen3NextForCausalLM", "Qwen3ForCausalLM")
+"""Architectures that may draft in this mode."""
 MODES = ("NONE", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 CONTEXT, REQUESTS = 300, 30
 
 
-def settings_of(rng: random.Random) -> dict[str, Any]:
+def settings_of(rng: random.Random, name: str) -> dict[str, Any]:
     page_size, seqs, mode = rng.choice([1, 4, 16, 16]), rng.randint(1, 5), rng.choice(MODES)
     pages = -(-CONTEXT // page_size)
     settings: dict[str, Any] = {
@@ -48,6 +52,11 @@ def settings_of(rng: random.Random) -> dict[str, Any]:
         settings["cuda_graph_bs"] = [1, 2, 4]
     if mode in ("PIECEWISE", "FULL_AND_PIECEWISE", "FULL"):
         settings["piecewise_cuda_graph_tokens"] = [16, 128]
+    if name in VERIFYING and mode != "PIECEWISE" and rng.random() < 0.4:
+        drafts = {"method": "ngram", "num_speculative_tokens": rng.randint(1, 4), "prompt_lookup_min": 1}
+        settings["speculative_config"] = drafts
+    if rng.random() < 0.3:
+        settings["kv_offloading_size"] = 0.02
     return settings
 
 
@@ -79,11 +88,11 @@ def start(llm: LLM, prompt: list[int], params: SamplingParams) -> Request:
     return request
 
 
-def episode(seed: int, alone: Alone, device: str) -> tuple[int, int]:
-    """One engine. Returns the numbers of requests compared and of preemptions."""
+def episode(seed: int, name: str, alone: Alone, device: str) -> Counter[str]:
+    """One engine. Returns what happened."""
     rng = random.Random(seed)
     with LLM(
-        str(alone.folder), skip_tokenizer_init=True, deterministic=True, device=device, **settings_of(rng)
+        str(alone.folder), skip_tokenizer_init=True, deterministic=True, device=device, **settings_of(rng, name)
     ) as llm:  # fmt: skip
         if device == "cpu" and rng.random() < 0.5:
             LateDevice(llm, rng)
@@ -103,14 +112,18 @@ def episode(seed: int, alone: Alone, device: str) -> tuple[int, int]:
             if not llm.is_finished():
                 llm.step()
             llm._core.scheduler.check()
-        num_preemptions = llm.stats().num_preemptions
+        stats = llm.stats()
     compared = [pair for pair in sent if pair[0].request_id not in aborted]
     for request, params in compared:
         want = start(alone.llm, request.prompt_token_ids.tolist(), params)
         while not alone.llm.is_finished():
             alone.llm.step()
         assert everything(request) == everything(want), (seed, len(request.prompt_token_ids), params)
-    return len(compared), num_preemptions
+    return Counter(
+        engines=1, requests=len(compared), preemptions=stats.num_preemptions, restores=stats.num_restores,
+        drafts=stats.spec_decode_num_draft_tokens, accepted_drafts=stats.spec_decode_num_accepted_tokens,
+        reused_tokens=sum(request.num_cached_tokens or 0 for request, _ in compared),
+    )  # fmt: skip
 
 
 def main() -> int:
@@ -119,19 +132,23 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", help="write the counts there, after every engine")
     args = parser.parse_args()
     more = {"device": "cuda", "dtype": "bfloat16"} if args.device == "cuda" else {}
-    end, seed, done, preempted = time.monotonic() + args.seconds, args.first, 0, 0
+    end, seed, found = time.monotonic() + args.seconds, args.first, Counter[str]()
+    target = report.open_json(args.json) if args.json else None
     with tempfile.TemporaryDirectory() as folder:
         known: dict[str, Alone] = {}
-        while done < args.requests and time.monotonic() < end:
+        while found["requests"] < args.requests and time.monotonic() < end:
             name = random.Random(f"{seed} architecture").choice(ARCHITECTURES)
             if name not in known:
                 known[name] = Alone(make_reference(name, Path(folder) / name).folder, **more)
-            compared, preemptions = episode(seed, known[name], args.device)
-            seed, done, preempted = seed + 1, done + compared, preempted + preemptions
-    print(f"{done} requests of {seed - args.first} engines had the bits of the request alone; {preempted} preemptions")
-    return int(done < args.requests)
+            found += episode(seed, name, known[name], args.device)
+            seed += 1
+            if target is not None:
+                report.write_json(target, report.provenance(args.device) | {"first": args.first, **found})
+    print(f"had the bits of the request alone, seeds {args.first} to {seed - 1}: {dict(found)}")
+    return int(found["requests"] < args.requests)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tests.deterministic import (
     GUESSES,
     HEAD,
     PATHS,
+    PREEMPTING,
     REPEATS,
     Alone,
     InCompany,
@@ -27,7 +28,8 @@ from tests.deterministic import (
     open_company,
     open_drafting,
 )
-from tests.x_matrix import DENSE, HYBRID, MODES, OVERLAP, PHASES, WHOLE, WITH_HEAD, part
+from tests.ranks import fork_ranks
+from tests.x_matrix import COMPANIONS, DENSE, HYBRID, MODES, OVERLAP, PHASES, WHOLE, WITH_HEAD, part, prompt_of
 
 KINDS = [HYBRID, DENSE, "BambaForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "Lfm2MoeForCausalLM"]
 IN_FP8 = [HYBRID + FP8 + "block", HYBRID + FP8 + "channel-token", DENSE + FP8 + "tensor-static"]
@@ -101,3 +103,15 @@ def test_a_prefix_that_comes_back_has_the_same_bits(name: str, references: dict[
         for phase, length in (("prefill", 65), ("mixed", 210), ("decode", 129)):
             check(engine, "restored", phase, length)
         assert engine.llm.stats().num_external_hit_tokens
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """A process can have one such engine at a time, so the requests run alone first."""
+    with fork_ranks(poisoned=True):
+        alone = Alone(make_folder(HYBRID, tmp_path), tensor_parallel_size=2)
+        for prompt in (prompt_of(129), prompt_of(65), *COMPANIONS, PREEMPTING):
+            alone(prompt)
+        alone.shutdown()
+        with open_company(HYBRID, "NONE", "overlap", {HYBRID: alone}, tensor_parallel_size=2) as engine:
+            check(engine, "branch hit", "decode", 129)
+            check(engine, "preempted", "mixed", 65)

@@ -11,7 +11,8 @@ import torch
 from tests.tiny import make_checkpoint
 from weft.cli import main
 from weft.config import resolution, resolve
-from weft.config.determinism import VLLM_VARIABLE
+from weft.config.determinism import VLLM_VARIABLE, _problems_of_settings
+from weft.config.fields import OPTIONS
 from weft.errors import ConfigError
 from weft.runner.model_runner import _check_order_of_sums
 
@@ -49,7 +50,6 @@ def test_states_stay_in_float32(tmp_path: Path) -> None:
     ("more", "problem"),
     [
         ({"max_num_batched_tokens": 99, "max_num_seqs": 36}, "max_num_batched_tokens=99.*give 100 or more"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1"),
         ({"speculative_config": NGRAM, "cuda_graph_mode": "PIECEWISE"}, "PIECEWISE: .*use FULL_AND_PIECEWISE"),
         ({"speculative_config": NGRAM | RATE, "load_format": "dummy"}, "synthetic_acceptance_rate"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'.*use float32"),
@@ -70,6 +70,12 @@ def test_what_cannot_be_promised_is_refused(hybrid: Path, more: dict[str, Any], 
 def test_layers_without_a_fixed_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"layers of RecurrentGemmaForCausalLM \(.*activation 'gelu_pytorch_tanh'"):
         settings(make_checkpoint("RecurrentGemmaForCausalLM", tmp_path), deterministic=True)
+
+
+def test_ranks_on_a_gpu_are_refused(hybrid: Path) -> None:
+    config = settings(hybrid, deterministic=True, tensor_parallel_size=2)
+    on_gpu = {name: getattr(config, name) for name in OPTIONS} | {"device": "cuda", "dtype": "bfloat16"}
+    assert [p for p in _problems_of_settings(on_gpu) if "tensor_parallel_size above 1 on a GPU" in p]
 
 
 def test_drafts_of_layers_that_run_them_as_prefills_are_refused(hybrid: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ DETERMINISM = (
     mutant(
         "verified-together", "sequences verify drafts one by one", "weft/ops/delta_rule/__init__.py",
         'by_sequence("projected", "state_slots", "slots")', "lambda f, *args, **kwargs: f(*args, **kwargs)",
-        f"{MATRIX}::test_bits_do_not_depend_on_drafts",
+        ROWS,
     ),
     mutant(
         "files-of-other-bits", "files of other engines are not reused", "weft/offload/fingerprint.py",
@@ -117,6 +117,11 @@ DETERMINISM = (
     mutant(
         "fp8-together", "a row's FP8 product does not depend on others", "weft/ops/linear/__init__.py",
         'return by_row("x")(_fp8_product, x, wide', "return _fp8_product(x, wide", OTHERS,
+    ),
+    mutant(
+        "ranks-in-any-order", "a sum over ranks has one order", "weft/layers/all_reduce.py",
+        "self._sum_in_order(x) if self._in_order else self._tp.all_reduce(x)", "self._tp.all_reduce(x)",
+        "tests/layers/test_all_reduce.py",
     ),
     mutant(
         "silent-operations", "an operation that states nothing refuses the mode", "weft/ops/backend.py",

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tests.ops.attention.test_attention import filled_cache
 from tests.ops.oracles import make_batch
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.activation import silu_and_mul
 from weft.ops.attention import paged_attention
 from weft.ops.backend import Backend
 from weft.ops.convolution import causal_conv1d
-from weft.ops.delta_rule import chunk_gated_delta_rule
+from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, gdn_decode, gdn_verify
 from weft.ops.linear import linear, linear_silu_mul
 from weft.ops.moe import fused_moe, topk_router
 from weft.ops.norm import rms_norm
@@ -105,3 +106,21 @@ def test_recurrent_layers_do_not_depend_on_steps_or_others() -> None:
     second, *after = advanced([86, 70, 5], [64, 0, 3], *states)
     assert torch.equal(torch.cat([first, second]), whole)
     assert all(map(torch.equal, after, last))
+
+
+def test_a_verification_leaves_what_decodes_leave() -> None:
+    """Whatever else is verified: outputs and states to the bit."""
+    geometry, seqs, tokens = GatedDeltaNetConfig(3, 9, 20, 20, 4), 5, 3
+    rows = torch.randn(seqs, tokens, geometry.conv_dim + geometry.value_dim + 18)
+    weights = DeltaWeights(torch.randn(geometry.conv_dim, 4), torch.rand(9), torch.rand(9), torch.rand(20), 1e-6)
+    conv, state = torch.randn(1 + seqs * tokens, geometry.conv_dim, 3), torch.randn(1 + seqs * tokens, 9, 20, 20)
+    slots = torch.arange(1, 1 + seqs * tokens, dtype=torch.int32).view(seqs, tokens)
+    working, alone = slots[:, -1].contiguous(), (conv.clone(), state.clone())
+    out = gdn_verify(rows.flatten(0, 1), weights, conv, state, working, slots, geometry, backend=ALONE)
+    for i in range(tokens):
+        step = gdn_decode(rows[:, i], weights, *alone, working, geometry, backend=ALONE)
+        assert torch.equal(out.view(seqs, tokens, -1)[:, i], step)
+        after = slots[:, i].long()
+        assert torch.equal(conv[after], alone[0][working.long()]) and torch.equal(
+            state[after], alone[1][working.long()]
+        )

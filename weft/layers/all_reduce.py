@@ -40,7 +40,8 @@ class AllReduce:
     def __init__(self, width: int, context: ModelContext, name: str = NAME) -> None:
         self.name, self.width, self._tp, self._dtype = name, width, context.tp, context.dtype
         self._peers: PeerBuffers | None = None
-        if context.custom_all_reduce and name == NAME:
+        self._in_order = context.backend.is_invariant
+        if context.custom_all_reduce and name == NAME and not self._in_order:
             self._peers = self._make_peers(context)
 
     def _make_peers(self, context: ModelContext) -> PeerBuffers | None:
@@ -100,4 +101,13 @@ class AllReduce:
 
     @split_op(NAME, width=lambda layer: layer.width)
     def __call__(self, x: Tensor) -> Tensor:
-        return self._tp.all_reduce(x)
+        return self._sum_in_order(x) if self._in_order else self._tp.all_reduce(x)
+
+    def _sum_in_order(self, x: Tensor) -> Tensor:
+        """The sum over ranks by rank. An all-reduce adds in an order that depends on an element's place in the message,
+        and so on the number of rows."""
+        first, *others = self._tp.all_gather(x).unflatten(-1, (self._tp.size, -1)).unbind(-2)
+        total = first.float().contiguous()
+        for part in others:
+            total += part
+        return total.to(x.dtype)

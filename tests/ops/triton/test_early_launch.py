@@ -257,7 +257,7 @@ def test_launches_of_decode_steps_say_when_the_next_may_start(monkeypatch: pytes
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
     "weight", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
-    "decay", "counts", "slots", "norm_weight", "rate", "skip", "addresses",
+    "decay", "counts", "slots", "after_slots", "norm_weight", "rate", "skip", "addresses",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 

@@ -19,8 +19,7 @@ Graph-safe: the grid is the padded number of rows; rows with slot 0 write zeros 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -278,13 +277,13 @@ def gdn_decode_triton(
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
         shape, slots = shape or choose_shape(num_rows * g.num_k_heads), (state_slots, state_slots)
-        _launch_rows(projected, weights, (conv_state, state), slots, g, shape, out, keep, early_launch(out.device))
+        _launch_rows(projected, weights, (conv_state, state), slots, g, shape, out, keep, early=True)
     return out
 
 
 def _launch_rows(
     projected: Tensor, weights: DeltaWeights, states: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor],
-    g: GatedDeltaNetConfig, shape: Shape, out: Tensor, keep: bool, early: Mapping[str, Any],
+    g: GatedDeltaNetConfig, shape: Shape, out: Tensor, keep: bool, *, early: bool,
 ) -> None:  # fmt: skip
     """One token of each row. ``slots``: where the states are, and where they go."""
     num_rows, group = projected.shape[0], g.num_v_heads // g.num_k_heads
@@ -300,7 +299,8 @@ def _launch_rows(
     _gdn_decode_kernel[(g.num_k_heads, num_rows)](
         projected, None, None, conv_weight, A_log, dt_bias, norm_weight, *states, *slots, vectors, out,
         projected.stride(0), 1, 1, slots[0].stride(0), slots[1].stride(0), out.stride(0), eps,
-        FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early,
+        FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers,
+        **(early_launch(out.device) if early else {"EARLY": False}),
     )  # fmt: skip
 
 
@@ -325,9 +325,8 @@ def gdn_verify_triton(
     for i in range(num_tokens if num_seqs else 0):
         places = (slots[:, i - 1] if i else state_slots, slots[:, i])
         # A program reads states before it waits, so only the first launch may start early.
-        early = {"EARLY": False} if i else early_launch(projected.device)
         rows = projected[i::num_tokens], weights, (conv_state, state), places
-        _launch_rows(*rows, g, shape, out[i::num_tokens], False, early)
+        _launch_rows(*rows, g, shape, out[i::num_tokens], False, early=i == 0)
     return out
 
 
