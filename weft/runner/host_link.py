@@ -4,11 +4,10 @@ Job: copy staged rows, and say which copies are done. Owns: staging memory on th
 copies in flight. Does not know: caches, records.
 
 On a GPU rows are gathered into a staging buffer in the stream of the steps. That is quick, and the step may overwrite
-the pages afterwards. A second stream copies the buffer to the host. Restores use two more streams and hold back no
-step. They have two staging buffers, so that the link copies into one while the other is scattered::
+the pages afterwards. A second stream copies the buffer to the host. Restores use a third stream and hold back no step::
 
     store     steps' stream:  gather ──event──▶ second stream: copy to the host
-    restore   third stream:   copy to the device ──event──▶ fourth stream: scatter ──event──▶ steps that use the pages
+    restore   third stream:   copy to the device, scatter ──event──▶ steps that use the pages
 
 On the CPU every copy is done at once.
 """
@@ -28,8 +27,6 @@ CHUNK_BYTES = 64 * 2**20
 
 NUM_STORE_BUFFERS = 8
 """Staging buffers of copies to the host. A step waits for the host only if it evicts more than they hold."""
-
-NUM_RESTORE_BUFFERS = 2
 
 MAX_UNREPORTED = 4096
 """Upper bound on finished copies that are remembered on a rank that nobody asks."""
@@ -101,18 +98,13 @@ class CudaLink:
 
     def __init__(self, device: torch.device, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
-        buffers = [
-            torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
-            for _ in range(NUM_STORE_BUFFERS + NUM_RESTORE_BUFFERS)
-        ]
-        self._store_buffers, self._restore_buffers = buffers[:NUM_STORE_BUFFERS], buffers[NUM_STORE_BUFFERS:]
+        buffers = [torch.empty(chunk_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_STORE_BUFFERS + 1)]
+        *self._store_buffers, self._restore_buffer = buffers
         self._read = [torch.cuda.Event() for _ in self._store_buffers]
         self._next = itertools.cycle(range(NUM_STORE_BUFFERS))
         self._buffer = 0
         self._copying: _Copy | None = None
-        self._scattered = [torch.cuda.Event() for _ in self._restore_buffers]
-        self._restore_buffer = 0
-        self._down, self._up, self._scatter = (torch.cuda.Stream(device) for _ in range(3))
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in_flight: deque[_Copy] = deque()
         self._ends: dict[int, torch.cuda.Event] = {}
 
@@ -124,16 +116,15 @@ class CudaLink:
 
     @contextmanager
     def restoring(self, number: int, after: int) -> Iterator[None]:
-        # A step in flight may still use the pages and slots, and gathers of this step read them. The link runs ahead.
-        self._scatter.wait_stream(torch.cuda.current_stream())
+        # A step in flight may still use the pages and slots, and gathers of this step read them.
+        self._up.wait_stream(torch.cuda.current_stream())
         if after in self._ends:
             self._up.wait_event(self._ends[after])
         copy = self._begin(number, is_restore=True)
         copy.begin.record(self._up)
-        with torch.cuda.stream(self._scatter):
+        with torch.cuda.stream(self._up):
             yield
-            self._scattered[self._restore_buffer].record()
-        self._end(copy, self._scatter)
+        self._end(copy, self._up)
 
     def _begin(self, number: int, *, is_restore: bool) -> _Copy:
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -167,16 +158,9 @@ class CudaLink:
             self._read[self._buffer].record()
 
     def to_device(self, memory: Tensor, places: Sequence[int]) -> Tensor:
-        self._scattered[self._restore_buffer].record()  # the stream of ``restoring`` has queued its scatter
-        self._restore_buffer = (self._restore_buffer + 1) % NUM_RESTORE_BUFFERS
-        rows = self._view(self._restore_buffers[self._restore_buffer], len(places), memory)
-        self._up.wait_event(self._scattered[self._restore_buffer])
-        copied = torch.cuda.Event()
-        with torch.cuda.stream(self._up):
-            for row, place, length in runs(places):
-                rows[row : row + length].copy_(memory[place : place + length], non_blocking=True)
-            copied.record()
-        torch.cuda.current_stream().wait_event(copied)
+        rows = self._view(self._restore_buffer, len(places), memory)
+        for row, place, length in runs(places):
+            rows[row : row + length].copy_(memory[place : place + length], non_blocking=True)
         return rows
 
     def wait_for(self, restored: Sequence[int]) -> None:

@@ -17,8 +17,7 @@ def make_caches() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", list(Backend))
-def test_what_is_gathered_is_scattered(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.ops.attention.record_kernel.SCATTER_PROGRAMS", 2)
+def test_what_is_gathered_is_scattered(backend: Backend) -> None:
     caches, others = make_caches(), [torch.zeros_like(cache) for cache in make_caches()]
     source, target = Records(caches, backend), Records(others, backend)
     wide = torch.zeros(3, source.num_bytes + 16, dtype=torch.uint8, device=DEVICE)

@@ -13,33 +13,25 @@ from weft.ops.triton.sizes import cdiv
 
 _WORDS = 2048
 
-SCATTER_PROGRAMS = 32
-"""Upper bound on programs that write to the caches. They run beside the kernels of decoding steps, which would wait for
-all processors otherwise. A copy over the link takes longer than these few programs do."""
-
 
 @jit(
-    do_not_specialize=["num_words", "num_parts", "num_records", "num_tiles"],
+    do_not_specialize=["num_words"],
     do_not_specialize_on_alignment=["table", "entries", "records"],
 )
-def _record_kernel(
-    table, entries, records, num_words, num_parts, num_records, num_tiles, BLOCK: tl.constexpr, TO_CACHES: tl.constexpr
-):
-    """Each tile (part, record, cache) is a part of one entry of one cache, as 32-bit words. A program copies every n-th
-    tile. ``num_words``: distance between two records."""
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        row = (tile // num_parts) % num_records
-        place = table + 3 * (tile // num_parts // num_records)
-        cache = tl.load(place).to(tl.pointer_type(tl.int32))
-        first, size = tl.load(place + 1), tl.load(place + 2)
-        words = (tile % num_parts) * BLOCK + tl.arange(0, BLOCK)
-        mask = words < size
-        entry = cache + tl.load(entries + row).to(tl.int64) * size + words
-        record = records + row.to(tl.int64) * num_words + first + words
-        if TO_CACHES:
-            tl.store(entry, tl.load(record, mask=mask), mask=mask)
-        else:
-            tl.store(record, tl.load(entry, mask=mask), mask=mask)
+def _record_kernel(table, entries, records, num_words, BLOCK: tl.constexpr, TO_CACHES: tl.constexpr):
+    """Program (part, record, cache) copies a part of one entry of one cache, as 32-bit words. ``num_words``: distance
+    between two records."""
+    place = table + 3 * tl.program_id(2)
+    cache = tl.load(place).to(tl.pointer_type(tl.int32))
+    first, size = tl.load(place + 1), tl.load(place + 2)
+    words = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = words < size
+    entry = cache + tl.load(entries + tl.program_id(1)).to(tl.int64) * size + words
+    record = records + tl.program_id(1).to(tl.int64) * num_words + first + words
+    if TO_CACHES:
+        tl.store(entry, tl.load(record, mask=mask), mask=mask)
+    else:
+        tl.store(record, tl.load(entry, mask=mask), mask=mask)
 
 
 class RecordCopier:
@@ -61,10 +53,7 @@ class RecordCopier:
     def __call__(self, entries: Tensor, records: Tensor, *, to_caches: bool) -> None:
         """``records``: ``[N, bytes]``, whose rows may be longer than a record."""
         words = records.view(torch.int32)
-        num_parts, num_records = cdiv(self._largest, _WORDS), entries.shape[0]
-        num_tiles = num_parts * num_records * len(self._caches)
-        num_programs = min(num_tiles, SCATTER_PROGRAMS) if to_caches else num_tiles
-        _record_kernel[(num_programs,)](
-            self._table, entries, words, words.stride(0), num_parts, num_records, num_tiles, BLOCK=_WORDS,
-            TO_CACHES=to_caches, num_warps=4,
-        )  # fmt: skip
+        grid = (cdiv(self._largest, _WORDS), entries.shape[0], len(self._caches))
+        _record_kernel[grid](
+            self._table, entries, words, words.stride(0), BLOCK=_WORDS, TO_CACHES=to_caches, num_warps=4
+        )
