@@ -9,9 +9,9 @@ from them.
 
 ``tables``: models A and B with graphs; starts; prefix reuse; long prompts; where a queue's time goes. ``modes``:
 without graphs, in pieces, compiled. ``fp8``: E, A beside bf16, long contexts by cache. ``hybrids``: the other hybrid
-models. ``models``: ten models in bfloat16 and FP8. ``more``: drafts, images, accuracy. ``choices``: what defaults rest
-on (segments of long prompts, width of page tables, modes by measurement). All but ``choices`` is the default. Several
-GPUs: ``benchmarks/tensor_parallel.py``.
+models. ``models-bf16`` and ``models-fp8``: ten models. ``more``: drafts, images, accuracy. ``choices``: what defaults
+rest on (segments of long prompts, width of page tables, modes by measurement). All but ``choices`` is the default.
+Several GPUs: ``benchmarks/tensor_parallel.py``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,19 +124,19 @@ def _hybrids() -> list[Job]:
     return [_report(f"engine-{model}-h200", seconds, model, settings, *flags) for model, seconds in models.items()]
 
 
-def _models() -> list[Job]:
+def _models(form: str) -> list[Job]:
     flags = ("--batches", "1", "8", "32", "128", "--lengths", "512", "4096", "--repeats", "2")
-    settings = {"max_model_len": 8192, "max_num_seqs": 128}
+    settings: dict[str, object] = {"max_model_len": 8192, "max_num_seqs": 128}
+    settings |= {"quantization": "fp8"} if form == "fp8" else {}
     models = {
         "hybrid-27b": 60, "llama-3.1-8b": 35, "qwen3-8b": 35, "qwen3-32b": 65, "qwen3-30b-a3b": 45,
         "qwen3.5-35b-a3b": 45, "falcon-h1-34b": 75, "nemotron-h-8b": 40, "granite-4.0-h-tiny": 35, "lfm2-8b-a1b": 30,
     }  # fmt: skip
     own = {"hybrid-27b": BF16_STATE, "qwen3.5-35b-a3b": BF16_STATE, "falcon-h1-34b": BF16_STATE}
-    formats: dict[str, dict[str, object]] = {"bf16": {}, "fp8": {"quantization": "fp8"}}
     return [
-        _report(f"models-{model}-{name}-h200", seconds, model, settings | own.get(model, {}) | quantized, *flags)
-        for model, seconds in models.items() for name, quantized in formats.items()
-    ]  # fmt: skip
+        _report(f"models-{model}-{form}-h200", seconds, model, settings | own.get(model, {}), *flags)
+        for model, seconds in models.items()
+    ]
 
 
 def _more() -> list[Job]:
@@ -172,9 +173,9 @@ def _choices() -> list[Job]:
     return jobs
 
 
-GROUPS = {
-    "tables": _tables, "modes": _modes, "fp8": _fp8, "hybrids": _hybrids, "models": _models, "more": _more,
-    "choices": _choices,
+GROUPS: dict[str, Callable[[], list[Job]]] = {
+    "tables": _tables, "modes": _modes, "fp8": _fp8, "hybrids": _hybrids, "models-bf16": partial(_models, "bf16"),
+    "models-fp8": partial(_models, "fp8"), "more": _more, "choices": _choices,
 }  # fmt: skip
 
 
