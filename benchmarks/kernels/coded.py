@@ -189,8 +189,14 @@ class Bench:
     def us(self, x: Tensor, call: Callable[[Tensor, Any], Any]) -> float:
         scale = torch.ones_like(x[0])
         weights = itertools.islice(itertools.cycle(self.weights), self.num_calls)
-        calls = [lambda w=w: call(rms_norm_triton(x, scale, 1e-6), w) for w in weights]  # type: ignore[misc]
+        calls = [partial(self._call, call, x, scale, w) for w in weights]
         return graph_ms(calls, repeats=5) * 1e3
+
+    @staticmethod
+    def _call(call: Callable[[Tensor, Any], Any], x: Tensor, scale: Tensor, weight: Any) -> None:
+        normed = rms_norm_triton(x, scale, 1e-6)
+        assert isinstance(normed, Tensor)
+        call(normed, weight)
 
     def norm_us(self, x: Tensor) -> float:
         return self.us(x, lambda x, w: x)
@@ -309,7 +315,7 @@ def jobs_of(args: argparse.Namespace) -> list[tuple[Any, int]]:
 def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
     end, start = time.perf_counter() + args.seconds, time.perf_counter()
     if pool is not None:
-        jobs: dict[Any, Any] = {}
+        jobs: dict[Any, tuple[Any, int, Any, str]] = {}
         for what, tokens in jobs_of(args):
             options = candidates(what, tokens) if isinstance(what, Size) else expert_candidates(what, tokens)
             jobs |= {(what, max(16, tokens), config): (what, tokens, config, args.form) for config in options}
@@ -322,6 +328,7 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
             make: Callable[[], Any] = partial(matrix_of, what.rows, what.inner, args.form)
             bench = Bench(make, what.rows * what.inner / 2)
         else:
+            assert isinstance(what, Experts)
             make = lambda w=what: (  # type: ignore[misc]  # noqa: E731
                 matrix_of(2 * w.width, w.hidden, args.form, w.num), matrix_of(w.hidden, w.width, args.form, w.num)
             )  # fmt: skip

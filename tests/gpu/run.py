@@ -26,6 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "parity and precision": ("tests/gpu/test_parity.py", "tests/gpu/test_precision.py", "-n", "3"),
     "engine": ("tests/gpu/test_engine.py", "tests/gpu/test_churn.py", "tests/gpu/test_speculation.py", "-n", "2"),
     "FP8 and images": ("tests/gpu/test_fp8.py", "tests/gpu/test_vision.py"),
+    "4 and 8 bits": ("tests/gpu/test_coded.py",),
     "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py"),
     "deterministic": ("tests/gpu/test_deterministic.py", "-n", "4", "--dist", "loadgroup"),
     "memory": ("tests/gpu/test_memory.py",),

@@ -1,6 +1,7 @@
 """The bundled model, quantised while it loads, predicts what the unquantised one does.
 
-``python -m tests.quantization.test_accuracy --prompts 24 --json FILE`` writes the figures of docs/quantization.md.
+``python -m tests.quantization.test_accuracy --prompts 24 --form int4 --json FILE`` writes figures of
+docs/quantization.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.harness import Harness
 from weft.assets import MODEL_DIR
 from weft.bench import report
 from weft.bench.evaluation import read_problems
-from weft.config.quantization import ONLINE
+from weft.config.quantization import ONLINE_FORMS
 from weft.text.tokenizer import Tokenizer
 
 
@@ -46,11 +47,11 @@ class Agreement:
     equal_p: float
 
 
-def agreement(num_prompts: int) -> Agreement:
+def agreement(num_prompts: int, form: str = "fp8") -> Agreement:
     """Compare the model with itself, quantised online, over the tokens of chat prompts."""
     tokenizer = Tokenizer.load(MODEL_DIR)
     found = []
-    for quantization in (None, ONLINE):
+    for quantization in (None, ONLINE_FORMS[form]):
         harness = Harness(MODEL_DIR, quantization=quantization, num_pages=2000, num_slots=num_prompts + 2)
         rows = []
         for problem in read_problems(limit=num_prompts):
@@ -90,13 +91,14 @@ def test_the_bundled_model_online() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the bundled model with itself, quantised.")
+    parser.add_argument("--form", choices=ONLINE_FORMS, default="fp8")
     parser.add_argument("--prompts", type=int, default=24, metavar="N")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     target = report.open_json(args.json)
-    figures = asdict(agreement(args.prompts))
+    figures = asdict(agreement(args.prompts, args.form))
     print(json.dumps(figures, indent=1))
-    report.write_json(target, {"benchmark": "fp8-agreement"} | report.provenance("cpu") | figures)
+    report.write_json(target, {"benchmark": f"{args.form}-agreement"} | report.provenance("cpu") | figures)
 
 
 if __name__ == "__main__":

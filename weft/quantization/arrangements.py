@@ -164,6 +164,7 @@ class CompressedTensors(Arrangement):
         def copy(run: RowRun) -> tuple[Slices, Any]:
             words, inside = _words(run, per_word)
             target = _rows_of(matrix, run).zeros
+            assert target is not None
             return (words, groups), Converted(target, lambda stored: unpacked(stored.t(), matrix.bits)[:, inside])
 
         per_word = 32 // matrix.bits
@@ -171,8 +172,12 @@ class CompressedTensors(Arrangement):
         return _filled(rows, (-(-rows.total // per_word), num_groups), copy, stored=INT32)
 
     def _globals(self, matrix: CodedMatrix, rows: RowMap) -> WeightPiece:
-        everything: Slices = ()
-        return _filled(rows, (1,), lambda run: (everything, Converted(_rows_of(matrix, run).row_scale, self._global)))
+        def copy(run: RowRun) -> tuple[Slices, Any]:
+            target = _rows_of(matrix, run).row_scale
+            assert target is not None
+            return (), Converted(target, self._global)
+
+        return _filled(rows, (1,), copy)
 
     @staticmethod
     def _global(stored: Tensor) -> Tensor:

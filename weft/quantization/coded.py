@@ -155,24 +155,22 @@ class CodedExperts(ExpertsMethod):
         self.layouts(layer)  # raises if groups do not fit
 
     def _matrices(self, layer: Experts, shared: bool = False) -> dict[str, CodedMatrix]:
-        found = layer.matrices(shared)
-        return {
-            name: self._form.matrix(
-                lambda part, name=name: found.get(f"{name}{part}"),
-                self._form.group(shard.columns, self._name), shard.columns,
-            )
-            for name, shard in _shards(layer).items()
-        }  # fmt: skip
+        found, matrices = layer.matrices(shared), dict[str, CodedMatrix]()
+        for name, shard in _shards(layer).items():
+            parts = {part: found.get(f"{name}{part}") for part in _PARTS}
+            group = self._form.group(shard.columns, self._name)
+            matrices[name] = self._form.matrix(parts.get, group, shard.columns)
+        return matrices
 
     def layouts(self, layer: Experts) -> tuple[WeightLayout, ...]:
         """Tensors of single experts (``7.gate_proj.weight_packed``). Unquantised checkpoints and gpt-oss may also fuse
         tensors over experts."""
         matrices = self._matrices(layer)
         if self.scheme.source == "gpt-oss":
-            return (gpt_oss_layout(layer, *matrices.values(), self._name),)
+            return (gpt_oss_layout(layer, matrices["gate_up"], matrices["down"], self._name),)
         online = self.scheme.source == "online"
         if online and layer.interleaved:
-            return (_interleaved(layer, *matrices.values()),)
+            return (_interleaved(layer, matrices["gate_up"], matrices["down"]),)
         one_by_one = self._one_by_one(layer, matrices)
         return (one_by_one, fused_layout(layer, *map(_Rows, matrices.values()))) if online else (one_by_one,)
 

@@ -35,7 +35,7 @@ FORMS = {
 """Bits, FP4, group, zeros."""
 SHAPES = [(1, 64, 128), (3, 200, 384), (17, 72, 160), (33, 136, 256)]
 """Tokens, weight rows, inner size."""
-TILES = [CodedTile(64, 16, 4, 2), CodedTile(32, 64, 4, 3), CodedTile(64, 64, 4, 2), CodedTile(128, 128, 8, 2)]
+TILES = [CodedTile(128, 16, 4, 4), CodedTile(32, 64, 4, 3), CodedTile(64, 128, 4, 3), CodedTile(128, 128, 8, 3)]
 
 
 def coded_matrix(
@@ -116,7 +116,7 @@ def test_partial_sums() -> None:
     assert 1 < choose_config(matrix, 2, False).splits <= 4
     parts = coded_linear_parts_triton(x, matrix)
     want = coded_linear_parts(x, matrix, backend=Backend.TORCH)
-    assert parts.shape == (3, 2, 64) and parts.dtype == torch.float32
+    assert parts.shape == (4, 2, 64) and parts.dtype == torch.float32
     assert close(parts.sum(0), want)
 
 

@@ -166,9 +166,9 @@ def _number(code, zero, IS_FLOAT: tl.constexpr):
 
 
 @triton.jit
-def _scale_at(scales, place, rows, FIXED: tl.constexpr):
-    """Float32 scales of the group at ``place``, as ``CodedMatrix`` says."""
-    stored = tl.load(scales + place * FIXED.width + rows)
+def _scale_at(scales, place, FIXED: tl.constexpr):
+    """Float32 scales at ``place``, as ``CodedMatrix`` says."""
+    stored = tl.load(scales + place)
     if stored.dtype == tl.uint8:
         if FIXED.span == 16:
             half = (stored.to(tl.int16) & 127) << 7
@@ -181,28 +181,29 @@ def _scale_at(scales, place, rows, FIXED: tl.constexpr):
 
 
 @triton.jit
-def _zero_at(zeros, place, rows, FIXED: tl.constexpr):
-    """Codes of zero in the group at ``place``."""
+def _zero_at(zeros, place, FIXED: tl.constexpr):
+    """Codes of zero at ``place``."""
     if zeros is None:
-        zero = tl.full([rows.shape[0]], 1 << (FIXED.bits - 1), dtype=tl.int32)
+        zero = tl.full([place.shape[0]], 1 << (FIXED.bits - 1), dtype=tl.int32)
     else:
-        zero = tl.load(zeros + place * FIXED.width + rows).to(tl.int32)
+        zero = tl.load(zeros + place).to(tl.int32)
     return zero
 
 
 @triton.jit
-def shared_at(scales, zeros, chunk, rows, FIXED: tl.constexpr):
-    """Four scales and four zeros ``[ROWS]`` of a chunk's groups; where it has fewer groups, the last ones repeat."""
+def shared_at(scales, zeros, base, chunk, rows, FIXED: tl.constexpr):
+    """Four scales and four zeros ``[ROWS]`` of a chunk's groups, behind ``base`` others. If the chunk has fewer groups,
+    the last ones repeat."""
     CHUNK: tl.constexpr = FIXED.span * (16 // FIXED.bits)
     GROUP: tl.constexpr = FIXED.group if FIXED.group > 0 else FIXED.columns
     LAST: tl.constexpr = (FIXED.columns + GROUP - 1) // GROUP - 1
     found = ()
     for step in tl.static_range(4):
-        place = tl.minimum((chunk * CHUNK + min(step * GROUP, CHUNK - 1)) // GROUP, LAST)
-        found = found + (_scale_at(scales, place, rows, FIXED),)  # type: ignore[assignment]  # noqa: RUF005
+        group = tl.minimum((chunk * CHUNK + min(step * GROUP, CHUNK - 1)) // GROUP, LAST)
+        found = found + (_scale_at(scales, base + group * FIXED.width + rows, FIXED),)  # type: ignore[assignment]  # noqa: RUF005
     for step in tl.static_range(4):
-        place = tl.minimum((chunk * CHUNK + min(step * GROUP, CHUNK - 1)) // GROUP, LAST)
-        found = found + (_zero_at(zeros, place, rows, FIXED),)  # type: ignore[assignment]  # noqa: RUF005
+        group = tl.minimum((chunk * CHUNK + min(step * GROUP, CHUNK - 1)) // GROUP, LAST)
+        found = found + (_zero_at(zeros, base + group * FIXED.width + rows, FIXED),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -217,11 +218,12 @@ def _inputs_at(x_rows, inside, k, FIXED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def coded_product(matrix, rows, x_rows, inside, first, last, FIXED: tl.constexpr):
+def coded_product(matrix, expert, rows, x_rows, inside, first, last, FIXED: tl.constexpr):
     """``[ROWS, TOKENS]`` float32: the weight rows ``rows`` times inputs, over the chunks from ``first`` to ``last``.
 
     Args:
         matrix: words, scales, zeros, row scales (``operands_of``).
+        expert: which of several matrices, int64; 0 if there is one.
         rows: ``[ROWS]``, below ``width``.
         x_rows: ``[TOKENS]`` pointers to rows of inputs.
         inside: ``[TOKENS]``, whether a lane has a token.
@@ -235,13 +237,19 @@ def coded_product(matrix, rows, x_rows, inside, first, last, FIXED: tl.constexpr
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     ROWS: tl.constexpr = rows.shape[0]
     TOKENS: tl.constexpr = x_rows.shape[0]
+    CHUNKS: tl.constexpr = (FIXED.columns + CHUNK - 1) // CHUNK
+    GROUPS: tl.constexpr = (FIXED.columns + GROUP - 1) // GROUP
+    words += expert * (CHUNKS * FIXED.width * SPAN // 2)
+    base = expert * (GROUPS * FIXED.width)
     places = rows[:, None] * (SPAN // 2) + tl.arange(0, SPAN // 2)[None, :]
     inner = tl.arange(0, SPAN)
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
-    shared = shared_at(scales, zeros, first, rows, FIXED)
+    shared = shared_at(scales, zeros, base, first, rows, FIXED)
     for chunk in tl.range(first, last, num_stages=FIXED.stages):
         tile = tl.load(words + chunk * (FIXED.width * SPAN // 2) + places)
-        following = shared_at(scales, zeros, chunk + 1, rows, FIXED)  # the pipeline fetches operands of products alone
+        following = shared_at(
+            scales, zeros, base, chunk + 1, rows, FIXED
+        )  # the pipeline fetches operands of products alone
         for begin in tl.static_range(0, SHIFTS, SHARED):
             scale, zero = shared[begin // SHARED], shared[4 + begin // SHARED]
             if FIXED.scales_weights:
@@ -259,5 +267,5 @@ def coded_product(matrix, rows, x_rows, inside, first, last, FIXED: tl.constexpr
                 acc += sums * scale[:, None]
         shared = following
     if row_scale is not None:
-        acc *= tl.load(row_scale + rows)[:, None]
+        acc *= tl.load(row_scale + expert * FIXED.width + rows)[:, None]
     return acc

@@ -44,7 +44,7 @@ def _widen_kernel(
         chunk = tl.program_id(1) * CHUNKS + step
         if chunk * (SPAN * SHIFTS) < FIXED.columns:
             tile = tl.load(words + chunk * (FIXED.width * SPAN // 2) + places)
-            shared = shared_at(scales, zeros, chunk, rows, FIXED)
+            shared = shared_at(scales, zeros, 0, chunk, rows, FIXED)
             for shift in tl.static_range(SHIFTS):
                 begin = chunk * (SPAN * SHIFTS) + shift * SPAN
                 scale, zero = shared[shift * SPAN // GROUP], shared[4 + shift * SPAN // GROUP]

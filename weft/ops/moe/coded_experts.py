@@ -34,15 +34,6 @@ TABLE_PATH = Path(__file__).with_name("coded_moe_h200.json")
 
 
 @triton.jit
-def _of_expert(tensor, expert, SIZE: tl.constexpr):
-    """The part of an optional tensor that belongs to an expert."""
-    part = tensor
-    if tensor is not None:
-        part = tensor + expert.to(tl.int64) * SIZE
-    return part
-
-
-@triton.jit
 def _activated(acc, alpha, limit, GATED: tl.constexpr):
     """The activation of ``[ROWS, TOKENS]`` sums; of gated experts gate and up rows stand in turn."""
     if GATED:
@@ -63,7 +54,7 @@ def _activated(acc, alpha, limit, GATED: tl.constexpr):
 @jit
 def _coded_experts_kernel(
     inputs, words, scales, zeros, row_scale, bias, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    stride_inputs, alpha, limit,
+    stride_inputs, chunks, alpha, limit,
     FIXED: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -75,24 +66,15 @@ def _coded_experts_kernel(
     if expert >= 0:
         ROWS: tl.constexpr = FIXED.rows
         WIDTH: tl.constexpr = FIXED.width // 2 if GATED else FIXED.width
-        SPAN: tl.constexpr = FIXED.span
-        CHUNK: tl.constexpr = SPAN * (16 // FIXED.bits)
-        CHUNKS: tl.constexpr = (FIXED.columns + CHUNK - 1) // CHUNK
-        GROUPS: tl.constexpr = (FIXED.columns + FIXED.group - 1) // FIXED.group if FIXED.group > 0 else 1
         places = first + tl.arange(0, FIXED.tokens)
         inside = places < end
         pair = pairs_at(pairs, places, inside, GROUPED)
         source = pair // TOP_K if UP else places
         target = places if UP else pair
         rows = rows_of_block(tl.program_id(0), WIDTH, ROWS, GATED)
-        matrix = (
-            _of_expert(words, expert, CHUNKS * FIXED.width * SPAN // 2),
-            _of_expert(scales, expert, GROUPS * FIXED.width),
-            _of_expert(zeros, expert, GROUPS * FIXED.width),
-            _of_expert(row_scale, expert, FIXED.width),
-        )
         x_rows = inputs + source.to(tl.int64) * stride_inputs
-        acc = coded_product(matrix, rows, x_rows, inside, 0, CHUNKS, FIXED)
+        matrix = (words, scales, zeros, row_scale)
+        acc = coded_product(matrix, expert.to(tl.int64), rows, x_rows, inside, 0, chunks, FIXED)
         if bias is not None:
             acc += tl.load(bias + expert.to(tl.int64) * FIXED.width + rows).to(tl.float32)[:, None]
         if UP:
@@ -124,9 +106,11 @@ def choose_tiles(down: CodedMatrix, num_tokens: int, top_k: int) -> Tiles:
 
 
 def tiles_by_rule(average: float) -> Tiles:
-    """Tiles for a number of pairs per expert. ``columns`` are weight rows of a program; ``inner`` has no meaning."""
+    """Tiles for a number of pairs per expert, which follow those of linear layers and are not measured. ``columns`` are
+    weight rows of a program; ``inner`` has no meaning."""
     if average <= 8:
-        return Tiles(Tile(16, 64, 0, 4, 4), Tile(16, 64, 0, 4, 4))
+        columns = 64 if average <= 0.05 else 128  # so few pairs need more programs
+        return Tiles(Tile(16, columns, 0, 4, 4), Tile(16, columns, 0, 4, 4))
     if average <= 24:
         return Tiles(Tile(32, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3))
     return Tiles(Tile(64, 128, 0, 4, 3), Tile(64, 128, 0, 4, 3))
@@ -162,8 +146,8 @@ def pair_outputs(
         )
         blocks = cdiv(target.shape[1], tile.columns // 2 if up and gated else tile.columns)
         _coded_experts_kernel[(blocks, num_blocks)](
-            source, *operands_of(matrix), bias, target, ids, *grouping, source.stride(0), alpha, limit,
-            FIXED=fixed, TOP_K=top_k, UP=up, GATED=up and gated, GROUPED=grouped, num_warps=tile.warps,
+            source, *operands_of(matrix), bias, target, ids, *grouping, source.stride(0), matrix.words.shape[1], alpha,
+            limit, FIXED=fixed, TOP_K=top_k, UP=up, GATED=up and gated, GROUPED=grouped, num_warps=tile.warps,
             **early_launch(ids.device),
         )  # fmt: skip
 
