@@ -285,8 +285,8 @@ WAITS_AND_LEAKS = (
     ),
     mutant(
         "sent-survives-a-reset", "a cache that was reset has nothing of what was sent", "weft/engine/router.py",
-        "self.replicas[index].reported, self.replicas[index].sent = set(), {}",
-        "self.replicas[index].reported = set()", "tests/engine/test_router.py",
+        "self.replicas[index].below, self.replicas[index].sent = set(), set(), {}",
+        "self.replicas[index].below = set(), set()", "tests/engine/test_router.py",
     ),
     mutant(
         "seventeenth-message-waits", "all messages that are there are read", "weft/engine/channel.py",
