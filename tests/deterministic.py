@@ -189,8 +189,9 @@ def check(engine: InCompany, path: str, phase: str, length: int) -> None:
     else:
         prime(engine, path, prompt, salt)
         request, companions = RUNS[phase](engine, prompt, salt)
-        reusable = {"cold": 0, "hit": length - 2, "branch hit": length * 2 // 3, "restored": length - 2}[path]
-        assert request.num_cached_tokens == max(0, min(reusable, length - 2)) // 64 * 64
+        most = len(prompt) - 2
+        reusable = {"cold": 0, "hit": most, "branch hit": len(prompt) * 2 // 3, "restored": most}[path]
+        assert request.num_cached_tokens == max(0, min(reusable, most)) // 64 * 64
     for each in (request, *companions):
         engine.reference.check(each)
     engine.llm._core.scheduler.check()

@@ -22,14 +22,34 @@ from tests.deterministic import (
     PREEMPTING,
     REPEATS,
     Alone,
+    Bits,
     InCompany,
     check,
     make_folder,
     open_company,
     open_drafting,
 )
+from tests.media import END, IMAGE, START, VL
+from tests.media import HYBRID as IMAGES_AND_STATES
 from tests.ranks import fork_ranks
-from tests.x_matrix import COMPANIONS, DENSE, HYBRID, MODES, OVERLAP, PHASES, WHOLE, WITH_HEAD, part, prompt_of
+from tests.test_x_matrix_images import LARGE, PROMPTS, PoisonedImages, media_of
+from tests.test_x_matrix_images import make_reference as make_images
+from tests.x_matrix import (
+    COMPANIONS,
+    DENSE,
+    HYBRID,
+    MODES,
+    OVERLAP,
+    PHASES,
+    WHOLE,
+    WITH_HEAD,
+    open_engine,
+    part,
+    prompt_of,
+    runner_of,
+)
+from weft.engine.prompts import PreparedPrompt
+from weft.request import Request
 
 KINDS = [HYBRID, DENSE, "BambaForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "Lfm2MoeForCausalLM"]
 IN_FP8 = [HYBRID + FP8 + "block", HYBRID + FP8 + "channel-token", DENSE + FP8 + "tensor-static"]
@@ -115,3 +135,41 @@ def test_two_ranks(tmp_path: Path) -> None:
         with open_company(HYBRID, "NONE", "overlap", {HYBRID: alone}, tensor_parallel_size=2) as engine:
             check(engine, "branch hit", "decode", 129)
             check(engine, "preempted", "mixed", 65)
+
+
+class AloneWithImages(Alone):
+    def __call__(self, prompt: list[int]) -> Bits:
+        self.llm._inputs.prepare_prompt = lambda *_: PreparedPrompt(None, prompt, [], "", media_of(prompt))  # type: ignore[method-assign]
+        return super().__call__(prompt)
+
+
+class ImagesInCompany(InCompany, PoisonedImages):
+    def add(self, prompt: list[int], count: int, salt: str) -> Request:
+        self.llm._inputs.prepare_prompt = lambda *_: PreparedPrompt(None, prompt, [], salt, media_of(prompt))  # type: ignore[method-assign]
+        return InCompany.add(self, prompt, count, salt)
+
+
+@pytest.mark.parametrize("arch", [VL, IMAGES_AND_STATES])
+def test_images(arch: str, tmp_path: Path) -> None:
+    """Images of one step, of one prompt, and one that steps cut."""
+    alone = AloneWithImages(make_images(arch, tmp_path).folder)
+    settings = {"encoder_cache_size": LARGE + 4}
+    with open_engine(
+        arch, "NONE", "overlap", "capture", {arch: alone}, ImagesInCompany, deterministic=True, **settings
+    ) as engine:
+        assert isinstance(engine, ImagesInCompany)
+        salt, media, sizes = engine.begin(), runner_of(engine.llm).media, list[int]()
+        assert media is not None
+        run = media.run
+        media.run = lambda patches, grids: (sizes.append(len(grids)), run(patches, grids))[1]  # type: ignore[method-assign, func-returns-value]
+        another = [START, *[IMAGE] * 35, END, *prompt_of(20)]
+        together = [engine.add(prompt, 4, salt) for prompt in (another, PROMPTS[1], PROMPTS[0])]
+        engine.finish()
+        for request in together:
+            alone.check(request)
+        assert max(len(step.encodings) for step in engine.steps) > 1 == max(sizes), (
+            "the tower encodes one item at a time"
+        )
+        for path, phase in (("hit", "mixed"), ("preempted", "mixed")):
+            check(engine, path, phase, 3)
+    alone.shutdown()

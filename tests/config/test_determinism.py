@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.media import VL, overrides
 from tests.tiny import make_checkpoint
 from weft.cli import main
 from weft.config import resolution, resolve
@@ -76,6 +77,14 @@ def test_ranks_on_a_gpu_are_refused(hybrid: Path) -> None:
     config = settings(hybrid, deterministic=True, tensor_parallel_size=2)
     on_gpu = {name: getattr(config, name) for name in OPTIONS} | {"device": "cuda", "dtype": "bfloat16"}
     assert [p for p in _problems_of_settings(on_gpu) if "tensor_parallel_size above 1 on a GPU" in p]
+
+
+def test_images_are_encoded_without_graphs(tmp_path: Path) -> None:
+    folder = make_checkpoint(VL, tmp_path, **overrides(VL))
+    config = settings(folder, deterministic=True, cuda_graph_mode="FULL")
+    assert config.encoder_cuda_graph_patches == () and "alone" in config.reasons["encoder_cuda_graph_patches"]
+    with pytest.raises(ConfigError, match="encoder_cuda_graph_patches: padding changes"):
+        settings(folder, deterministic=True, cuda_graph_mode="FULL", encoder_cuda_graph_patches=[64])
 
 
 def test_drafts_of_layers_that_run_them_as_prefills_are_refused(hybrid: Path, tmp_path: Path) -> None:

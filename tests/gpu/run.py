@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "FP8 and images": ("tests/gpu/test_fp8.py", "tests/gpu/test_vision.py"),
     "4 and 8 bits": ("tests/gpu/test_coded.py",),
     "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py"),
-    "deterministic": ("tests/gpu/test_deterministic.py", "-n", "4", "--dist", "loadgroup"),
+    "deterministic": ("tests/gpu/test_deterministic.py", "-n", "7", "--dist", "loadgroup"),
     "memory": ("tests/gpu/test_memory.py",),
 }
 ROOT = Path(__file__).resolve().parents[2]

@@ -124,6 +124,10 @@ DETERMINISM = (
         "tests/layers/test_all_reduce.py",
     ),
     mutant(
+        "images-together", "an image is encoded alone", "weft/runner/media_inputs.py",
+        "spatial_merge_size, config.deterministic", "spatial_merge_size, False", f"{MATRIX}::test_images",
+    ),
+    mutant(
         "silent-operations", "an operation that states nothing refuses the mode", "weft/ops/backend.py",
         "            if fixed is None:\n", "            if False:\n", "tests/ops/test_backend.py",
     ),

@@ -52,6 +52,9 @@ def choose_determinism(values: dict[str, Any], reasons: dict[str, str], model: M
     if values["mamba_ssm_dtype"] == "bfloat16" and "mamba_ssm_dtype" not in given:
         values["mamba_ssm_dtype"] = "float32"
         reasons["mamba_ssm_dtype"] = "deterministic: a step's end must not round the state"
+    if "encoder_cuda_graph_patches" not in given and values["encoder_cuda_graph_patches"]:
+        values["encoder_cuda_graph_patches"] = ()
+        reasons["encoder_cuda_graph_patches"] = "deterministic: an image is encoded alone, without padding"
     problems = [
         *_problems_of_settings(values), *_problems_of_drafts(values, model), *_problems_of_model(values, model)
     ]  # fmt: skip
@@ -124,5 +127,7 @@ def _problems_of_model(values: Mapping[str, Any], model: ModelConfig) -> Iterato
         yield "FP8 experts on a GPU: their kernels follow the number of rows; use an unquantised checkpoint"
     if values["device"] == "cuda" and LatentAttentionConfig in mixers:
         yield "latent attention on a GPU: the matrix library absorbs queries and follows the number of rows"
-    if model.runs_vision:
-        yield "images: the vision tower's products follow the images of a step; set language_model_only=True"
+    if model.runs_vision and values["device"] == "cuda":
+        yield "images on a GPU: tests have not run them there; set language_model_only=True"
+    if model.runs_vision and values["encoder_cuda_graph_patches"]:
+        yield "encoder_cuda_graph_patches: padding changes the sums of the vision tower; leave it out"

@@ -10,6 +10,8 @@ as it does in a text model. The decoder's first layers add further features (Dee
 after the vocabulary. Steps of decodes have no such tokens and skip this.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,8 @@ class VisionDecoder(Decoder):
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)
         assert config.vision is not None
-        self.visual = VisionTower(config.vision, context)
+        # The tower encodes one item at a time where bits must not depend on others (``MediaInputs.encode``).
+        self.visual = VisionTower(config.vision, replace(context, backend=context.backend.plain))
         self._backend = context.backend
         shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
         self.features = torch.zeros(shape, dtype=context.dtype, device=context.device)

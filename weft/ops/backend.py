@@ -33,6 +33,11 @@ class Backend(StrEnum):
         return self in (Backend.INVARIANT_TORCH, Backend.INVARIANT_TRITON)
 
     @property
+    def plain(self) -> "Backend":
+        """The same implementations where bits may depend on other rows."""
+        return Backend(self.value.removeprefix("invariant "))
+
+    @property
     def is_torch(self) -> bool:
         return self in (Backend.TORCH, Backend.INVARIANT_TORCH)
 

@@ -146,7 +146,7 @@ class MediaInputs:
         self._device, self._base, self._step_tokens = (
             self._table.device, config.max_model_len, config.max_num_encoder_input_tokens,
         )  # fmt: skip
-        self.merge = vision.spatial_merge_size
+        self.merge, self._one_by_one = vision.spatial_merge_size, config.deterministic
         self._axes = frequency_axes(self._table.shape[1], vision.mrope_section).to(self._device)
         self.embeddings = torch.zeros(
             config.encoder_cache_size, vision.num_features, config.model_config.hidden_size,
@@ -157,13 +157,14 @@ class MediaInputs:
     def encode(self, encodings: Sequence[Encoding]) -> EncoderTime:
         """Queue the encoding of these images; their embeddings go to the rows that the scheduler chose."""
         took = EncoderTime(self._device)
-        items = [encoding.item for encoding in encodings]
-        encoded = self.run(self._patches(items), [item.grid for item in items])
-        start = 0
-        for encoding in encodings:
-            end = start + encoding.item.num_tokens
-            self.embeddings[encoding.row : encoding.row + end - start].copy_(encoded[start:end])
-            start = end
+        for together in [[encoding] for encoding in encodings] if self._one_by_one else [encodings]:
+            items = [encoding.item for encoding in together]
+            encoded = self.run(self._patches(items), [item.grid for item in items])
+            start = 0
+            for encoding in together:
+                end = start + encoding.item.num_tokens
+                self.embeddings[encoding.row : encoding.row + end - start].copy_(encoded[start:end])
+                start = end
         return took.end()
 
     def run(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:

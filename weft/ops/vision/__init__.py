@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.backend import Backend, with_kernel
+from weft.ops.rows import whole
 from weft.ops.traced import traced_op
 
 
@@ -119,7 +120,7 @@ def add_layer_norm(
 
 
 @traced_op()
-@with_kernel("weft.ops.vision.kernels")
+@with_kernel("weft.ops.vision.kernels", whole)
 def add_media_features(x: Tensor, ids: Tensor, features: Tensor, first_id: int, *, backend: Backend) -> Tensor:
     """``x[t] + features[ids[t] - first_id]`` where ``ids[t] >= first_id``, else ``x[t]``: ``[T, hidden_size]``. ``x``
     is the residual stream of one of the decoder's first layers (DeepStack, arXiv 2406.04334).

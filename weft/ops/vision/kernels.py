@@ -212,7 +212,7 @@ def _add_kernel(
     tl.store(out + token * HIDDEN + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
-@launches(add_media_features)
+@launches(add_media_features, invariant={})
 def add_media_features_triton(x, ids, features, first_id) -> Tensor:
     """Features are read only for the tokens that have some."""
     num_tokens, hidden_size = x.shape
