@@ -117,16 +117,8 @@ class InCompany(Poisoned):
 def open_company(
     name: str, mode: str, overlap: str, references: dict[str, Alone], **settings: Any
 ) -> Iterator[InCompany]:
-    with open_engine(
-        name,
-        mode,
-        overlap,
-        "capture",
-        references,
-        kind=InCompany,
-        deterministic=True,
-        **settings,  # type: ignore[arg-type]
-    ) as engine:
+    known: Any = references
+    with open_engine(name, mode, overlap, "capture", known, InCompany, deterministic=True, **settings) as engine:
         assert isinstance(engine, InCompany)
         yield engine
 

@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", help="write the counts there, after every engine")
     args = parser.parse_args()
-    more = {"device": "cuda", "dtype": "bfloat16"} if args.device == "cuda" else {}
+    more: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if args.device == "cuda" else {}
     end, seed, found = time.monotonic() + args.seconds, args.first, Counter[str]()
     target = report.open_json(args.json) if args.json else None
     with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
 
 @pytest.fixture(scope="module", params=COLUMNS, ids="-".join)
 def engine(request: pytest.FixtureRequest, references: dict[str, Alone]) -> Iterator[InCompany]:
-    with open_company(*request.param, references) as engine:
+    name, mode, overlap = request.param
+    with open_company(name, mode, overlap, references) as engine:
         yield engine
 
 
@@ -153,10 +155,9 @@ class ImagesInCompany(InCompany, PoisonedImages):
 def test_images(arch: str, tmp_path: Path) -> None:
     """Images of one step, of one prompt, and one that steps cut."""
     alone = AloneWithImages(make_images(arch, tmp_path).folder)
-    settings = {"encoder_cache_size": LARGE + 4}
-    with open_engine(
-        arch, "NONE", "overlap", "capture", {arch: alone}, ImagesInCompany, deterministic=True, **settings
-    ) as engine:
+    known: Any = {arch: alone}
+    more: dict[str, Any] = {"encoder_cache_size": LARGE + 4, "deterministic": True}
+    with open_engine(arch, "NONE", "overlap", "capture", known, ImagesInCompany, **more) as engine:
         assert isinstance(engine, ImagesInCompany)
         salt, media, sizes = engine.begin(), runner_of(engine.llm).media, list[int]()
         assert media is not None

@@ -1,7 +1,7 @@
 """The sum over ranks where a row's bits must not depend on other rows."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -32,5 +32,6 @@ def test_ranks_are_added_in_order(num_rows: int) -> None:
         context: Any = SimpleNamespace(
             tp=FourRanks(), dtype=torch.float32, backend=backend, custom_all_reduce=False
         )  # fmt: skip
-        found = AllReduce(3, cast(Any, context)).__call__.__wrapped__(AllReduce(3, context), torch.ones(num_rows, 3))
+        sum_over_ranks: Any = AllReduce.__call__
+        found = sum_over_ranks.__wrapped__(AllReduce(3, context), torch.ones(num_rows, 3))
         assert found.is_contiguous() and (found == want).all()
