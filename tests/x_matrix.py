@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.drafters import ByModel, install
 from tests.engine.simulator import greedy
 from tests.late_device import LateDevice
+from tests.offload.always import AlwaysRestore
 from tests.speculation.conftest import make_repeating_checkpoint
 from tests.tiny import make_model
 from tests.unread import Unread
@@ -93,6 +94,8 @@ class Poisoned:
 
     def __post_init__(self) -> None:
         self.unread = Unread(self.llm)
+        if self.llm._core.scheduler.restores is not None:
+            self.llm._core.scheduler.restores.tier.costs = AlwaysRestore()
         if self.is_late:
             LateDevice(self.llm, before=self.poison)
         executor = self.llm._core._executor

@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "4 and 8 bits": ("tests/gpu/test_coded.py",),
     "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py"),
     "deterministic": ("tests/gpu/test_deterministic.py", "-n", "7", "--dist", "loadgroup"),
+    "tiers": ("tests/gpu/test_offload.py",),
     "memory": ("tests/gpu/test_memory.py",),
 }
 ROOT = Path(__file__).resolve().parents[2]

@@ -80,6 +80,27 @@ def slow(*args: Any) -> Tensor:
     return COPY(*args)
 
 
+def test_a_request_that_did_not_fit_is_looked_up_when_there_is_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(**TINY, kv_offloading_size=0.1) as llm:
+        manager, restores = llm._core.manager, llm._core.scheduler.restores
+        assert restores is not None
+        lookups, look_up = [], restores.tier.look_up
+
+        def counted(*args: Any) -> Any:
+            lookups.append(len(args[0]))
+            return look_up(*args)
+
+        monkeypatch.setattr(restores.tier, "look_up", counted)
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        for index in range(2):  # each needs more than half of the pages
+            llm.add_request({"prompt_token_ids": [*PROMPTS[index], *PROMPTS[index][:40]]}, params)
+        finished = [
+            output.request_id for _ in range(1000) if not llm.is_finished() for output in llm.step() if output.finished
+        ]
+        assert len(finished) == 2 and manager.pages.capacity < 2 * 12
+    assert len(lookups) < 12, "the second request waited for some sixty steps"
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_slow_link_is_measured_and_not_used(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
     """The first restore measures the link. What follows depends on that measurement alone."""

@@ -94,6 +94,9 @@ class Restores:
         self._for: str = ""
         self._had: dict[str, Restored | None] = {}
         self._blocked: set[str] = set()  # until the restore or the load in flight ends
+        self._no_room: tuple[str, tuple[int, int]] | None = (
+            None  # a request that did not fit, and the room that there was
+        )
         self._confirmed: list[int] = []
         self._loads = Loads(tier)
         self._deadlines: dict[str, float] = {}  # of requests that wait for files
@@ -103,6 +106,28 @@ class Restores:
     def still_waits(self, request: Request) -> bool:
         """Whether a request waits for what is in flight. Its prefix need not be looked up again before that ends."""
         return request.request_id in self._blocked and not self._is_late(request)
+
+    def did_not_fit(self, request: Request) -> None:
+        """Note that a request cannot be admitted now, for lack of pages or slots."""
+        self._no_room = request.request_id, self._room
+
+    def lacks_room(self, request: Request) -> bool:
+        """Whether a request did not fit, and no more room has come since. Its prefix need not be looked up again."""
+        if self._no_room is None or self._no_room[0] != request.request_id:
+            return False
+        return all(now <= before for now, before in zip(self._room, self._no_room[1], strict=True))
+
+    @property
+    def _room(self) -> tuple[int, int]:
+        """Numbers of pages and of slots that are free, or free when needed."""
+        manager = self._manager
+        slots = manager.slots.num_free + manager.evictor.num_evictable_slots
+        return manager.pages.num_free + manager.pages.num_evictable, slots
+
+    def _wake(self) -> None:
+        """Let waiting requests be looked up again, because a restore or a load has ended."""
+        self._blocked.clear()
+        self._no_room = None
 
     def _is_late(self, request: Request) -> bool:
         """Whether a request has waited for files as long as computing its prefix would take."""
@@ -149,7 +174,7 @@ class Restores:
     def files_done(self, files: Collection[tuple[int, int, str]]) -> None:
         """Note the ends of file orders: number, bytes, and the reason of a failure."""
         if self._loads.files_done(files):
-            self._blocked.clear()
+            self._wake()
 
     def _begin(self, match: Match, below: Below, request: Request, num_running: int) -> Lease | None:
         """Lock the part of the prefix that the device has, and take a slot. None if the request would not fit."""
@@ -322,7 +347,7 @@ class Restores:
         for transfer in step.stores:
             lost.update(self.tier.broke(transfer.number))
         if self._loads.broke(step):
-            self._blocked.clear()
+            self._wake()
         if active is not None:
             broken = [t.number for t in step.restores if active.outstanding.pop(t.number, None) is not None]
             active.failed |= bool(broken) or not lost.isdisjoint(_entries(active.below))
@@ -333,7 +358,7 @@ class Restores:
         if active is None or active.outstanding or not (active.is_complete or active.failed):
             return
         self._active = None
-        self._blocked.clear()
+        self._wake()
         self._manager.restored(active.lease, keep=not active.failed)
         self.tier.touch(active.below)
         self.tier.unpin(_entries(active.below))

@@ -252,6 +252,8 @@ class Scheduler:
                 continue
             if self.restores is not None and self.restores.still_waits(request):
                 continue
+            if self.restores is not None and self._rows.running and self.restores.lacks_room(request):
+                break
             match = self._lookups.match(request)
             self._lookups.await_in_flight_match(request, match, self._rows.running)
             if self._lookups.awaits_prefill(request):
@@ -263,7 +265,8 @@ class Scheduler:
             if self.restores is not None:
                 if self.restores.waits(request, match, len(self._rows.running)):
                     continue
-                match = self._lookups.match(request)
+                if match.version != self.manager.tree.version:
+                    match = self._lookups.match(request)
             lease = self.manager.lease(
                 match,
                 request.num_tokens,
@@ -272,6 +275,8 @@ class Scheduler:
                 boundaries=request.checkpoint_positions,
             )
             if lease is None:
+                if self.restores is not None:
+                    self.restores.did_not_fit(request)
                 break
             self._waiting.remove(request)
             self._lookups.remove(request)
