@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import test_x_matrix_fp8 as fp8
+from tests import test_x_matrix_images as images
 from tests import x_matrix as matrix
 
 MODES = [("NONE", "overlap"), ("FULL", "in turn")]
@@ -68,3 +72,66 @@ def test_every_kind_of_layer_comes_back(kind: str, references: dict[str, matrix.
     with matrix.open_engine(arch, "NONE", "overlap", "capture", references, kv_offloading_size=0.2) as engine:
         matrix.check(engine, "restored", "mixed", 129)
         assert engine.llm.stats().num_external_hit_tokens
+
+
+@pytest.mark.parametrize("kind", list(fp8.NAMES))
+def test_fp8_comes_back(kind: str, tmp_path: Path) -> None:
+    """Weights in FP8, or keys and values."""
+    more: dict[str, Any] = {} if kind == "weights" else {"kv_cache_dtype": "fp8"}
+    references = {kind: fp8.make_reference(kind, tmp_path)}
+    with matrix.open_engine(kind, "FULL", "overlap", "capture", references, kv_offloading_size=0.1, **more) as engine:
+        for phase, length in (("prefill", 129), ("mixed", 65), ("decode", 210)):
+            matrix.check(engine, "restored", phase, length)
+        assert engine.llm.stats().num_external_hit_tokens
+
+
+@pytest.mark.parametrize("arch", [images.VL, images.HYBRID])
+def test_images_come_back(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the prefix ends inside an image. Another image of the same size is a miss."""
+    references, column = {arch: images.make_reference(arch, tmp_path)}, (arch, "NONE", "overlap", "exact")
+    with images.open_column(column, references, kv_offloading_size=0.1) as engine:
+        for phase, prompt in (("prefill", 2), ("mixed", 3), ("decode", 1)):
+            matrix.check(engine, "restored", phase, prompt)
+        assert engine.llm.stats().num_external_hit_tokens
+        tokens, salt = engine.prompt_of(1), engine.begin()
+        engine.run(tokens, 2, salt)
+        engine.evict_all()
+        make = images.item
+        monkeypatch.setattr(images, "item", lambda kind, grid, seed, runs: make(kind, grid, seed + 1, runs))
+        num_cached = engine.run(tokens, 2, salt).num_cached_tokens
+        assert num_cached is not None and num_cached <= tokens.index(images.IMAGE)
+
+
+@pytest.mark.parametrize("arch", [images.VL, images.HYBRID])
+def test_images_come_back_with_drafts(arch: str, tmp_path: Path) -> None:
+    references, column = {arch: images.make_reference(arch, tmp_path)}, (arch, "NONE", "overlap", "exact")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with images.open_column(column, references, kv_offloading_size=0.1, speculative_config=drafts) as engine:
+        matrix.install_drafter(engine, arch)
+        matrix.check_drafts(engine, "restored", 1)
+        stats = engine.llm.stats()
+        assert stats.num_external_hit_tokens and stats.spec_decode_num_accepted_tokens
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_a_reset_empties_all_tiers(has_files: bool, references: dict[str, matrix.Reference], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"kv_offloading_size": 0.1} | ({"kv_offloading_dir": tmp_path} if has_files else {})
+    with matrix.open_engine(matrix.HYBRID, "NONE", "in turn", "capture", references, **settings) as engine:
+        prompt, salt = engine.prompt_of(129), engine.begin()
+
+        def files_are(there: bool) -> None:
+            for _ in range(200):
+                if bool(list(tmp_path.glob("*/*/*"))) == there:
+                    return
+                engine.run([1, 2], 2, "others")
+                time.sleep(0.01)
+            raise AssertionError(f"files: {not there}")
+
+        engine.run(prompt, 2, salt)
+        engine.evict_all()
+        files_are(has_files)
+        assert engine.run(prompt, 2, salt).num_cached_tokens == 128
+        assert engine.llm.reset_prefix_cache()
+        assert engine.run(prompt, 2, salt).num_cached_tokens == 0
+        files_are(False)
+        assert engine.llm.stats().num_external_hit_tokens == 128
