@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import main
-from weft.cli.doctor import Finding, _numbers, _package, examine, largest_models, model_fits
+from weft.cli.doctor import Finding, _kernels, _numbers, _package, examine, largest_models, model_fits
 
 
 def test_a_machine_that_runs_these_tests_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +32,13 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr("weft.cli.doctor.capacity", lambda config: {"error": "the weights take more than there is"})
     assert main(["doctor", "weft-mini"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("the weights take more than there is")
+
+
+@pytest.mark.parametrize(("capability", "others"), [((9, 0), False), ((8, 6), True), ((12, 0), True)])
+def test_kernels_for_hopper(capability: tuple[int, int], others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.config.resolution.cuda_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    assert ("those for Hopper give way to others" in _kernels().found) is others
 
 
 def test_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

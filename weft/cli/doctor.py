@@ -170,7 +170,20 @@ def _kernels() -> Finding:
         return Finding("kernels", "note", kernel_choice(None), "a GPU needs the Triton that its torch requires")
     if not is_gluon_tested(version):
         return Finding("kernels", "note", kernel_choice(version), tested)
-    return Finding("kernels", "ok", kernel_choice(version))
+    return Finding("kernels", "ok", kernel_choice(version) + _without_hopper())
+
+
+def _without_hopper() -> str:
+    """What runs instead of the kernels for Hopper on a GPU of another architecture."""
+    from weft.config.resolution import cuda_available
+
+    if not cuda_available():
+        return ""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    others = f"; those for Hopper give way to others on this GPU (capability {major}.{minor}), with the same results"
+    return "" if major == 9 else others
 
 
 def _compiler() -> Finding:

@@ -38,7 +38,7 @@ from weft.ops.moe.combine import sum_experts
 from weft.ops.moe.groups import group_pairs
 from weft.ops.triton.early_launch import Release, early_launch, enter
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
+from weft.ops.triton.sizes import cdiv, fitting_stages, next_power_of_2, precision
 
 
 class Fixed(NamedTuple):
@@ -257,8 +257,11 @@ def pair_outputs(
     gated = gate_up.shape[1] == 2 * width
 
     def compiled_for(tile: Tile, inner: int) -> dict[str, Any]:
+        matrices = 2 if gated and tile is tiles.up else 1
+        stage_bytes = inner * (tile.rows + matrices * tile.columns) * x.element_size()
+        stages = fitting_stages(tile.stages, stage_bytes, x.device)
         fixed = Fixed(
-            hidden_size, width, top_k, tile.columns, inner, tile.stages, tile.span, grouped, precision(x), gated
+            hidden_size, width, top_k, tile.columns, inner, stages, tile.span, grouped, precision(x), gated
         )  # fmt: skip
         return {"FIXED": fixed, "ROWS": tile.rows, "num_warps": tile.warps}
 

@@ -4,11 +4,30 @@ Triton's ``cdiv`` and ``next_power_of_2`` are made for compile time. On the host
 compile-time values, which takes 2 us a call and was a quarter of an eager step's host time.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H200. With at most this many programs, each has the whole shared memory of a multiprocessor."""
+
+
+LEAST_SHARED_BYTES = 99 << 10
+"""Shared memory of a program on GPUs of capability 8.6, 8.9 and 12.0. All others that Weft knows have more."""
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory that a program may have on a device; the least of all without a GPU."""
+    if device.type != "cuda":
+        return LEAST_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def fitting_stages(stages: int, stage_bytes: int, device: torch.device) -> int:
+    """The pipeline stages of which all but one fit in shared memory; at most ``stages``, and at least one."""
+    return max(1, min(stages, 1 + shared_bytes(device) // stage_bytes))
 
 
 def precision(x: Tensor) -> str:
