@@ -41,7 +41,10 @@ VERBS = {
     ),
     "graph": Verb("weft.cli.graph", "show what a prefill captures in mode PIECEWISE"),
     "cache": Verb("weft.cli.cache", "list, verify or empty the files of a disk tier"),
-    "models": Verb("weft.cli.models", "list the architectures that Weft runs, and what was verified of each"),
+    "models": Verb(
+        "weft.cli.models",
+        "list the architectures that Weft runs, what was verified of each, and formats of quantised weights",
+    ),
     "doctor": Verb("weft.cli.doctor", "check this machine and say what is missing"),
 }
 
