@@ -111,7 +111,6 @@ def test_flags_of_the_server_are_refused_by_name(flag: str, capsys: pytest.Captu
         (["serve", "--prot", "5"], "weft serve: error: unknown flag --prot; did you mean --port"),
         (["bench", "latency", "--btach"], "weft bench latency: error: unknown flag"),
         (["config", "stray"], "unexpected argument 'stray'; weft config takes flags only; a model is given by --model"),
-        (["models", "stray"], "unexpected argument 'stray'; weft models takes flags only\n"),
         (["serve", "one", "--port", "1", "two"], "'two'; give one MODEL, before or after the flags"),
         (["generate", "one", "--quiet", "two"], "'two'; give every PROMPT in one place, before or after the flags"),
         (["sevre"], "unknown verb 'sevre'; did you mean serve?"),

@@ -44,8 +44,7 @@ class Parser(argparse.ArgumentParser):
         for taken in self._get_positional_actions():
             which = f"one {taken.metavar}" if taken.nargs == "?" else f"every {taken.metavar} in one place"
             return f"give {which}, before or after the flags"
-        has_model = "--model" in self._option_string_actions
-        return f"{self.prog} takes flags only" + ("; a model is given by --model" if has_model else "")
+        return f"{self.prog} takes flags only; a model is given by --model"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a word that is no verb, with similar verbs."""
