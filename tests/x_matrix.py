@@ -301,7 +301,8 @@ def run_mixed(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, 
 
 def run_decode(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, list[Request]]:
     """Three requests decode together, in a graph of four."""
-    companions = [engine.add(tokens, NUM_TOKENS, "companions") for tokens in COMPANIONS]
+    count = NUM_TOKENS if engine.llm._core.scheduler.restores is None else COMPANION_TOKENS  # restores take steps
+    companions = [engine.add(tokens, count, "companions") for tokens in COMPANIONS]
     request = engine.add(prompt, NUM_TOKENS, salt)
     engine.finish()
     decodes = [[r.num_tokens - len(r.draft_token_ids) for r in step.requests] for step in engine.steps]
