@@ -307,7 +307,8 @@ def write_tables(rows: list[dict[str, Any]], tune: bool) -> None:
 
 def jobs_of(args: argparse.Namespace) -> list[tuple[Any, int]]:
     """Experts first, then dense sizes; few tokens before many."""
-    sizes = [s for s in [*EXPERTS, *SIZES] if args.only is None or any(name in s.name for name in args.only)]
+    every: list[Any] = [*EXPERTS, *SIZES]
+    sizes = [s for s in every if args.only is None or any(name in s.name for name in args.only)]
     found = [(what, tokens) for what in sizes for tokens in args.tokens]
     return found + [(what, tokens) for what in sizes if isinstance(what, Size) for tokens in args.many]
 

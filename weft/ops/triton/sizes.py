@@ -5,6 +5,7 @@ compile-time values, which takes 2 us a call and was a quarter of an eager step'
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ def shared_bytes(device: torch.device) -> int:
     """The shared memory that a program may have on a device; the least of all without a GPU."""
     if device.type != "cuda":
         return LEAST_SHARED_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def fitting_stages(stages: int, stage_bytes: int, device: torch.device) -> int:
