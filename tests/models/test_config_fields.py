@@ -23,13 +23,14 @@ NOT_OF_A_FORWARD_PASS = frozenset(
     "router_aux_loss_coef z_loss_coefficient rescale_prenorm_residual bos_token_id eos_token_id pad_token_id "
     "time_step_max time_step_floor time_step_init_scheme time_step_scale use_mamba_kernels use_mambapy "
     "use_associative_scan mamba_chunk_size chunk_size block_size router_jitter_noise num_nextn_predict_layers "
-    "mtp_layers_block_type moe_shared_expert_overlap".split()
+    "mtp_layers_block_type moe_shared_expert_overlap w_init_variance_scale".split()
 )
 """Fields of training and generation, of how (not what) transformers computes, and of heads that Weft does not run."""
 
 OTHERS: dict[str, Any] = {
     "layer_types": lambda v: v[::-1],
     "layers_block_type": lambda v: v[::-1],
+    "block_types": lambda v: v[::-1],
     "rope_parameters": lambda v: v | {"rope_theta": 77.0},
     "time_step_limit": lambda v: [0.2, 0.6],
     "time_step_rank": lambda v: 5,
