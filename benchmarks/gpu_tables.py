@@ -1,4 +1,4 @@
-"""The figures of one GPU that the documents hold, measured again in one run: a JSON file each.
+"""Measure the documents' figures of one GPU again, each job into a JSON file of its own.
 
     python benchmarks/gpu_tables.py --output DIR [--group GROUP …] [--only WORD …] [--gpus N] [--seconds 560]
 
@@ -7,7 +7,7 @@ each GPU. What would not end within ``--seconds`` by its estimate is not begun, 
 the files into ``benchmarks/results`` and run ``python docs/make_tables.py``, which writes the tables of the documents
 from them.
 
-``tables``: models A and B with graphs; starts; prefix reuse; long prompts; where a queue's time goes. ``modes``:
+``tables`` measures models A and B with graphs: starts, prefix reuse, long prompts, parts of a queue's time. ``modes``:
 without graphs, in pieces, compiled. ``fp8``: E, A beside bf16, long contexts by cache. ``hybrids``: the other hybrid
 models. ``models-bf16`` and ``models-fp8``: ten models. ``more``: drafts, images, accuracy. ``choices``: what defaults
 rest on (segments of long prompts, width of page tables, modes by measurement). All but ``choices`` is the default.

@@ -101,7 +101,7 @@ def matrix_of(rows: int, inner: int, form: str, *lead: int, device: str = DEVICE
 
 
 def candidates(size: Size, tokens: int) -> Iterator[CodedTile | Widened]:
-    """What may be fastest for a size."""
+    """Yield the tiles to time for a size."""
     if not ON_GPU:
         yield from (CodedTile(64, max(16, tokens), 4, 2), Widened())
         return
