@@ -74,6 +74,23 @@ def test_greedy(engines: Engines, drafter: str, num_drafts: int) -> None:
         assert accepted >= sum(n - 1 - -(-(n - 1) // (num_drafts + 1)) for n in (13, 24, 24, 7))
 
 
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL"])
+def test_drafts_of_steps_whose_graph_samples_alone(mode: str, folder_of: Callable[[str], Path]) -> None:
+    """A graph that only samples compares no drafts with its tokens. Steps in pieces have such a graph, and mixtures."""
+    folder = str(folder_of("Qwen3ForCausalLM"))
+    settings: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "page_size": 4, "num_kv_pages": 600}
+    settings["cuda_graph_mode"] = mode
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, seed=n) for n in (13, 24, 24, 7)]
+    case = Case(prompts(4, seed=1), params)
+    with LLM(folder, max_num_seqs=4) as plain:
+        expected = case.run(plain)
+    with LLM(folder, speculative_config=CONFIG, **settings) as drafting:
+        for is_wrong in (lambda place, rng: False, lambda place, rng: place == 1, lambda place, rng: True):
+            install(drafting, FromOutputs(case.known(expected), is_wrong), 3)
+            assert [f.token_ids for f in case.run(drafting)] == [e.token_ids for e in expected]
+        assert drafting.stats().spec_decode_num_accepted_tokens > 0
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "hot": {"temperature": 1.5},

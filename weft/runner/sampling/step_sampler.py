@@ -128,7 +128,7 @@ class StepSampler:
             result = self._sample(logits[:count], sampled, samples, edited, before, edits)
             tokens = StepTokens(rows, result.token_ids, result.nan_rows)
         if tokens.acceptance is None and self._drafts is not None:  # a sampling graph alone accepts nothing
-            found = self._drafts.accept(sampled, tokens.token_ids, self._builder.sampling_tensors(count))
+            found = self._drafts.accept(sampled, tokens.token_ids, samples or self._builder.sampling_tensors(count))
             if found is not None:
                 tokens = replace(tokens, token_ids=found[0], acceptance=found[1])
         counted = tokens.acceptance.counted if tokens.acceptance is not None else None
