@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.linear import _compile_offline
+from benchmarks.kernels.linear import DTYPE, ROTATED_BYTES, Size, _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
 from weft.ops.codes import CodedMatrix, Packing, dequantize_codes
 from weft.ops.linear import coded
@@ -39,21 +39,9 @@ from weft.ops.norm.kernels import rms_norm_triton
 from weft.ops.triton import early_launch
 from weft.ops.triton.launch import Kernel, launches_handled
 
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 LIMIT = 6e-3 if ON_GPU else 1e-5
 """Largest relative error that passes: weights and results are rounded to bfloat16."""
-ROTATED_BYTES = 192 << 20
 FORMS = {"int4": (4, False, 128), "mxfp4": (4, True, 32), "nvfp4": (4, True, 16), "int8": (8, False, 128)}
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A weight ``[rows, inner]``, followed by SiLU-and-multiply or not."""
-
-    name: str
-    rows: int
-    inner: int
-    silu_mul: bool = False
 
 
 @dataclass(frozen=True, slots=True)

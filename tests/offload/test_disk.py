@@ -89,6 +89,8 @@ def test_names_describe_entries() -> None:
     assert (found.key, found.prefix, found.tail, found.kind) == (KEY, KEY[::-1], 5, "boundary")
     with pytest.raises(ValueError, match="no name"):
         entry_of("x.y")
+    with pytest.raises(ValueError, match="is no name of a tier's file"):
+        entry_of(name_of(state).replace(f".{state.kind}.", ".another."))
 
 
 def test_bounds_on_bytes_and_age(tmp_path: Path) -> None:

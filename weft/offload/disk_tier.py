@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast, get_args
 
 from weft.cache.nodes import CheckpointKind
 from weft.messages import FileOrder
@@ -42,8 +43,8 @@ def entry_of(name: str) -> DiskEntry:
     parts = name.split(".")
     if parts[-1] == "page" and len(parts) == 2:
         return DiskEntry(bytes.fromhex(parts[0]), name)
-    if parts[-1] == "state" and len(parts) == 5:
-        kind: CheckpointKind = parts[3]  # type: ignore[assignment]
+    if parts[-1] == "state" and len(parts) == 5 and parts[3] in get_args(CheckpointKind):
+        kind = cast(CheckpointKind, parts[3])
         return DiskEntry(bytes.fromhex(parts[0]), name, bytes.fromhex(parts[1]), int(parts[2]), kind)
     raise ValueError(f"{name!r} is no name of a tier's file")
 

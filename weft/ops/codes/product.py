@@ -67,49 +67,37 @@ def operands_of(matrix: CodedMatrix) -> tuple[Tensor | None, ...]:
     return tensors
 
 
-_BF16_INT4 = tl.constexpr("""{
+def _integer_instructions(dtype: str, mask: str, constant: str, one: str) -> tl.constexpr:
+    """Put two codes below the exponent of ``constant``, and add the offset, in a word of two ``dtype``."""
+    return tl.constexpr(f"""{{
     .reg .b32 codes, one;
-    mov.b32 one, 0x3F803F80;
-    lop3.b32 codes, $2, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 codes, codes, one, $3;
-    mov.b32 {$0, $1}, codes;
-}""")
-_F16_INT4 = tl.constexpr("""{
-    .reg .b32 codes, one;
-    mov.b32 one, 0x3C003C00;
-    lop3.b32 codes, $2, 0x000F000F, 0x64006400, 0xEA;
-    fma.rn.f16x2 codes, codes, one, $3;
-    mov.b32 {$0, $1}, codes;
-}""")
-_F16_INT8 = tl.constexpr("""{
-    .reg .b32 codes, one;
-    mov.b32 one, 0x3C003C00;
-    lop3.b32 codes, $2, 0x00FF00FF, 0x64006400, 0xEA;
-    fma.rn.f16x2 codes, codes, one, $3;
-    mov.b32 {$0, $1}, codes;
-}""")
-_BF16_FP4 = tl.constexpr("""{
+    mov.b32 one, {one};
+    lop3.b32 codes, $2, {mask}, {constant}, 0xEA;
+    fma.rn.{dtype}x2 codes, codes, one, $3;
+    mov.b32 {{$0, $1}}, codes;
+}}""")
+
+
+def _float_instructions(dtype: str, shift: int, mask: str, factor: str) -> tl.constexpr:
+    """Move sign and magnitude of two FP4 codes to where ``dtype`` has them, and multiply by the ratio of biases."""
+    return tl.constexpr(f"""{{
     .reg .b32 sign, rest, factor, none;
     shl.b32 sign, $2, 12;
-    shl.b32 rest, $2, 6;
-    and.b32 rest, rest, 0x01C001C0;
+    shl.b32 rest, $2, {shift};
+    and.b32 rest, rest, {mask};
     lop3.b32 rest, sign, 0x80008000, rest, 0xEA;
-    mov.b32 factor, 0x7E807E80;
+    mov.b32 factor, {factor};
     mov.b32 none, 0x80008000;
-    fma.rn.bf16x2 rest, rest, factor, none;
-    mov.b32 {$0, $1}, rest;
-}""")
-_F16_FP4 = tl.constexpr("""{
-    .reg .b32 sign, rest, factor, none;
-    shl.b32 sign, $2, 12;
-    shl.b32 rest, $2, 9;
-    and.b32 rest, rest, 0x0E000E00;
-    lop3.b32 rest, sign, 0x80008000, rest, 0xEA;
-    mov.b32 factor, 0x74007400;
-    mov.b32 none, 0x80008000;
-    fma.rn.f16x2 rest, rest, factor, none;
-    mov.b32 {$0, $1}, rest;
-}""")
+    fma.rn.{dtype}x2 rest, rest, factor, none;
+    mov.b32 {{$0, $1}}, rest;
+}}""")
+
+
+_BF16_INT4 = _integer_instructions("bf16", "0x000F000F", "0x43004300", "0x3F803F80")
+_F16_INT4 = _integer_instructions("f16", "0x000F000F", "0x64006400", "0x3C003C00")
+_F16_INT8 = _integer_instructions("f16", "0x00FF00FF", "0x64006400", "0x3C003C00")
+_BF16_FP4 = _float_instructions("bf16", 6, "0x01C001C0", "0x7E807E80")
+_F16_FP4 = _float_instructions("f16", 9, "0x0E000E00", "0x74007400")
 
 
 @triton.jit
@@ -122,7 +110,7 @@ def _pairs(codes, offset, PTX: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _fast_offset(zero, FIXED: tl.constexpr, DTYPE: tl.constexpr):
+def _fast_offset(zero, DTYPE: tl.constexpr):
     """Compute the term of the fast instructions: minus the zero and minus the constant, in both halves of a word."""
     if tl.bfloat16 == DTYPE:
         both = zero | (zero << 16) | -0x3CFF3D00  # 0xC300C300
@@ -136,7 +124,7 @@ def numbers_of(words, zero, SHIFT: tl.constexpr, FIXED: tl.constexpr, DTYPE: tl.
     """``[ROWS, SPAN]``: the numbers of one span of a chunk's ``words [ROWS, SPAN / 2]``, less ``zero [ROWS, 1]``."""
     codes = words >> (SHIFT * FIXED.bits)
     if FIXED.fast and (FIXED.bits == 4 or tl.float16 == DTYPE):
-        offset = _fast_offset(zero, FIXED, DTYPE)
+        offset = _fast_offset(zero, DTYPE)
         if FIXED.is_float and tl.bfloat16 == DTYPE:
             low, high = _pairs(codes, offset, _BF16_FP4, DTYPE)
         elif FIXED.is_float:
