@@ -88,6 +88,12 @@ def matrix_of(rows: int, inner: int, form: str, *lead: int, device: str = DEVICE
     return CodedMatrix(words, scales.to(dtype), None, row_scale, bits, is_float, group, inner)
 
 
+def experts_of(what: Experts, form: str) -> tuple[CodedMatrix, CodedMatrix]:
+    """Random matrices of all experts: gate and up, and down."""
+    up = matrix_of(2 * what.width, what.hidden, form, what.num)
+    return up, matrix_of(what.hidden, what.width, form, what.num)
+
+
 def candidates(size: Size, tokens: int) -> Iterator[CodedTile | Widened]:
     """Yield the tiles to time for a size."""
     if not ON_GPU:
@@ -318,10 +324,7 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
             bench = Bench(make, what.rows * what.inner / 2)
         else:
             assert isinstance(what, Experts)
-            make = lambda w=what: (  # type: ignore[misc]  # noqa: E731
-                matrix_of(2 * w.width, w.hidden, args.form, w.num), matrix_of(w.hidden, w.width, args.form, w.num)
-            )  # fmt: skip
-            bench = Bench(make, what.num * what.hidden * what.width * 1.5)
+            bench = Bench(partial(experts_of, what, args.form), what.num * what.hidden * what.width * 1.5)
         for _, tokens in group:
             if time.perf_counter() > end:
                 print("out of time", flush=True)
