@@ -247,6 +247,8 @@ class Scheduler:
         """Admit waiting requests in order. Stops at the first that does not fit."""
         if not self._rows.has_room:
             return
+        if self.restores is not None:
+            self.restores.begin_step(len(self._rows.running))
         for request in self._lookups.candidates(self._waiting, self.policy, self.steps.step):
             if self._lookups.awaits_prefill(request):
                 continue
