@@ -16,6 +16,7 @@ import transformers
 ARCHITECTURES = (
     "BailingHybridForCausalLM",
     "Gemma3ForCausalLM",
+    "Glm5NextForConditionalGeneration",
     "GptOssForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
@@ -252,6 +253,24 @@ _LING = {
     "first_k_dense_replace": 1,
     "kda_lower_bound": -3.0,
 }
+_GLM5_NEXT = {
+    **_KIMI,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "linear_lower_bound": -3.0,
+    "q_lora_rank": 18,
+    "qk_rope_head_dim": 0,
+    "routed_scaling_factor": 1.7,
+    "swiglu_limit": 0.3,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_kpool": 4,
+    "index_topk": 40,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "hc_eps": 1e-3,
+    "rms_norm_eps": 1e-4,
+}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {"shared_expert_intermediate_size": 40}
 _SHARED_AS_WIDE = {"shared_expert_intermediate_size": 24}
@@ -286,6 +305,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", _WITHOUT_HEAD_DIM | _RECURRENT_GEMMA),
     "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
     "BailingHybridForCausalLM": ("BailingHybridConfig", _LING),
+    "Glm5NextForConditionalGeneration": ("Glm5NextConfig", _GLM5_NEXT),
     "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),
     "Lfm3ForCausalLM": ("Lfm3Config", _BASE | _LFM3),
@@ -338,6 +358,8 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
     _clamp_by_config(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith(("hc.base", "hc.scale", "compress_ape", "compress_gate", "hc.fn")):
+                parameter.copy_(torch.empty_like(parameter).uniform_(-0.5, 0.5, generator=generator))
             if name.endswith(
                 ("norm.weight", "layernorm.weight", "norm_f.weight", "dt_bias", "proj_bias", ".bias", ".D", "sinks")
             ):

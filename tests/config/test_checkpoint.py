@@ -51,6 +51,7 @@ READ_BELOW = (
     "RecurrentGemmaForCausalLM",
     "KimiLinearForCausalLM",
     "BailingHybridForCausalLM",
+    "Glm5NextForConditionalGeneration",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
 )

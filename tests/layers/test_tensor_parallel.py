@@ -128,6 +128,10 @@ def run_layer(name: str) -> Run:
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {"q_lora_rank": 18}),
         ("KimiLinearForCausalLM", "model.layers.2.mlp", {}),
+        ("Glm5NextForConditionalGeneration", "model.layers.0.self_attn", {}),
+        ("Glm5NextForConditionalGeneration", "model.layers.3.self_attn", {}),
+        ("Glm5NextForConditionalGeneration", "model.layers.0.mlp", {}),
+        ("Glm5NextForConditionalGeneration", "model.layers.3.mlp", {}),
         ("BailingHybridForCausalLM", "model.layers.0.self_attn", {}),
         ("BailingHybridForCausalLM", "model.layers.2.self_attn", {}),
         (
@@ -194,6 +198,7 @@ def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
         ("MiniMaxForCausalLM", {"num_local_experts": 4}, 4 * 2 + 1),
         ("Gemma3ForCausalLM", {}, 1 + 4 * 2),  # those after the blocks, and the first one, which sums the embedding
         ("OlmoHybridForCausalLM", LINEAR, 1 + 4 * 2),
+        ("Glm5NextForConditionalGeneration", {}, 1 + 4),  # one sum for both halves of a layer
     ],
 )
 def test_every_sum_over_ranks_is_formed_once(arch: str, overrides: dict[str, Any], count: int, tmp_path: Path) -> None:

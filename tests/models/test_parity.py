@@ -32,6 +32,7 @@ HYBRID = (
                 "OlmoHybrid",
                 "KimiLinear",
                 "BailingHybrid",
+                "Glm5Next",
                 "Gemma3",
                 "GptOss",
                 "RecurrentGemma",
@@ -41,7 +42,8 @@ HYBRID = (
     *MAMBA_ARCHITECTURES,
 )
 LEAVE_NO_SUMS = (
-    "FalconH1", "FalconMamba", "Gemma3", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid", "RecurrentGemma",
+    "FalconH1", "FalconMamba", "Gemma3", "Glm5Next", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid",
+    "RecurrentGemma",
 )  # fmt: skip
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
 mixers that leave no sums."""
@@ -173,6 +175,7 @@ LFM3_ROPE = {
     "sliding_attention": {"rope_type": "linear", "rope_theta": 70.0, "factor": 4.0},
 }
 KIMI, LING = "KimiLinearForCausalLM", "BailingHybridForCausalLM"
+GLM5_NEXT = "Glm5NextForConditionalGeneration"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM"
@@ -231,6 +234,11 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (KIMI, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "topk_group": 4}),
     (LING, {"kda_safe_gate": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_theta": 50.0}),
     (LING, {"num_attention_heads": 3, "num_key_value_heads": 3, "short_conv_kernel_size": 2, "n_shared_experts": 3}),
+    (GLM5_NEXT, {"index_kpool": 1, "index_topk": 12, "hc_mult": 2, "linear_lower_bound": None,
+                 "mlp_layer_types": None}),
+    (GLM5_NEXT, {"index_kpool": 16, "index_topk": 32, "num_attention_heads": 3, "num_key_value_heads": 3,
+                 "hc_sinkhorn_iters": 1, "swiglu_limit": 10.0, "n_group": 1, "topk_group": 1, "index_n_heads": 16}),
+    (GLM5_NEXT, {"layer_types": ["full_attention", "linear_attention"] * 2, "norm_topk_prob": False}),
     (OLMO, {"linear_allow_neg_eigval": False, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 51}),
     (OLMO, {"rope_parameters": NO_ROPE, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
     (OLMO, {"attention_bias": True, "layer_types": ["full_attention"] * 2 + ["linear_attention", "full_attention"]}),

@@ -13,6 +13,7 @@ from weft.config.chunks import CHUNK_SIZE
 from weft.config.layer_spec import CacheDtypes, LayerSpec
 from weft.config.model import ModelConfig
 from weft.config.weights import mlp_weights, router_weights
+from weft.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,15 @@ class CacheSpec:
 
     @classmethod
     def from_model(cls, model: ModelConfig, *, page_size: int, dtypes: CacheDtypes, tp_size: int = 1) -> CacheSpec:
-        """Make the spec of each of ``tp_size`` ranks."""
+        """Make the spec of each of ``tp_size`` ranks.
+
+        Raises:
+            ConfigError: a layer needs pages of another size.
+        """
         layers = model.layer_specs(dtypes)
+        for name, spec in layers.items():
+            if page_size % spec.page_multiple:
+                raise ConfigError(f"page_size={page_size} does not fit {name}; give a multiple of {spec.page_multiple}")
         weights = sum(spec.num_weights for spec in layers.values()) + _mlp_weights(model)
         weights += 2 * model.hidden_size**2 if model.runs_mtp else 0
         return cls(

@@ -29,6 +29,10 @@ _LAYER_TYPE_NAMES = {
 """Names of layer types before transformers 5.23 -> names since then. Published files have both."""
 
 
+_WITHOUT = ("sliding_window", "linear_lower_bound")
+"""Keys whose ``null`` means that there is no window, or no bound, whatever the default is."""
+
+
 def read_checkpoint_config(folder: Path) -> ModelConfig:
     """Read ``folder/config.json``.
 
@@ -84,8 +88,9 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
         given.setdefault("num_experts", given["num_local_experts"])
     given |= {shared: given[own] for own, shared in family.keys.items() if own in given}
     merged = {**_defaults().get(architecture, {}), **given}
-    if text.values.get("sliding_window", 0) is None:  # null means that there is no window
-        merged.pop("sliding_window", None)
+    for key in _WITHOUT:
+        if text.values.get(key, 0) is None:
+            merged.pop(key, None)
     return JsonObject(merged, text.where)
 
 
@@ -97,6 +102,8 @@ def _refuse_unsupported(config: JsonObject, family: Family) -> None:
 
 def _model_config(architecture: str, family: Family, top: JsonObject, text: JsonObject) -> ModelConfig:
     layer_types = _layer_types(text, family)
+    if family.final_layer_types is not None:
+        layer_types = family.final_layer_types(text, layer_types)
     return ModelConfig(
         architecture=architecture,
         vocab_size=text.integer("vocab_size"),
@@ -119,6 +126,7 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         activation=family.activation,
         multipliers=family.multipliers(text) if family.multipliers is not None else Multipliers(),
         zero_centered_norm=family.zero_centered_norm,
+        streams=family.streams(text) if family.streams is not None else None,
         residual_weights=family.residual_weights(text) if family.residual_weights is not None else {},
         norm_placement=dict(family.norm_placement),
         moe=family.moe(text, len(layer_types)) if family.moe is not None else None,
@@ -159,8 +167,9 @@ def _layer_types(text: JsonObject, family: Family) -> tuple[str, ...]:
     if not isinstance(types, list):
         raise text.wrong("layer_types", "a list with one entry per layer")
     num_layers = text.integer("num_hidden_layers", len(types))
+    names = {**_LAYER_TYPE_NAMES, **family.layer_type_names}
     for kind in types:
-        if not isinstance(kind, str) or _LAYER_TYPE_NAMES.get(kind, kind) not in allowed:
+        if not isinstance(kind, str) or names.get(kind, kind) not in allowed:
             raise UnsupportedModelError(
                 f"{text.where}: layer_types holds {kind!r}, which is not supported for this architecture; "
                 f"supported are {', '.join(allowed)}"
@@ -169,7 +178,7 @@ def _layer_types(text: JsonObject, family: Family) -> tuple[str, ...]:
         raise ConfigError(
             f"{text.where}: layer_types has {len(types)} entries but num_hidden_layers={num_layers}; they must agree"
         )
-    return tuple(_LAYER_TYPE_NAMES.get(kind, str(kind)) for kind in types)
+    return tuple(names.get(kind, str(kind)) for kind in types)
 
 
 def _dtype(top: JsonObject, text: JsonObject) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import InProjLayout, read_gated_delta_net, read_olmo_hybrid_gated_delta_net
+from weft.config.glm5_next import GLM5_NEXT
 from weft.config.json_object import JsonObject
 from weft.config.kimi import (
     kimi_layer_types,
@@ -239,6 +240,8 @@ FAMILIES: dict[str, Family] = {
         mtp=True,
         keys=_KIMI_KEYS | {"num_mtp_layers": "num_nextn_predict_layers"},
     ),
+    # GLM-5.3: Kimi Delta Attention, latent attention over selected tokens, residual streams, experts.
+    "Glm5NextForConditionalGeneration": GLM5_NEXT,
     # Qwen3-Next: three Gated DeltaNet layers to one of gated full attention, experts. Qwen3.5 stores it otherwise.
     "Qwen3NextForCausalLM": _hybrid(_gated_delta_nets(InProjLayout.GROUPED), moe=partial(read_moe, shared_expert=True)),
     "Qwen3_5ForCausalLM": _qwen3_5(),

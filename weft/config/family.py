@@ -8,6 +8,7 @@ from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
 from weft.config.model import ACTIVATIONS, Multipliers, ResidualWeights
 from weft.config.moe import MoeConfig
+from weft.config.residual_streams import StreamsConfig
 from weft.config.vision import VisionConfig
 
 MixerReader = Callable[[JsonObject], MixerConfig]
@@ -33,6 +34,8 @@ class Family:
     Attributes:
         mixers: the supported layer types and their token mixers.
         layer_types: computes the type of every layer, given their number, if ``config.json`` has no ``layer_types``.
+        layer_type_names: the family's names of layer types in older files -> the names in ``mixers``.
+        final_layer_types: computes each layer's type from those in ``config.json`` or ``layer_types``; None: no change.
         without_mlp: types of layers that have token mixers alone.
         multipliers: reads the constants that scale parts of the model.
         activation: the activation of the architecture's MLPs, one of ``ACTIVATIONS``. A checkpoint with another one is
@@ -41,6 +44,7 @@ class Family:
         mlp_bias: whether dense MLPs have biases: never, always, or as the key ``mlp_bias`` says.
         zero_centered_norm: see ``ModelConfig``.
         norm_placement: see ``ModelConfig``.
+        streams: reads ``ModelConfig.streams``.
         residual_weights: reads ``ModelConfig.residual_weights``.
         keys: the family's name of a key -> the shared name.
         intermediate_size: reads the width of the dense MLP if it differs from the key ``intermediate_size``.
@@ -51,6 +55,8 @@ class Family:
 
     mixers: Mixers
     layer_types: Callable[[JsonObject, int], tuple[str, ...]] = uniform_layer_types
+    layer_type_names: Mapping[str, str] = field(default_factory=dict)
+    final_layer_types: Callable[[JsonObject, tuple[str, ...]], tuple[str, ...]] | None = None
     without_mlp: tuple[str, ...] = ()
     multipliers: Callable[[JsonObject], Multipliers] | None = None
     activation: str = "silu"
@@ -58,6 +64,7 @@ class Family:
     mlp_bias: Literal["never", "always", "key"] = "never"
     zero_centered_norm: bool = False
     norm_placement: Mapping[str, str] = field(default_factory=dict)
+    streams: Callable[[JsonObject], StreamsConfig] | None = None
     residual_weights: Callable[[JsonObject], dict[str, ResidualWeights]] | None = None
     mtp: bool = False
     multimodal: bool = False

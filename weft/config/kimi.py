@@ -21,6 +21,7 @@ class KimiDeltaConfig:
         gate_floor: lower bound of the log decay (Ling 3.0), or 0.0 for none. See ``kda_gates``.
         low_rank: both gates are products of two matrices through ``head_dim`` columns, and checkpoints store ``A_log``
             with four dimensions (Kimi-Linear); False: each gate has one matrix, and ``A_log`` one dimension.
+        flat_decay: ``A_log`` has one dimension also with gates of low rank (GLM-5.3).
     """
 
     num_heads: int
@@ -28,6 +29,7 @@ class KimiDeltaConfig:
     conv_kernel: int
     gate_floor: float = 0.0
     low_rank: bool = True
+    flat_decay: bool = False
 
     @property
     def width(self) -> int:
@@ -63,6 +65,7 @@ class LatentAttentionConfig:
         query_rank: size of the latent from which queries are computed; None: from the hidden states.
         rope: rotary embedding of the shared part, whose neighbouring columns turn together; None: nothing is rotated.
         output_gate: the output of each head is gated by a sigmoid of the hidden states (Ling 3.0).
+        norm_eps: epsilon of the latents' norms, which Kimi-Linear and Ling 3.0 take whatever the model's is.
     """
 
     num_heads: int
@@ -73,6 +76,7 @@ class LatentAttentionConfig:
     query_rank: int | None
     rope: RopeConfig | None = None
     output_gate: bool = False
+    norm_eps: float = 1e-6
 
     @property
     def padded_entry(self) -> int:

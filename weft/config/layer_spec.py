@@ -70,6 +70,7 @@ class LayerSpec:
             chunk.
         verifies: the layer reads ``Batch.verification``: it can run a few tokens of every sequence and store the state
             after each. Other layers with states verify drafts as a prefill.
+        page_multiple: pages hold a multiple of so many tokens.
         num_weights: weights of the token mixer that one token uses, of the whole model; two FLOPs each.
         flops_per_token: FLOPs of one token without the weights (decay, read and write of a state).
         flops_per_pair: FLOPs of attention for one pair of a token and an earlier one.
@@ -78,6 +79,7 @@ class LayerSpec:
     paged: tuple[CacheTensor, ...] = ()
     states: tuple[CacheTensor, ...] = ()
     verifies: bool = False
+    page_multiple: int = 1
     num_weights: int = 0
     flops_per_token: float = 0.0
     flops_per_pair: float = 0.0

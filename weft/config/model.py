@@ -13,6 +13,7 @@ from typing import Any, cast
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
 from weft.config.moe import MoeConfig
 from weft.config.quantization import QuantizationConfig
+from weft.config.residual_streams import StreamsConfig
 from weft.config.vision import VisionConfig
 from weft.errors import ConfigError
 
@@ -32,6 +33,8 @@ class Multipliers:
         embedding: factor of the token embeddings.
         residual: factor of each mixer's and MLP's contribution to the residual stream.
         gate, down: factors of the dense MLP's gate (before the activation) and of its output.
+        swiglu_limit: upper bound of the dense MLP's gate, and bound of the magnitude of what it multiplies; None: no
+            bounds.
         logits_cap: logits x become ``cap * tanh(x / cap)``; None: they stay as they are.
     """
 
@@ -40,6 +43,7 @@ class Multipliers:
     logits: float = 1.0
     gate: float = 1.0
     down: float = 1.0
+    swiglu_limit: float | None = None
     logits_cap: float | None = None
 
 
@@ -91,7 +95,8 @@ class ModelConfig:
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
         norm_placement: layer type -> position of the norms in its block. ``pre`` (the default): before mixer and MLP.
             ``post``: after them. ``sandwich``: on both sides. ``stream``: before them, and the residual stream
-            continues from the norm's output.
+            continues from the norm's output. ``streams``: before them, with the residual streams of ``streams``.
+        streams: the residual streams; None: there is one, to which blocks add.
         residual_weights: layer type -> weights of a block with norms in the stream.
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
@@ -119,6 +124,7 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     zero_centered_norm: bool = False
     norm_placement: dict[str, str] = field(default_factory=dict)
+    streams: StreamsConfig | None = None
     residual_weights: dict[str, ResidualWeights] = field(default_factory=dict)
     moe: MoeConfig | None = None
     dtype: str = "float32"

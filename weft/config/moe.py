@@ -27,11 +27,12 @@ class SigmoidRouting:
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """The activation of gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``. ``gate`` is clamped to at most ``limit``,
-    ``up`` to between ``-limit`` and ``limit``."""
+    """The activation ``gate * sigmoid(alpha * gate) * (up + up_offset)``. ``gate`` is clamped to at most ``limit``,
+    ``up`` to between ``-limit`` and ``limit``. In gpt-oss the offset is 1."""
 
     alpha: float
     limit: float
+    up_offset: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class KimiDelta(RecurrentLayer):
         heads, every = self.local.num_heads, slice(None)
         first = self._tp.rank * heads
         dt_bias = self._channels.piece(self.dt_bias)
-        if not self.local.low_rank:
+        if self.local.flat_decay or not self.local.low_rank:
             rows = split_rows([self._whole.num_heads], self._tp, "num_attention_heads")
             return ({"A_log": rows.piece(self.A_log), "dt_bias": dt_bias},)
         decay = WeightPiece(

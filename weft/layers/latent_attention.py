@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.config.kimi import LatentAttentionConfig
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
-from weft.forward_context import get_forward_context
+from weft.forward_context import Batch, get_forward_context
 from weft.layers.attention import PagedAttention
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
@@ -20,9 +20,6 @@ from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_pa
 from weft.ops.attention import latent_attention, store_latents
 from weft.ops.rotary import apply_rotary
 from weft.ops.rows import by_row, whole
-
-_EPS = 1e-6
-"""Epsilon of the latents' norms, whatever the model's is."""
 
 
 class LatentExpansion(WeightModule):
@@ -72,7 +69,7 @@ class LatentAttention(PagedAttention):
             self._low_ranks = [geometry.query_rank, entry.count]
             rows = whole_rows(geometry.query_rank)
             self.q_a_kv_proj = PackedLinear(hidden_size, stacked(rows, entry), bias=False, context=context)
-            self.q_a_layernorm = RMSNorm(geometry.query_rank, _EPS, context, zero_centered=False)
+            self.q_a_layernorm = RMSNorm(geometry.query_rank, geometry.norm_eps, context, zero_centered=False)
             self.q_b_proj = ColumnParallelLinear(
                 geometry.query_rank, queries, bias=False, context=context, what="num_attention_heads"
             )
@@ -81,7 +78,7 @@ class LatentAttention(PagedAttention):
             self._cos_sin = context.rotary.get(
                 geometry.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
             )
-        self.kv_a_layernorm = RMSNorm(geometry.rank, _EPS, context, zero_centered=False)
+        self.kv_a_layernorm = RMSNorm(geometry.rank, geometry.norm_eps, context, zero_centered=False)
         self.kv_b_proj = LatentExpansion(geometry, context)
         self.o_proj = RowParallelLinear(
             geometry.num_heads * geometry.value_dim,
@@ -96,12 +93,14 @@ class LatentAttention(PagedAttention):
         return ({},)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.o_proj(self.attend(self.project(hidden_states)))
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """``[T, hidden_size] -> [T, queries | latent | gates]``."""
         if self.q_b_proj is None:
-            projected = self.q_kv_proj(hidden_states)
-        else:
-            q_a, entry = self.q_a_kv_proj(hidden_states).split(self._low_ranks, dim=-1)
-            projected = torch.cat([self.q_b_proj(self.q_a_layernorm(q_a)), entry], dim=-1)
-        return self.o_proj(self.attend(projected))
+            return self.q_kv_proj(hidden_states)
+        q_a, entry = self.q_a_kv_proj(hidden_states).split(self._low_ranks, dim=-1)
+        return torch.cat([self.q_b_proj(self.q_a_layernorm(q_a)), entry], dim=-1)
 
     def attend_rows(self, projected: Tensor) -> Tensor:
         """``[T, queries | latent | gates] -> [T, num_heads * value_dim]``."""
@@ -118,9 +117,14 @@ class LatentAttention(PagedAttention):
         rows = by_row("x", "gate") if self._backend.is_invariant else whole
         absorbed = rows(_per_head, own, self.kv_b_proj.get_parameter("k"), None)
         q = torch.cat([absorbed, of_shared], dim=-1)
-        attended = latent_attention(q, cache, batch, rank=geometry.rank, scale=self._scale, backend=self._backend)
+        attended = self.attend_latents(q, cache, batch)
         weight = self.kv_b_proj.get_parameter("v").transpose(1, 2)
         return rows(_per_head, attended, weight, gate if gates else None).flatten(1)
+
+    def attend_latents(self, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+        """``[T, H, entry] -> [T, H, rank]`` over each token's sequence."""
+        rank, scale = self._geometry.rank, self._scale
+        return latent_attention(q, latents, batch, rank=rank, scale=scale, backend=self._backend)
 
 
 def _rotate_pairs(q: Tensor, shared: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from weft.config.model import ModelConfig
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from weft.ops.activation import silu_and_mul
+from weft.ops.moe import clamped_swiglu
 
 _GATED = ("silu", "gelu_pytorch_tanh")
 
@@ -22,6 +23,7 @@ class MLP(nn.Module):
     Args:
         activation: the activation of the gate, ``silu`` or ``gelu_pytorch_tanh``.
         gate_multiplier, down_multiplier: factors of the gate before the activation, and of the output (Falcon-H1).
+        limit: see ``Multipliers.swiglu_limit``.
 
     Attributes:
         is_plain_swiglu: SwiGLU without biases and multipliers.
@@ -37,13 +39,16 @@ class MLP(nn.Module):
         activation: str = "silu",
         gate_multiplier: float = 1.0,
         down_multiplier: float = 1.0,
+        limit: float | None = None,
     ) -> None:
         super().__init__()
         if activation not in _GATED:
             raise ValueError(f"activation={activation!r} is not one of {', '.join(_GATED)}")
         self._backend, self._silu = context.backend, activation == "silu"
         self._gate_multiplier, self._down_multiplier = gate_multiplier, down_multiplier
-        self.is_plain_swiglu = self._silu and not bias and gate_multiplier == down_multiplier == 1.0
+        self._limit = limit
+        scaled = bias or limit is not None or not gate_multiplier == down_multiplier == 1.0
+        self.is_plain_swiglu = self._silu and not scaled
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, [intermediate_size] * 2, bias=bias, context=context, what="intermediate_size"
         )
@@ -60,6 +65,8 @@ class MLP(nn.Module):
         if not self._silu:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
             out = self.down_proj(F.gelu(gate * self._gate_multiplier, approximate="tanh") * up)
+        elif self._limit is not None:
+            out = self.down_proj(clamped_swiglu(self.gate_up_proj(x), 1.0, self._limit, 0.0))
         elif self._gate_multiplier == 1.0:
             out = self.down_proj(self.gate_up_proj.silu_mul(x))
         else:
@@ -96,4 +103,5 @@ def dense_mlp(config: ModelConfig, intermediate_size: int, context: ModelContext
         activation=config.activation,
         gate_multiplier=gate,
         down_multiplier=down,
+        limit=config.multipliers.swiglu_limit,
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from weft.config.attention import AttentionConfig
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.indexed_attention import IndexedLatentConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.lightning_attention import LightningAttentionConfig
 from weft.config.mamba import MambaConfig
@@ -27,6 +28,7 @@ from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from weft.layers.gated_delta_net import GatedDeltaNet
+from weft.layers.indexed_latent import IndexedLatentAttention
 from weft.layers.kimi_delta import KimiDelta
 from weft.layers.latent_attention import LatentAttention
 from weft.layers.lightning_attention import LightningAttention
@@ -35,6 +37,7 @@ from weft.layers.mamba2 import Mamba2
 from weft.layers.mlp import dense_mlp
 from weft.layers.moe import SparseMoe, sparse_moe
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
+from weft.layers.residual_streams import end_of_streams, stream_connection
 from weft.layers.rg_lru import RgLru
 from weft.layers.short_conv import ShortConv
 from weft.layers.sliding_window import SlidingWindowAttention
@@ -45,6 +48,7 @@ MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] =
     AttentionConfig: Attention,
     SlidingWindowConfig: SlidingWindowAttention,
     LatentAttentionConfig: LatentAttention,
+    IndexedLatentConfig: IndexedLatentAttention,
     GatedDeltaNetConfig: GatedDeltaNet,
     KimiDeltaConfig: KimiDelta,
     LightningAttentionConfig: LightningAttention,
@@ -213,7 +217,46 @@ class StreamNormLayer(DecoderLayer):
         return self.mlp(x) * self._weights.mlp_output, x * self._weights.mlp_input
 
 
-_LAYERS = {"stream": StreamNormLayer, "pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer}
+class StreamsLayer(DecoderLayer):
+    """Pre-norm, with several residual streams (``layers/residual_streams.py``).
+
+    The residual holds the streams ``[T, N, hidden_size]``, and x is what this layer added last. In the first layer
+    every stream begins with the embeddings.
+    """
+
+    partial_output = False
+
+    def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
+        assert config.streams is not None
+        self._count = config.streams.count
+        self._input = ResidualSum(config.hidden_size, context, partial=partial_input)
+        self._block = ResidualSum(config.hidden_size, context, partial=True)
+        self.input_layernorm = residual_norm(config, context, partial=False)
+        self.post_attention_layernorm = residual_norm(config, context, partial=False)
+        self.attn_hc, self.ffn_hc = (stream_connection(config, context) for _ in range(2))
+
+    def forward(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            residual = self._input(x, None)[:, None].expand(-1, self._count, -1)
+        x, weights = self.attn_hc.read(residual)
+        mixed = self._block(self.mixer_output(self.input_layernorm(x), rows), None)
+        if rows is None:
+            return self.feed_forward(mixed, self.attn_hc.write(residual, mixed, weights))
+        residual, weights = rows.of(residual), tuple(rows.of(w) for w in weights)
+        with other_batch(rows.batch):
+            return self.feed_forward(mixed, self.attn_hc.write(residual, mixed, weights))
+
+    def feed_forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert residual is not None
+        x, weights = self.ffn_hc.read(residual)
+        out = self._block(self.mlp(self.post_attention_layernorm(x)), None)
+        return out, self.ffn_hc.write(residual, out, weights)
+
+
+_LAYERS = {
+    "stream": StreamNormLayer, "pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer,
+    "streams": StreamsLayer,
+}  # fmt: skip
 
 
 def _layer_class(config: ModelConfig, index: int) -> type[DecoderLayer]:
@@ -234,6 +277,13 @@ def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool =
     )
 
 
+def final_norm(config: ModelConfig, context: ModelContext, *, partial: bool) -> ResidualRMSNorm:
+    """The norm after the last layer, which also ends residual streams."""
+    if config.streams is not None:
+        return end_of_streams(config, context)
+    return residual_norm(config, context, partial=partial)
+
+
 def output_norm(config: ModelConfig, context: ModelContext) -> OutputRMSNorm:
     return OutputRMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm)
 
@@ -248,7 +298,7 @@ class Decoder(nn.Module):
         count = config.num_hidden_layers
         layers = [_layer(config, context, i) for i in range(count)]
         self.layers = nn.ModuleList(layers)
-        self.norm = residual_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
+        self.norm = final_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
         if all(type(layer) is DecoderLayer for layer in layers):
             for layer in layers:
                 layer.return_partial_sums(AllReduce.over_ranks(config.hidden_size, context))

@@ -97,6 +97,17 @@ _KIMI_LINEAR = WeightTable(
         "o_norm": "norm",
     },
 )
+_GLM5_NEXT = WeightTable(
+    _KIMI_LINEAR.packed | {"indexer.in_proj": ("wk", "compress_gate", "weights_proj")},
+    renames={"model.language_model.": "model."},
+    modules=_KIMI_LINEAR.modules,
+    aliases=_KIMI_LINEAR.aliases,
+    patterns={
+        r"\.hc_(attn|ffn)_(fn|base|scale)$": r".\1_hc.\2",
+        r"\.index_kpool_compress_gate$": ".compress_gate.weight",
+    },
+    ignorable=("model.visual.*",),
+)
 _LING = WeightTable(
     _KIMI_LINEAR.packed
     | {
@@ -179,6 +190,7 @@ WEIGHT_TABLES = {
     "GptOssForCausalLM": WeightTable(_ATTENTION | {"router": ("router",)}),
     "KimiLinearForCausalLM": _KIMI_LINEAR,
     "BailingHybridForCausalLM": _LING,
+    "Glm5NextForConditionalGeneration": _GLM5_NEXT,
     "Qwen3NextForCausalLM": WeightTable(
         _PLAIN | _GATED_ROUTER | {"in_proj": ("in_proj_qkvz", "in_proj_ba")}, ignorable=("mtp.*",)
     ),

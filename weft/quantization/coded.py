@@ -198,8 +198,8 @@ class CodedExperts(ExpertsMethod):
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         gate_up, down = self._matrices(experts, routed.shared is None).values()
         clamped = experts.clamped
-        alpha, limit = (1.0, None) if clamped is None else (clamped.alpha, clamped.limit)
-        extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, alpha, limit)
+        activation = () if clamped is None else (clamped.alpha, clamped.limit, clamped.up_offset)
+        extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, *activation)
         given = (x, gate_up, down, routed.weights, routed.ids)
         shared: dict[str, Any] = {"shared": routed.shared, "shared_gate": routed.shared_gate}
         if peers is None:

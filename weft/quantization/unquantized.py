@@ -78,8 +78,8 @@ class UnquantizedExperts(ExpertsMethod):
 
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         matrices, clamped = experts.matrices(routed.shared is None), experts.clamped
-        alpha, limit = (1.0, None) if clamped is None else (clamped.alpha, clamped.limit)
-        extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, alpha, limit)
+        activation = () if clamped is None else (clamped.alpha, clamped.limit, clamped.up_offset)
+        extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, *activation)
         own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
         run: Callable[..., Tensor | SentRows] = fused_moe if peers is None else send_fused_moe
         return run(

@@ -19,7 +19,7 @@ ON_GPU = DEVICE == "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE) if ON_GPU else [torch.float32]
 
-CLAMPED = {"alpha": 1.7, "limit": 0.9}
+CLAMPED = {"alpha": 1.7, "limit": 0.9, "up_offset": 0.25}
 
 # tokens, experts, experts per token, hidden size, expert width
 SHAPES = [(1, 8, 2, 48, 24), (2, 8, 2, 64, 32), (7, 5, 3, 40, 16), (33, 16, 4, 64, 32), (65, 4, 2, 32, 40)]

@@ -146,29 +146,30 @@ def _experts(
     down_bias: Tensor | None,
     alpha: float,
     limit: float | None,
+    up_offset: float,
 ) -> Tensor:
     gated = gate_up.shape[1] == 2 * down.shape[2]
 
     def run(expert: int, rows: Tensor) -> Tensor:
         hidden = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        hidden = expert_activation(hidden, gated, alpha, limit)
+        hidden = expert_activation(hidden, gated, alpha, limit, up_offset)
         return F.linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
 
     return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
 
 
-def expert_activation(hidden: Tensor, gated: bool, alpha: float, limit: float | None) -> Tensor:
+def expert_activation(hidden: Tensor, gated: bool, alpha: float, limit: float | None, up_offset: float) -> Tensor:
     """The activation of experts, as ``fused_moe`` and ``ExpertExtras`` say."""
     if limit is not None:
-        return clamped_swiglu(hidden, alpha, limit)
+        return clamped_swiglu(hidden, alpha, limit, up_offset)
     return silu_and_mul.reference(hidden) if gated else hidden.relu().square()
 
 
-def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """``gate * sigmoid(alpha * gate) * (up + 1)`` of ``[..., gate | up]``, clamped as ``ClampedSwiGLU`` says."""
+def clamped_swiglu(x: Tensor, alpha: float, limit: float, up_offset: float) -> Tensor:
+    """``gate * sigmoid(alpha * gate) * (up + up_offset)`` of ``[..., gate | up]``, clamped as in ``ClampedSwiGLU``."""
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1.0)
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
 
 
 def sum_over_experts(
@@ -218,7 +219,7 @@ def add_shared(out: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(
     "experts_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? gate_up_bias, "
-    "Tensor? down_bias, float alpha, float? limit) -> Tensor"
+    "Tensor? down_bias, float alpha, float? limit, float up_offset) -> Tensor"
 )
 _LIBRARY.impl("experts_reference", _experts, "CompositeExplicitAutograd")
 
@@ -228,13 +229,14 @@ class ExpertExtras(NamedTuple):
 
     Attributes:
         gate_up_bias, down_bias: ``[E, 2 * I]`` and ``[E, H]`` to add to the projections, or None.
-        alpha, limit: with a limit the activation is ``clamped_swiglu`` of both.
+        alpha, limit, up_offset: with a limit the activation is ``clamped_swiglu`` of them.
     """
 
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     alpha: float = 1.0
     limit: float | None = None
+    up_offset: float = 1.0
 
 
 NO_EXTRAS = ExpertExtras()

@@ -34,7 +34,7 @@ TABLE_PATH = Path(__file__).with_name("coded_moe_h200.json")
 
 
 @triton.jit
-def _activated(acc, alpha, limit, GATED: tl.constexpr):
+def _activated(acc, alpha, limit, up_offset, GATED: tl.constexpr):
     """The activation of ``[ROWS, TOKENS]`` sums; of gated experts gate and up rows stand in turn."""
     if GATED:
         TOKENS: tl.constexpr = acc.shape[1]
@@ -42,7 +42,7 @@ def _activated(acc, alpha, limit, GATED: tl.constexpr):
         if limit is not None:
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit)
-            result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+            result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_offset)
         else:
             result = gate / (1.0 + tl.exp(-gate)) * up
     else:
@@ -54,7 +54,7 @@ def _activated(acc, alpha, limit, GATED: tl.constexpr):
 @jit
 def _coded_experts_kernel(
     inputs, words, scales, zeros, row_scale, bias, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    stride_inputs, chunks, alpha, limit,
+    stride_inputs, chunks, alpha, limit, up_offset,
     FIXED: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def _coded_experts_kernel(
         if bias is not None:
             acc += tl.load(bias + expert.to(tl.int64) * FIXED.width + rows).to(tl.float32)[:, None]
         if UP:
-            acc = _activated(acc, alpha, limit, GATED)
+            acc = _activated(acc, alpha, limit, up_offset, GATED)
         columns = tl.program_id(0) * acc.shape[0] + tl.arange(0, acc.shape[0])
         offsets = target.to(tl.int64)[None, :] * WIDTH + columns[:, None]
         mask = (columns < WIDTH)[:, None] & inside[None, :]
@@ -138,7 +138,7 @@ def pair_outputs(
     gated = gate_up.words.shape[2] == 2 * down.columns
     hidden = torch.empty((ids.numel(), down.columns), dtype=x.dtype, device=x.device)
     out = torch.empty((ids.numel(), down.words.shape[2]), dtype=x.dtype, device=x.device)
-    alpha, limit = (None, None) if extras.limit is None else (extras.alpha, extras.limit)
+    clamp = (None, None, None) if extras.limit is None else extras[2:]
 
     def launch(matrix: CodedMatrix, source: Tensor, target: Tensor, bias: Tensor | None, tile: Tile, up: bool) -> None:
         fixed = fixed_of(
@@ -146,8 +146,8 @@ def pair_outputs(
         )
         blocks = cdiv(target.shape[1], tile.columns // 2 if up and gated else tile.columns)
         _coded_experts_kernel[(blocks, num_blocks)](
-            source, *operands_of(matrix), bias, target, ids, *grouping, source.stride(0), matrix.words.shape[1], alpha,
-            limit, FIXED=fixed, TOP_K=top_k, UP=up, GATED=up and gated, GROUPED=grouped, num_warps=tile.warps,
+            source, *operands_of(matrix), bias, target, ids, *grouping, source.stride(0), matrix.words.shape[1], *clamp,
+            FIXED=fixed, TOP_K=top_k, UP=up, GATED=up and gated, GROUPED=grouped, num_warps=tile.warps,
             **early_launch(ids.device),
         )  # fmt: skip
 

@@ -1,0 +1,67 @@
+"""Attention over tokens that an indexer selects, as a kind of layer: geometry, cache and costs.
+
+Job: the numbers of an indexer, and of latent attention with one (GLM-5.3). Does not know: scores, kernels
+(``ops/indexed_attention``).
+"""
+
+from dataclasses import dataclass
+
+from weft.config.kimi import LatentAttentionConfig
+from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """Geometry of an indexer, which is whole on every rank.
+
+    Attributes:
+        num_heads, dim: heads of the index queries, and the width of queries and keys. All heads share one key.
+        pool: consecutive tokens that share one index key.
+        count: pools that are selected for each token, at most.
+        entry: numbers that a token stores until its pool is complete; 0 if a token is a pool.
+        num_weights: weights of the indexer's projections.
+    """
+
+    num_heads: int
+    dim: int
+    pool: int
+    count: int
+    entry: int
+    num_weights: int
+
+    def paged(self, dtypes: CacheDtypes) -> tuple[CacheTensor, ...]:
+        """The tensors ``index_keys [dim / pool]`` (``ops/indexed_attention``) and ``index_entries [entry]``."""
+        keys = CacheTensor("index_keys", (self.dim // self.pool,), dtypes.model)
+        return (keys, CacheTensor("index_entries", (self.entry,), dtypes.model)) if self.entry else (keys,)
+
+    @property
+    def flops_per_pair(self) -> float:
+        return 2.0 * self.num_heads * self.dim / self.pool
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedLatentConfig:
+    """Geometry of latent attention over selected tokens in the whole model.
+
+    Attributes:
+        shares: the layer has no indexer, and takes what the nearest indexer of an earlier layer selected.
+    """
+
+    latent: LatentAttentionConfig
+    indexer: IndexerConfig
+    shares: bool = False
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """The tensors of latent attention, and those of the indexer."""
+        whole, indexer = self.latent.layer_spec(hidden_size, dtypes), self.indexer
+        return LayerSpec(
+            paged=whole.paged if self.shares else (*whole.paged, *indexer.paged(dtypes)),
+            page_multiple=indexer.pool,
+            num_weights=whole.num_weights + (0 if self.shares else indexer.num_weights),
+            flops_per_token=whole.flops_per_pair * indexer.count * indexer.pool,
+            flops_per_pair=0.0 if self.shares else indexer.flops_per_pair,
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        """Heads are split."""
+        self.latent.check_shares(tp_size)

@@ -1,0 +1,98 @@
+"""Indexers, which select the tokens that sparse attention reads.
+
+Job: index queries, weights of their heads, index keys and their pools. Owns: the indexer's projections, whole on every
+rank. Does not know: the attention that reads the selection.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.config.indexed_attention import IndexerConfig
+from weft.config.model import ModelConfig
+from weft.forward_context import Batch, LayerCache
+from weft.layers.context import ModelContext
+from weft.layers.linear import MergedReplicatedLinear, PackedLinear
+from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, whole, whole_rows
+from weft.ops.indexed_attention import pool_entries, select_pools, store_index_keys
+
+_NORM_EPS = 1e-6
+"""Epsilon of the keys' norm, whatever the model's is."""
+
+
+class Selection:
+    """The pools that an indexer selected in the running pass, for later layers that share them.
+
+    Attributes:
+        is_shared: a later layer reads ``pools``.
+        pools: of ``select_pools``; it is kept only if it is shared.
+    """
+
+    def __init__(self) -> None:
+        self.is_shared = False
+        self.pools: Tensor | None = None
+
+
+class KeyNorm(WeightModule):
+    """LayerNorm of index keys: ``[T, dim] -> [T, dim]``."""
+
+    def __init__(self, size: int, context: ModelContext) -> None:
+        super().__init__()
+        for name in ("weight", "bias"):
+            self.register_parameter(name, empty_parameter(size, dtype=context.dtype, device=context.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.get_parameter("weight"), self.get_parameter("bias"), _NORM_EPS)
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({name: whole(parameter) for name, parameter in self.named_parameters()},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return (0.9, 1.1) if name == "weight" else (-0.1, 0.1)
+
+
+class WeightedIndexer(WeightModule):
+    """The indexer of DeepSeek-V3.2 with pools (GLM-5.3): queries from latents, one weight per head and token.
+
+    The key of a pool is the average of its tokens' keys, weighted per channel by a softmax over the pool. The softmax
+    reads a projection of the hidden states plus a learned number per place in the pool.
+    """
+
+    def __init__(self, geometry: IndexerConfig, query_rank: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        self.geometry, self._backend = geometry, context.backend
+        heads, dim = geometry.num_heads, geometry.dim
+        self.wq_b = PackedLinear(query_rank, {"": whole_rows(heads * dim)}, bias=False, context=context)
+        self.in_proj = MergedReplicatedLinear(config.hidden_size, [dim, dim, heads], context=context)
+        self.k_norm = KeyNorm(dim, context)
+        self.places: nn.Parameter = empty_parameter(geometry.pool, dim, dtype=context.dtype, device=context.device)
+        self.widths = [heads * dim, dim, dim, heads]
+
+    def project(self, hidden_states: Tensor, latent: Tensor) -> Tensor:
+        """``[T, hidden_size]`` and ``[T, query_rank]`` to ``[T, queries | key | logits | head weights]``."""
+        key, logits, weights = self.in_proj(hidden_states)[:, : sum(self.widths[1:])].split(self.widths[1:], dim=-1)
+        return torch.cat([self.wq_b(latent), self.k_norm(key), logits, weights], dim=-1)
+
+    def select(self, projected: Tensor, cache: LayerCache, batch: Batch) -> Tensor:
+        """Store this step's keys, and select pools for each token: ``[T, count]`` int32."""
+        geometry = self.geometry
+        q, key, logits, weights = projected.split(self.widths, dim=-1)
+        entries, slots = cache["index_entries"], batch.slot_mapping
+        entries.flatten(0, 1).index_copy_(0, slots, torch.cat([key, logits], dim=-1).to(entries.dtype))
+        keys, logits = pool_entries(entries, slots, geometry.pool).chunk(2, dim=-1)
+        shares = (logits.float() + self.places.float()).softmax(1).to(keys.dtype)
+        store_index_keys((shares * keys).sum(1), cache["index_keys"], slots, geometry.pool)
+        return select_pools(
+            q.unflatten(-1, (geometry.num_heads, geometry.dim)),
+            weights,
+            cache["index_keys"],
+            batch,
+            pool=geometry.pool,
+            count=geometry.count,
+            backend=self._backend,
+        )
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({"index_kpool_compress_ape": whole(self.places)},)
