@@ -52,6 +52,10 @@ class CapacityError(WeftError, RuntimeError):
     """Memory for weights or caches does not suffice for the requested setting."""
 
 
+class UnavailableError(WeftError, RuntimeError):
+    """The engine serves no requests now, because it is asleep or has no valid weights. The message says what to do."""
+
+
 class EngineDeadError(WeftError, RuntimeError):
     """The engine loop has died. The engine can serve no more requests."""
 

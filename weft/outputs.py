@@ -38,6 +38,7 @@ class CompletionOutput:
             request's options, these options. None for EOS and everything else.
         logprobs: per generated token, token id -> ``Logprob``; None if not asked for.
         cumulative_logprob: sum over the generated tokens; None if logprobs were not asked for.
+        weight_spans: place of the first token that a version of the weights computed, and the version, in order.
     """
 
     index: int
@@ -47,6 +48,15 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[LogprobsDict] | None = None
     cumulative_logprob: float | None = None
+    weight_spans: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """The version of the weights that computed each token of ``token_ids``, for a whole output."""
+        versions: list[int] = []
+        for start, version in self.weight_spans:
+            versions[start:] = [version] * (len(self.token_ids) - start)
+        return versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +147,7 @@ class RequestOutput:
         cache_report: the prefix found in the cache; None until the request was first scheduled.
         prompt_logprobs: None for the first token, then token id -> ``Logprob``; None if not asked for.
         metrics: times and counts.
+        weight_version: version of the weights that computed the last tokens; 0 before the first update.
     """
 
     request_id: str
@@ -148,6 +159,7 @@ class RequestOutput:
     cache_report: CacheReport | None = None
     prompt_logprobs: list[LogprobsDict | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    weight_version: int = 0
 
 
 if not TYPE_CHECKING:

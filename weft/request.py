@@ -99,6 +99,7 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         progress_when_preempted: number of tokens that all requests together had computed for the first time when this
             one was last preempted.
         prompt_logprobs: entries for prompt positions 1, 2, … as they arrive.
+        weight_spans: the place of the first generated token that a version of the weights computed, and the version.
     """
 
     logits_processors: tuple[Callable[..., Any], ...] = ()
@@ -120,6 +121,7 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
+    weight_spans: tuple[tuple[int, int], ...] = ((0, 0),)
     times: RequestTimes = msgspec.field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:
@@ -190,6 +192,12 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
     def drop_pixels(self) -> None:
         """Drop pixels, since nothing will be encoded any more. The positions and identities of images are kept."""
         self.media = [item.without_pixels() for item in self.media]  # type: ignore[misc]  # the field belongs to the spec
+
+    def note_version(self, version: int) -> None:
+        """Note that the next tokens are computed with this version of the weights."""
+        start = len(self.output_token_ids)
+        if version != self.weight_spans[-1][1]:
+            self.weight_spans = (*(span for span in self.weight_spans if span[0] < start), (start, version))
 
     def end(self, reason: FinishReason, stop_reason: str | None = None) -> None:
         """End the request now, from outside."""

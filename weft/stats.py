@@ -80,19 +80,21 @@ class SchedulerStats(CacheStats, frozen=True, kw_only=True):
 
 
 class EngineStats(SchedulerStats, frozen=True, kw_only=True):
-    """Figures of cache, scheduler and steps. ``steps_by_mode``: number of steps by mode (NONE, PIECEWISE, FULL)."""
+    """Figures of cache, scheduler and steps. ``steps_by_mode``: number of steps by mode (NONE, PIECEWISE, FULL).
+    ``weight_version``: version of the weights; of several replicas the newest one."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_padding_tokens: int = 0
     steps_by_mode: dict[str, int] = {}
+    weight_version: int = 0
 
 
 GAUGES = (
     "num_free_pages", "num_evictable_pages", "num_free_slots", "num_evictable_slots", "num_waiting", "num_running",
     "encoder_cache_tokens", "host_pages", "host_states", "host_pages_in_use", "host_states_in_use",
-    "disk_bytes", "disk_max_bytes",
+    "disk_bytes", "disk_max_bytes", "weight_version",
 )  # fmt: skip
 """Fields that hold a current value. All other fields count events since the engine started."""
 
@@ -104,7 +106,8 @@ def counters(stats: EngineStats) -> EngineStats:
 
 def merged(stats: list[EngineStats]) -> EngineStats:
     """Sums over all replicas."""
-    return EngineStats(**{name: _sum([getattr(s, name) for s in stats]) for name in EngineStats.__struct_fields__})
+    sums = {name: _sum([getattr(s, name) for s in stats]) for name in EngineStats.__struct_fields__}
+    return EngineStats(**sums | {"weight_version": max(s.weight_version for s in stats)})
 
 
 def _sum(values: list[Any]) -> Any:

@@ -268,7 +268,7 @@ MUTANTS = (
     # -- FP8 ---------------------------------------------------------------------------------------------------------
     _mutant(
         "input-scale-of-the-last-part", "parts of a merged layer share the largest static input scale",
-        "weft/quantization/storage.py", "torch.fmax(self._value, new, out=self._value)", "self._value.copy_(new)",
+        "weft/quantization/storage.py", "torch.fmax(self.value, new, out=self.value)", "self.value.copy_(new)",
         "tests/quantization/test_loading.py",
     ),
     _mutant(

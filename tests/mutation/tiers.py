@@ -9,13 +9,12 @@ MATRIX = "tests/test_x_matrix_tiers.py"
 
 TIERS = (
     mutant(
-        "tier-kv-without-state", "KV comes up with its state, or not at all", "weft/offload/tier.py",
-        "if self._spec.has_states:\n            found", "if not self.states.capacity:\n            found", TIER, FUZZ,
+        "tier-kv-without-state", "KV comes up with its state, or not at all", "weft/offload/index.py",
+        "state if self._has_states else", "state if not self._states.capacity else", TIER, FUZZ,
     ),
     mutant(
-        "tier-state-without-kv", "a state comes up with all KV before it, or not at all", "weft/offload/tier.py",
-        "                if entry is None:\n                    break\n                pages.append(entry)",
-        "                if entry is not None:\n                    pages.append(entry)", TIER, FUZZ,
+        "tier-state-without-kv", "a state comes up with all KV before it, or not at all", "weft/offload/index.py",
+        "if entry is None:\n                break\n", "if entry is None:\n                continue\n", TIER, FUZZ,
     ),
     mutant(
         "tier-salt-ignored", "nothing of one salt is found with another", "weft/offload/keys.py",
@@ -50,11 +49,11 @@ TIERS = (
     ),
     mutant(
         "tier-admits-before-the-end", "a prefix enters the tree when its last copy is done", "weft/offload/restores.py",
-        "if active is None or active.outstanding or not", "if active is None or not", FUZZ,
+        "if not a.outstanding and (", "if (", FUZZ,
     ),
     mutant(
-        "tier-last-token-twice", "at least one token of a restored prompt is computed", "weft/offload/tier.py",
-        "prefix.num_tokens, num_tokens, len(tokens) - 1)", "prefix.num_tokens, num_tokens, len(tokens))", TIER, FUZZ,
+        "tier-last-token-twice", "at least one token of a restored prompt is computed", "weft/offload/index.py",
+        "self._size, len(keys.tokens) - 1\n", "self._size, len(keys.tokens)\n", TIER, FUZZ,
     ),
     mutant(
         "tier-checksum-unread", "changed content is rejected", "weft/offload/disk.py",

@@ -238,7 +238,7 @@ def with_files(folder: Path) -> House:
     house = House()
     house.serve(PROMPT)
     house.evict()
-    house.tier.disk = tier = DiskTier(folder, "f", 10**9, 1e9)
+    house.tier.disk = house.tier.index.disk = tier = DiskTier(folder, "f", 10**9, 1e9)
     for store in (house.tier.pages, house.tier.states):
         for entry in store.entries():
             tier._add(entry_of(name_of(entry)), 10, time.time())

@@ -8,6 +8,7 @@ from tests.cache.fake_memory import Running
 from tests.cache.test_manager_fuzz import make_spec
 from tests.offload.fake_host import TieredMemory, request
 from weft.cache.manager import Manager
+from weft.cache.nodes import as_tokens
 from weft.engine.inspection import Inspection
 from weft.messages import SchedulerOutput
 from weft.offload.costs import RestoreCosts
@@ -127,6 +128,80 @@ def test_a_restore_makes_a_hit() -> None:
     assert house.tier.stats()["num_external_hit_tokens"] == 22
 
 
+def test_a_lookup_goes_on_in_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.offload.tier.KEYS_AHEAD", 2)
+    monkeypatch.setattr("weft.offload.restores.KEYS_PER_STEP", 2)
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    tokens, asked = as_tokens([*PROMPT, 1]), request("r", [*PROMPT, 1])
+    for _ in range(2):
+        house.restores.begin_step(1)
+        match = house.manager.match(tokens)
+        assert match.below is not None and match.below.is_pending
+        assert house.restores.waits(asked, match, 1)
+        assert not house.restores.is_active and not house.restores.still_waits(asked)
+    house.restores.begin_step(1)
+    assert house.restores.waits(asked, house.manager.match(tokens), 1) and house.restores.is_active
+
+
+def test_a_lookup_beside_no_request_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.offload.tier.KEYS_AHEAD", 2)
+    monkeypatch.setattr("weft.offload.restores.KEYS_PER_STEP", 2)
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    house.restores.begin_step(1)
+    house.restores.begin_step(0)
+    assert house.found([*PROMPT, 1]) == 22
+
+
+def test_a_lookup_computes_no_keys_beyond_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.offload.tier.KEYS_AHEAD", 2)
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    house.tier.keys_left = 100
+    assert house.found([*PROMPT, *range(400)]) == 22
+    assert house.tier.keys_left == 94  # six keys: five pages are there, and the next one is not
+
+
+def test_restores_of_different_prefixes_overlap() -> None:
+    house, other = House(), [8, *PROMPT]
+    house.serve(PROMPT)
+    house.evict()
+    house.serve(other)
+    house.evict()
+    longer = [*PROMPT, 5]  # its entries are those of the first
+    for name, tokens in (("a", [*PROMPT, 1]), ("b", longer), ("c", [*other, 1])):
+        house.restores._slice_pages = 5  # one slice each
+        assert house.restores.waits(request(name, tokens), house.manager.match(tokens), 0)
+    assert [active.request_id for active in house.restores._active] == ["a", "c"]
+    house.restores.check()
+    while house.restores.is_active:
+        house.memory.flush()
+        while house.memory.in_flight:
+            house.memory.finish()
+    house.memory.check_tree()
+    assert all(
+        house.manager.match(tokens).num_tokens == len(tokens) - 1 for tokens in ([*PROMPT, 1], longer, [*other, 1])
+    )
+
+
+def test_a_restore_with_slices_to_order_is_the_only_one() -> None:
+    house, other = House(), [8, *PROMPT]
+    house.serve(PROMPT)
+    house.evict()
+    house.serve(other)
+    house.evict()
+    house.restores._slice_pages = 1
+    assert house.restores.waits(request("a", [*PROMPT, 1]), house.manager.match([*PROMPT, 1]), 0)
+    house.memory.flush()
+    house.memory.finish()  # three slices are in flight, and one is not ordered
+    assert house.restores.waits(request("b", [*other, 1]), house.manager.match([*other, 1]), 0)
+    assert [active.request_id for active in house.restores._active] == ["a"]
+
+
 def test_entries_of_a_restore_are_not_evicted_meanwhile() -> None:
     house = House(host_pages=5)
     house.serve(PROMPT)
@@ -186,6 +261,9 @@ def test_restores_that_take_longer_than_computing_are_refused() -> None:
     costs.computed(1e12, 1.0)
     assert costs.refusal(10**9, 1e12) == ""
     assert costs.refusal(10**9, 1e10) == "restoring would take 102 ms, computing again 10 ms"
+    costs.restored(0.15, 0.1)
+    costs.restored(1.1, 0.1)  # it waited for long steps of others
+    assert costs.refusal(10**9, 1e10) == "restoring would take 150 ms, computing again 10 ms"
     house = House()
     house.tier.costs = costs
     house.serve(PROMPT)

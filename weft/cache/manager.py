@@ -138,6 +138,7 @@ class Manager:
         self.evictor.tier = self.tier
         if self.tier is not None:
             self.tier.clear()
+        self.tree.version += 1  # earlier lookups may have found something in a tier
         return True
 
     def evict_all(self) -> None:

@@ -23,6 +23,7 @@ class Below(msgspec.Struct, frozen=True):
         kind: the reason for which the state was stored.
         refused: the reason why the prefix is computed again instead; empty if it is restored.
         compute_s: seconds that computing it would take; None if nothing was measured yet.
+        is_pending: whether the lookup goes on in a later step. Nothing is known before that.
     """
 
     num_tokens: int
@@ -33,6 +34,7 @@ class Below(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     refused: str = ""
     compute_s: float | None = None
+    is_pending: bool = False
 
 
 class Tier(Protocol):

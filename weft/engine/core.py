@@ -50,6 +50,7 @@ from weft.scheduler.step_grid import StepGrid
 from weft.stats import EngineStats
 
 if TYPE_CHECKING:
+    from weft.engine.rollouts import Rollouts
     from weft.layers.sampler import LogitsProcessor
     from weft.offload.restores import Restores
     from weft.offload.tier import HostTier
@@ -100,6 +101,7 @@ class EngineCore:
             self._vocab_size,
             config.eos_token_ids,
         )
+        self._rollouts: Rollouts | None = None
 
     def step(self) -> list[Request]:
         """Launch a step, and process the results that are due.
@@ -115,6 +117,8 @@ class EngineCore:
         """
         if self._failures.fatal is not None:
             return self._failures.take()
+        if self._rollouts is not None and self._rollouts.is_still:
+            return self.settle()
         self._admit_compiled()
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
@@ -125,6 +129,37 @@ class EngineCore:
         changed = self._failures.take() + updated
         self._grammars.update(changed)
         return changed
+
+    def settle(self) -> list[Request]:
+        """Process the results of all steps in flight, and launch none. Raises as ``step``.
+
+        Returns:
+            The requests that got a token or ended.
+        """
+        changed: list[Request] = []
+        while (output := self._result(max_in_flight=0)) is not None:
+            changed += self.scheduler.update(output, self._no_token_left)
+        changed = self._failures.take() + changed
+        self._grammars.update(changed)
+        return changed
+
+    def move_copies(self) -> list[Request]:
+        """Run a step without requests, which moves the copies of a tier on. Returns as ``settle``."""
+        self._launch(self.scheduler.steps.launch([]))
+        return self.settle()
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The pauses and updates of a training loop, made on first use."""
+        if self._rollouts is None:
+            from weft.engine.rollouts import Rollouts
+
+            self._rollouts = Rollouts(self)
+        return self._rollouts
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
 
     def _admit_compiled(self) -> None:
         """Add requests with a compiled grammar to the waiting queue, and end those with an invalid one."""
@@ -197,16 +232,37 @@ class EngineCore:
         """The reason why no step can run any more; None if steps can run."""
         return self._failures.fatal
 
+    @property
+    def unavailable(self) -> str:
+        """The reason why no request can run until the weights or the memory are back; empty if requests can run."""
+        return self._rollouts.unavailable if self._rollouts is not None else ""
+
     def add(self, request: Request) -> None:
         """Add a request to the waiting queue, after its grammar is compiled if it has one."""
         self._inspection.added(request)
+        if self._rollouts is None or not self._rollouts.holds(request):
+            self.enter(request)
+
+    def enter(self, request: Request) -> None:
+        """Add a request that nothing holds back."""
         if request.sampling.grammar is None:
             self.scheduler.add(request)
         else:
             self._grammars.add(request)
 
+    def refuse(self, request: Request, why: str) -> None:
+        """End a request that cannot run with an error. The next step returns it."""
+        self._failures.end(request, why)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        return [*self.scheduler.requests, *self._grammars.requests]
+
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """End a request from outside the loop; see ``Scheduler.finish``."""
+        if self._rollouts is not None and self._rollouts.drop_held(request_id, reason, stop_reason):
+            return True
         waiting_for_grammar = self._grammars.cancel(request_id)
         if waiting_for_grammar is None:
             return self.scheduler.finish(request_id, reason, stop_reason)
@@ -220,12 +276,15 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, a step is in flight, or an ended request was not returned yet."""
+        if self._rollouts is not None and self._rollouts.is_still:
+            return bool(self._in_flight or self._failures)
         return self.scheduler.has_work or self._grammars.num_compiling > 0 or bool(self._failures)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler.stats()
         num_waiting = scheduler.num_waiting + self._grammars.num_compiling
-        return self._inspection.steps.stats(replace(scheduler, num_waiting=num_waiting))
+        stats = self._inspection.steps.stats(replace(scheduler, num_waiting=num_waiting))
+        return stats if self._rollouts is None else replace(stats, weight_version=self._rollouts.version)
 
     def snapshot(self, tokens_per_node: int = 0) -> Snapshot:
         """A snapshot for the inspector: the latest steps and requests, tree and pools."""
@@ -252,9 +311,7 @@ class EngineCore:
         deadline = time.monotonic() + SAVE_S
         self.manager.evict_all()
         while restores.has_unsaved and time.monotonic() < deadline:
-            self._launch(self.scheduler.steps.launch([]))
-            while (output := self._result(max_in_flight=0)) is not None:
-                self.scheduler.update(output)
+            self.move_copies()
 
     def shutdown(self) -> None:
         try:

@@ -90,6 +90,11 @@ class Grammars:
     def num_compiling(self) -> int:
         return len(self._compiling)
 
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that wait for their grammar."""
+        return [request for request, _ in self._compiling.values()]
+
     def compiled(self, *, may_wait: bool) -> list[tuple[Request, BaseException | None]]:
         """Return requests whose compilation ended, each with the error of an invalid grammar or None.
 
@@ -108,7 +113,7 @@ class Grammars:
 
     def drop(self) -> list[Request]:
         """Drop all matchers. Returns the requests that waited for their grammar."""
-        waiting = [request for request, _ in self._compiling.values()]
+        waiting = self.requests
         self._compiling.clear()
         self._matchers.clear()
         return waiting

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.config import EngineConfig, resolve
@@ -16,11 +16,12 @@ from weft.config.parallelism import refuse_replicas
 from weft.engine.chat_messages import Messages, conversations_of, render_chat
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.input_processor import InputProcessor
+from weft.engine.llm_rollouts import RolloutMethods
 from weft.engine.not_supported import NOT_SUPPORTED, refuse_method
 from weft.engine.output_processor import OutputStream
 from weft.engine.progress_bar import ProgressBar
 from weft.engine.prompts import Prompt, as_list, check_call, per_prompt, refuse_lora
-from weft.errors import EngineDeadError, RequestError
+from weft.errors import EngineDeadError, RequestError, UnavailableError
 from weft.executor.external import become_rank
 from weft.executor.rank_process import begin_start
 from weft.multimodal.processor import load_processor
@@ -28,6 +29,7 @@ from weft.outputs import RequestOutput
 from weft.processes.collector import collector_off
 from weft.processes.interrupts import interrupts_held
 from weft.processes.preload import import_torch, import_torch_for_gpu
+from weft.request import Request
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
@@ -36,7 +38,7 @@ from weft.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class LLM:
+class LLM(RolloutMethods):
     """An engine in this process.
 
     Args:
@@ -87,6 +89,7 @@ class LLM:
         self._chats = ChatPrompts(self.tokenizer) if self.tokenizer is not None else None
         self._streams: dict[str, OutputStream] = {}
         self._by_request: dict[str, OutputStream] = {}
+        self._changed: dict[str, OutputStream] = {}
         self._ids = itertools.count()
         self._is_shut_down = False
 
@@ -276,6 +279,11 @@ class LLM:
         return request_id
 
     def _check_alive(self) -> None:
+        self._check_not_dead()
+        if self._core.unavailable:
+            raise UnavailableError(self._core.unavailable)
+
+    def _check_not_dead(self) -> None:
         if self._is_shut_down:
             raise EngineDeadError("this engine was shut down; make a new LLM")
         if self._core.failure is not None:
@@ -305,16 +313,19 @@ class LLM:
         return outputs
 
     def _advance(self) -> list[OutputStream]:
-        """Run one step of the core. Returns the open outputs that it changed, with their new tokens."""
-        changed: dict[str, OutputStream] = {}
-        for request in self._core.step():
+        """Run one step of the core. Returns the open outputs that have changed, with their new tokens."""
+        self._take(self._core.step())
+        changed, self._changed = self._changed, {}
+        return list(changed.values())
+
+    def _take(self, changed: Iterable[Request]) -> None:
+        for request in changed:
             if (stream := self._by_request.get(request.request_id)) is None:
                 continue  # aborted after its step had failed
             stop = stream.take(request)
             if stop is not None and not self._core.finish(request.request_id, "stop", stop):
                 request.finish_reason, request.stop_reason = "stop", stop  # its last token completed the stop string
-            changed[stream.request_id] = stream
-        return list(changed.values())
+            self._changed[stream.request_id] = stream
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now. Returns its output so far, or None if it is unknown or has ended already."""
@@ -342,6 +353,7 @@ class LLM:
             self._drain()
 
     def _drop(self, request_id: str) -> None:
+        self._changed.pop(request_id, None)
         for request in self._streams.pop(request_id).requests:
             del self._by_request[request.request_id]
 

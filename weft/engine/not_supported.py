@@ -7,7 +7,7 @@ from weft.errors import NotSupportedError
 
 _POOLING = "this version runs generative models only; use another engine for embeddings and scores"
 _ASLEEP = "captured graphs keep weights and caches in place; use shutdown(), and make a new LLM later"
-_RANKS = "workers run steps and no functions of callers; give a changed checkpoint to a new LLM"
+_RANKS = "workers run steps and no functions of callers; use update_weights or update_weights_from_path for new weights"
 NOT_SUPPORTED = {
     "beam_search": "not in this version; use n with a temperature, and choose by cumulative_logprob",
     "classify": _POOLING,

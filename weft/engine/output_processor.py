@@ -209,6 +209,7 @@ class OutputStream:
             cache_report=first.cache_report,
             prompt_logprobs=self._take_prompt_logprobs(first),
             metrics=self._metrics(),
+            weight_version=max(c.request.weight_spans[-1][1] for c in self._completions),
         )
 
     def emit(self) -> RequestOutput | None:
@@ -244,6 +245,7 @@ class OutputStream:
             stop_reason=request.stop_reason,
             logprobs=list(completion.logprobs) if wants_logprobs else None,
             cumulative_logprob=completion.cumulative_logprob if wants_logprobs else None,
+            weight_spans=request.weight_spans,
         )
 
     def _take_prompt_logprobs(self, request: Request) -> list[LogprobsDict | None] | None:

@@ -3,14 +3,20 @@
 Does not know: processes, devices, requests.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
 from weft.executor.rank_process import StartedRank
 from weft.layers.sampler import LogitsProcessor
 from weft.messages import ModelOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from weft.runner.rollouts import Command, Done
+    from weft.weights.sources import Source
 
 
 class Executor(Protocol):
@@ -39,6 +45,11 @@ class Executor(Protocol):
 
     def result(self) -> ModelOutput:
         """Wait for the results of the oldest launched step. If it raises, that step's results are lost."""
+        ...
+
+    def command(self, command: Command, tensors: Source | None = None) -> Done:
+        """Run a command of ``runner/rollouts.py`` on every rank, while no step is in flight. Raises as
+        ``RankControl.run``, and EngineDeadError if a rank has died."""
         ...
 
     def stop(self) -> None:

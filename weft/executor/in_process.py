@@ -1,9 +1,13 @@
 """The executor of a single rank, in this process."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
@@ -13,6 +17,10 @@ from weft.runner.memory import release_workspaces, wait_for_steps
 from weft.runner.model_runner import ModelRunner
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep
+
+if TYPE_CHECKING:
+    from weft.runner.rollouts import Command, Done, RankControl
+    from weft.weights.sources import Source
 
 
 class InProcessExecutor:
@@ -40,7 +48,18 @@ class InProcessExecutor:
     def result(self) -> ModelOutput:
         return self._pending.popleft().result()
 
+    @cached_property
+    def _control(self) -> RankControl:
+        from weft.runner.rollouts import RankControl
+
+        return RankControl(self._runner)
+
+    def command(self, command: Command, tensors: Source | None = None) -> Done:
+        assert not self._pending, "a command runs between steps"
+        return self._control.run(command, tensors)
+
     def stop(self) -> None:
+        self.__dict__.pop("_control", None)
         self._pending.clear()
         if self._profiler is not None:
             self._profiler.close()

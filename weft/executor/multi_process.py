@@ -8,6 +8,8 @@ Every rank prepares its own inputs from the scheduler output, and samples the sa
 so the others send nothing back.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import tempfile
@@ -16,18 +18,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
-from weft.errors import WeftError
+from weft.errors import UnavailableError, WeftError, WeightsError
 from weft.executor import external
 from weft.executor.rank import Rank
 from weft.executor.rank_process import RankProcess, StartedRank
 from weft.executor.ring import Writer
-from weft.executor.worker import STOP, WorkerStart, encode_step
+from weft.executor.worker import COMMAND, STOP, WorkerStart, encode_step
 from weft.executor.workers import Workers
 from weft.layers.sampler import LogitsProcessor
 from weft.messages import ModelOutput, SchedulerOutput
@@ -35,6 +38,10 @@ from weft.processes.interrupts import interrupts_held
 from weft.processes.log_format import logs_json
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep
+
+if TYPE_CHECKING:
+    from weft.runner.rollouts import Command, Done
+    from weft.weights.sources import Source
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +146,20 @@ class MultiProcessExecutor:
             self._workers.check()
             time.sleep(_POLL_S)
         return pending.result()
+
+    def command(self, command: Command, tensors: Source | None = None) -> Done:
+        assert not self._pending, "a command runs between steps"
+        self._workers.check()
+        with interrupts_held(second_too=True):
+            self._ring.send(COMMAND + encode_step(command), self._workers.check)
+            try:
+                return self._rank.control.run(command, tensors)
+            except (WeightsError, UnavailableError):  # all ranks agree on these
+                raise
+            except Exception as error:
+                self._workers.fail(f"a command broke on rank 0: {type(error).__name__}: {error}", wait_s=_EXPLAIN_S)
+                self._workers.check()
+                raise
 
     def stop(self) -> None:
         self._finish_steps()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import Store
@@ -13,6 +15,9 @@ from weft.parallel.process_group import ProcessGroup
 from weft.processes.collector import collector_off
 from weft.runner.memory import release_workspaces
 from weft.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from weft.runner.rollouts import RankControl
 
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, and nobody else should connect
@@ -41,8 +46,16 @@ class Rank:
             self.group.close()
             raise
 
+    @cached_property
+    def control(self) -> RankControl:
+        """The commands of this rank. Most engines need none."""
+        from weft.runner.rollouts import RankControl
+
+        return RankControl(self.runner)
+
     def close(self) -> None:
         """Free weights and caches, and leave the group."""
+        self.__dict__.pop("control", None)
         del self.runner
         gc.collect()  # captured graphs before the memory that they use
         self.group.close()

@@ -24,7 +24,7 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, UnavailableError, WeftError, WeightsError
 from weft.executor.ring import Address, Reader
 from weft.messages import SchedulerOutput
 from weft.processes.collector import collector_off
@@ -36,6 +36,8 @@ from weft.processes.preload import import_torch
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from weft.executor.rank import Rank
+
 logger = logging.getLogger(__name__)
 
 FAILED_STATUS = 70
@@ -43,6 +45,9 @@ FAILED_STATUS = 70
 
 STOP = b""
 """The message that ends a rank."""
+
+COMMAND = b"\xc1"
+"""The first byte of a message that is a command (``runner/rollouts.py``). No step begins with it in MessagePack."""
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
@@ -113,7 +118,21 @@ def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], send: Ca
             send(Report("stage", name, seconds))
         send(Report("ready"))
         while (message := reader.receive()) != STOP:
-            worker.runner.launch(decode_step(message))
+            if message.startswith(COMMAND):
+                _run_command(worker, message[len(COMMAND) :])
+            else:
+                worker.runner.launch(decode_step(message))
+
+
+def _run_command(worker: Rank, message: bytes) -> None:
+    """Run a command. An error on which all ranks agree does not end the rank."""
+    from weft.runner.rollouts import Command
+
+    command = msgspec.msgpack.decode(message, type=Command)
+    try:
+        worker.control.run(command)
+    except (WeightsError, UnavailableError) as error:
+        logger.warning("rank %d: %s", worker.runner.tp.rank, error)
 
 
 @functools.cache

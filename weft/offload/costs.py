@@ -22,13 +22,14 @@ class RestoreCosts:
         bytes_per_s: of restores.
         flops_per_s: of prefills.
         disk_bytes_per_s: of reading files.
-        latency_s: seconds of a restore besides its copies. One step orders the copies, and a later step uses them.
+        latency_s: fewest seconds that a restore took besides its copies. One step orders the copies, and a later step
+            uses them. Steps of other requests in between do not count, as they would also delay a prefill.
     """
 
     bytes_per_s: float | None = None
     flops_per_s: float | None = None
     disk_bytes_per_s: float | None = None
-    latency_s: float = LATENCY_S
+    latency_s: float | None = None
 
     def copied(self, num_bytes: int, seconds: float) -> None:
         """Note a copy from the host to the device."""
@@ -37,7 +38,8 @@ class RestoreCosts:
 
     def restored(self, seconds: float, copy_seconds: float) -> None:
         """Note a whole restore, and the seconds of its copies."""
-        self.latency_s = _moved(self.latency_s, max(0.0, seconds - copy_seconds))
+        latency = max(0.0, seconds - copy_seconds)
+        self.latency_s = latency if self.latency_s is None else min(self.latency_s, latency)
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """Note files that were read."""
@@ -59,7 +61,7 @@ class RestoreCosts:
         computing = self.seconds_to_compute(flops)
         if self.bytes_per_s is None or computing is None:
             return ""
-        restoring = self.latency_s + num_bytes / self.bytes_per_s
+        restoring = (LATENCY_S if self.latency_s is None else self.latency_s) + num_bytes / self.bytes_per_s
         if disk_bytes and self.disk_bytes_per_s is not None:
             restoring += disk_bytes / self.disk_bytes_per_s
         if restoring <= computing:

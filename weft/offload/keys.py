@@ -7,6 +7,7 @@ the bytes mean. Equal keys therefore mean equal content. Token ids include image
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from hashlib import blake2b
 
 import numpy as np
@@ -16,8 +17,8 @@ from weft.cache.nodes import Node, Tokens
 
 KEY_BYTES = 16
 
-KEYS_AHEAD = 63
-"""Keys that are computed in advance. A lookup asks for one after the other."""
+KEYS_AHEAD = 64
+"""Keys that are computed at a time. A lookup asks for one after the other."""
 
 MAX_REMEMBERED = 128
 """Upper bound on sequences whose keys are remembered between lookups."""
@@ -29,9 +30,18 @@ def root_key(fingerprint: str, salt: str | None) -> bytes:
     return blake2b(text.encode(), digest_size=KEY_BYTES, person=b"weft root").digest()
 
 
-def page_key(before: bytes, tokens: bytes | memoryview) -> bytes:
-    """The key of a page. ``before`` is the key of the pages before it, ``tokens`` its ids as int64."""
-    return blake2b(before + tokens, digest_size=KEY_BYTES, person=b"weft page").digest()
+_PAGE = blake2b(digest_size=KEY_BYTES, person=b"weft page")
+
+
+def page_keys(before: bytes, tokens: bytes | memoryview, page_bytes: int) -> list[bytes]:
+    """The key of each page. ``before`` is the key of the pages before them, ``tokens`` their ids as int64."""
+    keys, key = [], before
+    for begin in range(0, len(tokens), page_bytes):
+        digest = _PAGE.copy()  # quicker than a new one
+        digest.update(key + tokens[begin : begin + page_bytes])
+        key = digest.digest()
+        keys.append(key)
+    return keys
 
 
 def state_key(before: bytes, tail: bytes) -> bytes:
@@ -71,12 +81,8 @@ class PageKeys:
     def _compute(self, node: Node) -> list[bytes]:
         size = self._page_size
         first = node.start // size * size
-        data = as_bytes(path_tokens(node, first, node.end))
-        key, keys = self.before(node, node.start), []
-        for page in range(len(data) // (8 * size)):
-            key = page_key(key, data[page * 8 * size : (page + 1) * 8 * size])
-            keys.append(key)
-        return keys
+        data = as_bytes(path_tokens(node, first, node.end // size * size))
+        return page_keys(self.before(node, node.start), data, 8 * size)
 
     def before(self, node: Node, position: int) -> bytes:
         """The key of all whole pages of ``node``'s path up to ``position``, which is not beyond its end."""
@@ -119,19 +125,34 @@ class SequenceKeys:
 
     def __getitem__(self, count: int) -> bytes:
         """The key of the first ``count`` pages."""
-        if count - self.first >= len(self._keys):
-            self._extend(count)
+        if count > self.num_known:
+            self.extend(count)
         return self._keys[count - self.first]
 
-    def _extend(self, count: int) -> None:
-        """Compute the keys up to ``count`` pages, and some after them."""
-        data, size, keys = self._bytes, 8 * self._page_size, self._keys
-        key, num_pages = keys[-1], len(data) // size
-        assert count <= num_pages, "the sequence has fewer pages"
-        end = min(count + KEYS_AHEAD, num_pages) * size
-        for begin in range((self.first + len(keys) - 1) * size, end, size):
-            key = page_key(key, data[begin : begin + size])
-            keys.append(key)
+    def after(self, count: int) -> Iterator[bytes]:
+        """The keys of more pages than ``count``, in order."""
+        while count < self.num_pages:
+            if count >= self.num_known:
+                self.extend(min(count + KEYS_AHEAD, self.num_pages))
+            known = self._keys[count + 1 - self.first :]
+            yield from known
+            count += len(known)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of whole pages of the sequence."""
+        return len(self.tokens) // self._page_size
+
+    @property
+    def num_known(self) -> int:
+        """Number of pages up to which keys are computed."""
+        return self.first + len(self._keys) - 1
+
+    def extend(self, count: int) -> None:
+        """Compute the keys up to ``count`` pages."""
+        assert count <= self.num_pages, "the sequence has fewer pages"
+        size = 8 * self._page_size
+        self._keys += page_keys(self._keys[-1], self._bytes[self.num_known * size : count * size], size)
 
     def state(self, count: int, tail: int) -> bytes:
         """The key of the state after ``count`` pages and ``tail`` tokens."""

@@ -39,7 +39,7 @@ class PrefixReports:
         found, device = [], set(on_device)
         for value, key in list(self._keys.items()):
             if value not in device:
-                if self._tier.has(key):
+                if self._tier.index.has(key):
                     found.append(value)
                 else:
                     del self._keys[value]

@@ -5,8 +5,8 @@ last slice is done. Owns: the restore in flight, and the lease of the pages and 
 tensors, rows, budgets.
 
 A restored prefix becomes a part of the tree, so the request then hits it like any other. Several requests share one
-restore. There is one restore at a time, since a second one would only take bandwidth from the first. Its pages are
-allocated slice by slice: evicting them copies as much to the host as the slice copies from there::
+restore. The next restore begins when all slices of the one before are ordered, so none takes bandwidth from another.
+Pages are allocated slice by slice: evicting them copies as much to the host as the slice copies from there::
 
     waiting ──look-up finds a longer prefix below──▶ restore in flight ──last slice done──▶ in the tree ──▶ admitted
                                                       (waits, others pass)
@@ -19,19 +19,18 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
-from msgspec.structs import replace
-
-from weft.cache.lease import Lease, LeaseCheckpoints
+from weft.cache.lease import Lease
 from weft.cache.manager import Manager
-from weft.cache.match import Match, explain
-from weft.cache.nodes import Prefix
+from weft.cache.match import Match
 from weft.cache.tier import Below
 from weft.messages import FileOrder, SchedulerOutput, Transfer
 from weft.offload.disk_tier import DiskEntry
 from weft.offload.loads import Loads
 from weft.offload.reports import PrefixReports
+from weft.offload.restore_lease import begin_lease
 from weft.offload.store import Entry
 from weft.offload.tier import HostTier
 from weft.outputs import CacheReport
@@ -39,6 +38,9 @@ from weft.request import Request
 
 MAX_SLICES = 4
 """Upper bound on slices that are ordered and not done. More would hold back the copies of evicted entries."""
+
+KEYS_PER_STEP = 512
+"""Keys of pages that the lookups of one step compute while requests run, in less than a millisecond."""
 
 FILES_S = 2.0
 """How long a request waits for files, before it is known how long computing its prefix would take."""
@@ -49,8 +51,10 @@ class Restore:
     """A restore in flight.
 
     Attributes:
+        request_id: the request that it began for.
         lease: its locked path, pages and slot.
         below: what it reads.
+        entries: the entries that it reads.
         begun: time of the begin.
         num_before: tokens that the request could reuse without it.
         num_ordered: pages that were ordered.
@@ -60,8 +64,10 @@ class Restore:
         failed: whether its content is not to be used.
     """
 
+    request_id: str
     lease: Lease
     below: Below
+    entries: set[Entry]
     begun: float
     num_before: int
     num_ordered: int = 0
@@ -90,8 +96,8 @@ class Restores:
     def __init__(self, manager: Manager, tier: HostTier, slice_pages: int) -> None:
         self.tier, self.reports = tier, PrefixReports(tier, manager.spec)
         self._manager, self._slice_pages = manager, max(1, slice_pages)
-        self._active: Restore | None = None
-        self._for: str = ""
+        self._active: list[Restore] = []  # in the order of their begins; only the last may have slices to order
+        self._orders: list[Transfer] = []
         self._had: dict[str, Restored | None] = {}
         self._blocked: set[str] = set()  # until the restore or the load in flight ends
         self._no_room: tuple[str, tuple[int, int]] | None = (
@@ -134,15 +140,21 @@ class Restores:
         deadline = self._deadlines.get(request.request_id)
         return deadline is not None and time.monotonic() >= deadline
 
+    def begin_step(self, num_running: int) -> None:
+        """Bound what the lookups of a step may compute, so that running requests need not wait for them."""
+        self.tier.keys_left = KEYS_PER_STEP if num_running else inf
+
     def waits(self, request: Request, match: Match, num_running: int) -> bool:
-        """Whether a waiting request waits for a restore, which may begin now. Others pass it."""
+        """Whether a waiting request waits for a restore, which may begin now, or for its lookup. Others pass it."""
+        if match.below is not None and match.below.is_pending:
+            return True
         waits = self._may_wait(request, match, num_running)
         (self._blocked.add if waits else self._blocked.discard)(request.request_id)
         return waits
 
     def _may_wait(self, request: Request, match: Match, num_running: int) -> bool:
         below = match.below
-        if self._active is not None and self._for == request.request_id:
+        if any(active.request_id == request.request_id for active in self._active):
             return True
         if self._loads.is_for(request) and not self._is_late(request):
             return True
@@ -158,62 +170,34 @@ class Restores:
                 return True
             self._had[request.request_id] = None
             return False
-        if self._active is not None:
+        if self._is_full or any(not active.entries.isdisjoint(_entries(below)) for active in self._active):
             return True
         self.tier.pin(_entries(below))  # making room on the device evicts entries of the host too
-        lease = self._begin(match, below, request, num_running)
+        lease = begin_lease(self._manager, match, below, request.num_tokens, num_running)
         if lease is None:
             self.tier.unpin(_entries(below))
             return False
         self._had[request.request_id] = None
-        self._for = request.request_id
-        self._active = Restore(lease, below, time.monotonic(), match.num_tokens)
+        entries = set(_entries(below))
+        self._active.append(Restore(request.request_id, lease, below, entries, time.monotonic(), match.num_tokens))
         self.tier.counts.num_restores += 1
+        self._order_slices()
         return True
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether no further restore may begin now."""
+        return self._num_outstanding >= MAX_SLICES or any(not active.is_complete for active in self._active)
+
+    @property
+    def _num_outstanding(self) -> int:
+        """Number of slices that are ordered and not done."""
+        return sum(len(active.outstanding) for active in self._active)
 
     def files_done(self, files: Collection[tuple[int, int, str]]) -> None:
         """Note the ends of file orders: number, bytes, and the reason of a failure."""
         if self._loads.files_done(files):
             self._wake()
-
-    def _begin(self, match: Match, below: Below, request: Request, num_running: int) -> Lease | None:
-        """Lock the part of the prefix that the device has, and take a slot. None if the request would not fit."""
-        manager, spec, shared = self._manager, self._manager.spec, below.num_shared_tokens
-        node = match.prefix.node
-        while node is not None and node.parent is not None and node.start >= shared:
-            node = node.parent
-        part = replace(match, prefix=Prefix(node, shared), num_tokens=min(shared, match.num_tokens))
-        locked = manager.lock_prefix(part)
-        assert locked is not None, "a tier without a prefix cache"
-        needed = spec.pages_for(request.num_tokens) - shared // spec.page_size + num_running
-        has_room = needed <= manager.pages.num_free + manager.pages.num_evictable
-        slot = manager.evictor.take_slot() if has_room and below.state is not None else 0
-        if not has_room or slot is None:
-            manager.tree.unlock(locked)
-            return None
-        num_shared_pages = shared // spec.page_size
-        lease = Lease(
-            tokens=match.tokens[: below.num_tokens],
-            salt=match.salt,
-            num_prompt_tokens=below.num_tokens,
-            report=explain(match, needs_state=below.state is not None),
-            num_cached_tokens=0,
-            write_start=shared,
-            page_copy=None,
-            state_fork=None,
-            fork_source=None,
-            pages=manager.tree.page_list(Prefix(locked, shared))[:num_shared_pages],
-            num_shared_pages=num_shared_pages,
-            node=locked,
-            state_slot=0,
-            checkpoints=LeaseCheckpoints(
-                kinds={below.num_tokens: below.kind},
-                stored=[(below.num_tokens, slot)] if below.state is not None else [],
-            ),
-            num_committed_tokens=0,
-        )
-        manager.hold(lease)
-        return lease
 
     def ended(self, request: Request) -> None:
         """Forget a request that waits no more."""
@@ -244,12 +228,12 @@ class Restores:
 
     @property
     def is_active(self) -> bool:
-        return self._active is not None
+        return bool(self._active)
 
     @property
     def needs_steps(self) -> bool:
         """Whether steps without requests are worth launching, to move copies on."""
-        return self._active is not None or self._loads.is_active
+        return bool(self._active) or self._loads.is_active
 
     @property
     def has_unsaved(self) -> bool:
@@ -264,27 +248,28 @@ class Restores:
     @property
     def num_missing_pages(self) -> int:
         """Number of pages that the restore in flight has yet to allocate."""
-        active = self._active
+        active = self._active[-1] if self._active else None
         if active is None or active.is_complete:
             return 0
         return self._manager.spec.pages_for(active.below.num_tokens) - len(active.lease.pages)
 
     def take_orders(self) -> tuple[list[Transfer], list[Transfer], list[int]]:
         """The copies that the next step begins with: to the host, from the host; and the restores that are done."""
-        restores = self._order_slices() if self._active is not None else []
+        if self._active:
+            self._order_slices()
+        orders, self._orders = self._orders, []
         confirmed, self._confirmed = self._confirmed, []
-        return self.tier.take_stores(), restores, confirmed
+        return self.tier.take_stores(), orders, confirmed
 
-    def _order_slices(self) -> list[Transfer]:
-        active, ordered = self._active, []
-        assert active is not None
-        while not (active.failed or active.is_complete) and len(active.outstanding) < MAX_SLICES:
+    def _order_slices(self) -> None:
+        """Order slices of the newest restore."""
+        active = self._active[-1]
+        while not (active.failed or active.is_complete) and self._num_outstanding < MAX_SLICES:
             transfer = self._next_slice(active)
             if transfer is None:
                 break
-            ordered.append(transfer)
-        self._end_if_done()
-        return ordered
+            self._orders.append(transfer)
+        self._end_finished()
 
     def _next_slice(self, active: Restore) -> Transfer | None:
         """Allocate pages for the next slice. None if there are none now."""
@@ -313,25 +298,26 @@ class Restores:
     def give_up(self) -> bool:
         """Stop a restore that has yet to allocate pages, because running requests need pages. Returns whether its
         pages are free now. Copies in flight have to end first."""
-        if self._active is not None and not self._active.is_complete:
-            self._active.failed = True
-            self._end_if_done()
-        return self._active is None
+        if self._active and not self._active[-1].is_complete:
+            self._active[-1].failed = True
+            self._end_finished()
+        return not self._active
 
     def done(self, transfers: Collection[tuple[int, float]]) -> None:
         """Note copies that are done, with their seconds."""
-        counts, active = self.tier.counts, self._active
+        counts = self.tier.counts
         for number, seconds in transfers:
-            if active is not None and (transfer := active.outstanding.pop(number, None)) is not None:
-                num_bytes = self.tier.num_bytes(transfer)
-                self._confirmed.append(number)
-                counts.restored_bytes += num_bytes
-                counts.restored_seconds += seconds
-                active.copy_seconds += seconds
-                self.tier.costs.copied(num_bytes, seconds)
-            else:
+            active = next((active for active in self._active if number in active.outstanding), None)
+            if active is None:
                 self.tier.stored(number, seconds)
-        self._end_if_done()
+                continue
+            num_bytes = self.tier.num_bytes(active.outstanding.pop(number))
+            self._confirmed.append(number)
+            counts.restored_bytes += num_bytes
+            counts.restored_seconds += seconds
+            active.copy_seconds += seconds
+            self.tier.costs.copied(num_bytes, seconds)
+        self._end_finished()
 
     def computed(self, step: SchedulerOutput, seconds: float) -> None:
         """Note the time of a step, if it was mostly prefill."""
@@ -342,22 +328,23 @@ class Restores:
 
     def broke(self, step: SchedulerOutput) -> None:
         """Note a step that raised: its copies may not have run."""
-        active = self._active
         lost: set[Entry] = set()
         for transfer in step.stores:
             lost.update(self.tier.broke(transfer.number))
         if self._loads.broke(step):
             self._wake()
-        if active is not None:
+        for active in self._active:
             broken = [t.number for t in step.restores if active.outstanding.pop(t.number, None) is not None]
-            active.failed |= bool(broken) or not lost.isdisjoint(_entries(active.below))
-        self._end_if_done()
+            active.failed |= bool(broken) or not lost.isdisjoint(active.entries)
+        self._end_finished()
 
-    def _end_if_done(self) -> None:
-        active = self._active
-        if active is None or active.outstanding or not (active.is_complete or active.failed):
-            return
-        self._active = None
+    def _end_finished(self) -> None:
+        """End the restores that have no copy in flight and none to order."""
+        for active in [a for a in self._active if not a.outstanding and (a.is_complete or a.failed)]:
+            self._active.remove(active)
+            self._end(active)
+
+    def _end(self, active: Restore) -> None:
         self._wake()
         self._manager.restored(active.lease, keep=not active.failed)
         self.tier.touch(active.below)
@@ -367,8 +354,8 @@ class Restores:
             self.tier.counts.num_failed_restores += 1
             return
         self.tier.costs.restored(seconds, active.copy_seconds)
-        if self._for in self._had:
-            self._had[self._for] = Restored(active.num_before, active.below.num_tokens, seconds)
+        if active.request_id in self._had:
+            self._had[active.request_id] = Restored(active.num_before, active.below.num_tokens, seconds)
 
     def stats(self) -> dict[str, Any]:
         """Figures of the tier, as ``SchedulerStats`` names them."""
@@ -377,8 +364,9 @@ class Restores:
     def check(self) -> None:
         """Assert the invariants."""
         self.tier.check()
-        active = self._active
-        assert active is None or all(entry.pins for entry in _entries(active.below)), "a restore reads unpinned memory"
+        for active in self._active:
+            assert all(entry.pins for entry in active.entries), "a restore reads unpinned memory"
+        assert all(active.is_complete for active in self._active[:-1]), "two restores have slices to order"
 
 
 def _entries(below: Below) -> list[Entry]:

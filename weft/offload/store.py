@@ -6,6 +6,7 @@ Does not know: tokens, tensors, what an entry holds.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.cache.nodes import CheckpointKind
@@ -63,6 +64,13 @@ class HostStore:
         """Note a use of an entry."""
         self._entries.move_to_end(key)
 
+    def touch_held(self, entries: Iterable[Entry]) -> None:
+        """Note a use of entries, of those that were neither evicted nor dropped."""
+        held, move = self._entries, self._entries.move_to_end
+        for entry in entries:
+            if held.get(entry.key) is entry:
+                move(entry.key)
+
     def add(self, key: bytes, prefix: bytes = b"", tail: int = 0, kind: CheckpointKind = "end") -> Entry | None:
         """Make an entry, evicting another one if no place is free. Returns None if every entry is pinned, or if there
         are no places."""
@@ -98,13 +106,15 @@ class HostStore:
             if not tails:
                 del self._tails[entry.prefix]
 
-    def unpin(self, entry: Entry) -> None:
-        """Note that one copy is done."""
-        entry.pins -= 1
-        assert entry.pins >= 0, "an entry is unpinned more often than it was pinned"
-        if not entry.pins and self._busy.get(entry.place) is entry:
-            del self._busy[entry.place]
-            self._free.append(entry.place)
+    def unpin(self, entries: Iterable[Entry]) -> None:
+        """Note that one copy of each entry is done."""
+        busy = self._busy
+        for entry in entries:
+            entry.pins -= 1
+            assert entry.pins >= 0, "an entry is unpinned more often than it was pinned"
+            if busy and not entry.pins and busy.get(entry.place) is entry:
+                del busy[entry.place]
+                self._free.append(entry.place)
 
     def holds(self, entry: Entry) -> bool:
         """Whether the entry was neither evicted nor dropped."""

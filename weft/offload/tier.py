@@ -20,8 +20,9 @@ their end first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -32,7 +33,8 @@ from weft.cache.tier import Below
 from weft.messages import Transfer
 from weft.offload.costs import RestoreCosts
 from weft.offload.disk_tier import DiskEntry, DiskTier
-from weft.offload.keys import PageKeys, SequenceKeys
+from weft.offload.index import TierIndex
+from weft.offload.keys import KEYS_AHEAD, PageKeys, SequenceKeys
 from weft.offload.store import Entry, HostStore
 
 WritePolicy = Literal["write_back", "write_through_selective"]
@@ -73,6 +75,9 @@ class HostTier:
         policy: when entries are copied: when they leave the device, or once a request has reused them.
         page_budget: most pages that a step copies because requests reused them.
         disk: a tier below this one.
+
+    Attributes:
+        keys_left: keys that lookups may compute before the next step. Without one left a lookup is pending.
     """
 
     def __init__(
@@ -88,11 +93,13 @@ class HostTier:
     ) -> None:
         self.disk = disk
         self.pages, self.states = HostStore(num_pages), HostStore(num_slots)
+        self.index = TierIndex(spec, self.pages, self.states, disk)
         self.costs, self.counts = RestoreCosts(), TierCounts()
         self.policy: WritePolicy = policy
         self._spec, self._size, self._budget = spec, spec.page_size, page_budget
         self._page_bytes, self._slot_bytes = spec.page_bytes, spec.slot_bytes  # sums over layers
         self.keys = PageKeys(fingerprint, spec.page_size)
+        self.keys_left: float = inf
         self._orders = _Orders()
         self._sent: dict[int, list[Entry]] = {}
         self._to_copy: deque[tuple[Node, int]] = deque()
@@ -165,101 +172,48 @@ class HostTier:
             return None
         first = num_tokens // self._size
         keys = self.keys.of_sequence(tokens, salt, prefix.node, first)
-        if self._spec.has_states:
-            found = self._longest_with_state(keys, prefix.num_tokens, num_tokens, len(tokens) - 1)
-        else:
-            found = self._longest_kv(keys, prefix.num_tokens, num_tokens)
+        if not self._prepare(keys, prefix.num_tokens // self._size):
+            return Below(num_tokens, num_tokens, [], is_pending=True)
+        found = self.index.longest(keys, prefix.num_tokens, num_tokens)
         if found is None:
             return None
         flops = self._spec.prefill_flops(num_tokens, found.num_tokens)
-        on_disk = [entry for entry in (*found.pages, found.state) if isinstance(entry, DiskEntry)]
-        disk_bytes = sum(self._bytes_of(entry) for entry in on_disk)
-        costs = self.costs
-        refused = costs.refusal(found.num_bytes, flops, disk_bytes)
-        return replace(found, refused=refused, compute_s=costs.seconds_to_compute(flops))
+        refused = self.costs.refusal(found.num_bytes, flops, self._bytes_on_disk(found))
+        return replace(found, refused=refused, compute_s=self.costs.seconds_to_compute(flops))
 
-    def has(self, key: bytes) -> bool:
-        """Whether a page or a state is in host memory or in a file."""
-        return (self._state(key) if self.states.get(key) is not None else self._page(key)) is not None
+    def _bytes_on_disk(self, below: Below) -> int:
+        if self.disk is None:
+            return 0
+        return sum(self._bytes_of(entry) for entry in (*below.pages, below.state) if isinstance(entry, DiskEntry))
+
+    def _prepare(self, keys: SequenceKeys, shared: int) -> bool:
+        """Compute the keys that a lookup needs, as many as this step may. Returns whether they are all there. A lookup
+        ends at the first page after ``shared`` that is missing."""
+        while (known := keys.num_known) < keys.num_pages:
+            if known > shared and self._page_bytes and self.index.page(keys[known]) is None:
+                return True
+            if self.keys_left <= 0:
+                return False
+            count = min(KEYS_AHEAD, keys.num_pages - known)
+            keys.extend(known + count)
+            self.keys_left -= count
+        return True
 
     def held(self, node: Node) -> tuple[int, list[int]]:
         if node.parent is None:
             return 0, []
         positions = sorted({*node.checkpoints, *node.lost_states})
-        states = [position for position in positions if self._state(self.keys.of_state(node, position)[1])]
-        return sum(map(self.has, self.keys.of_node(node))), states
-
-    def _page(self, key: bytes) -> Entry | DiskEntry | None:
-        """A page of host memory, or else of the disk."""
-        entry = self.pages.get(key)
-        if entry is not None:
-            return None if entry.is_loading else entry
-        return self.disk.get(key) if self.disk is not None else None
-
-    def _state(self, key: bytes) -> Entry | DiskEntry | None:
-        entry = self.states.get(key)
-        if entry is not None:
-            return None if entry.is_loading else entry
-        return self.disk.get(key) if self.disk is not None else None
-
-    def _tails(self, prefix: bytes) -> list[int]:
-        tails = self.states.tails(prefix)
-        return tails if self.disk is None else sorted({*tails, *self.disk.tails(prefix)})
+        states = [position for position in positions if self.index.state(self.keys.of_state(node, position)[1])]
+        return sum(map(self.index.has, self.keys.of_node(node))), states
 
     def _bytes_of(self, entry: Entry | DiskEntry) -> int:
         return self._slot_bytes if entry.prefix else self._page_bytes
 
-    def _longest_kv(self, keys: SequenceKeys, kv: int, num_tokens: int) -> Below | None:
-        """The longest run of whole pages, for models without states."""
-        shared = kv // self._size
-        pages = self._pages_from(keys, shared, len(keys.tokens) // self._size)
-        end = (shared + len(pages)) * self._size
-        if min(end, len(keys.tokens) - 1) <= num_tokens:
-            return None
-        return Below(end, shared * self._size, pages, num_bytes=len(pages) * self._page_bytes)
-
-    def _pages_from(self, keys: SequenceKeys, first: int, end: int) -> list[Entry | DiskEntry]:
-        """The entries of pages ``first``, ``first + 1``, … up to the first one that is missing."""
-        entries: list[Entry | DiskEntry] = []
-        for page in range(first, end):
-            entry = self._page(keys[page + 1])
-            if entry is None:
-                break
-            entries.append(entry)
-        return entries
-
-    def _longest_with_state(self, keys: SequenceKeys, kv: int, num_tokens: int, limit: int) -> Below | None:
-        """The last position up to ``limit`` that has a state, and all KV before it."""
-        size = self._size
-        shared = kv // size
-        pages: list[Entry | DiskEntry] = []
-        best: tuple[int, Entry | DiskEntry] | None = None
-        for count in range(num_tokens // size, limit // size + 1):
-            if count > shared and self._page_bytes:
-                entry = self._page(keys[count])
-                if entry is None:
-                    break
-                pages.append(entry)
-            for tail in self._tails(keys[count]):
-                position = count * size + tail
-                if num_tokens < position <= limit and (state := self._state(keys.state(count, tail))):
-                    best = position, state
-        if best is None:
-            return None
-        position, state = best
-        if position <= kv:
-            return Below(position, position, [], state, state.kind, self._slot_bytes)
-        pages = pages[: position // size - shared]
-        num_bytes = len(pages) * self._page_bytes + self._slot_bytes
-        return Below(position, shared * size, pages, state, state.kind, num_bytes)
-
     def touch(self, below: Below) -> None:
         """Note a use of a found prefix, from its end to its begin."""
-        for entry in reversed(below.pages):
-            if self.pages.holds(entry):
-                self.pages.touch(entry.key)
-        if below.state is not None and self.states.holds(below.state):
-            self.states.touch(below.state.key)
+        self.pages.touch_held(reversed(below.pages))
+        if below.state is not None:
+            self.states.touch_held([below.state])
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -328,7 +282,7 @@ class HostTier:
         entry.is_loading = False
         if not keep and store.holds(entry):
             store.drop(entry)
-        store.unpin(entry)
+        store.unpin([entry])
 
     def abandon(self, entry: Entry) -> None:
         """Drop an entry that is loading. Its place is busy until it is unpinned."""
@@ -340,9 +294,10 @@ class HostTier:
         for entry in entries:
             entry.pins += 1
 
-    def unpin(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            self._store_of(entry).unpin(entry)
+    def unpin(self, entries: Collection[Entry]) -> None:
+        """Note that a copy of each entry is done."""
+        self.pages.unpin(entry for entry in entries if not entry.prefix)
+        self.states.unpin(entry for entry in entries if entry.prefix)
 
     def _store_of(self, entry: Entry) -> HostStore:
         return self.states if entry.prefix else self.pages
@@ -353,7 +308,7 @@ class HostTier:
         keys = SequenceKeys(tokens, salt, 0, self.keys.root(salt), self._size)
         for count in range(len(tokens) // self._size + 1):
             self._forget(self.pages, keys[count])
-            for tail in self._tails(keys[count]):
+            for tail in self.index.tails(keys[count]):
                 if count * self._size + tail <= len(tokens):
                     self._forget(self.states, keys.state(count, tail))
 

@@ -106,6 +106,10 @@ class ProcessGroup:
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=_GROUPS[self._name])
         return int(tensor.item())
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        dist.broadcast(x, 0, group=_GROUPS[self._name])
+        return x
+
     def close(self) -> None:
         """Leave the group. On GPUs this does not wait for other ranks, some of which may be gone."""
         del _GROUPS[self._name]

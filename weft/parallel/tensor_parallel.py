@@ -39,7 +39,11 @@ class TensorParallel(Protocol):
         ...
 
     def least(self, value: int) -> int:
-        """The minimum of every rank's ``value``, on the host. Waits for the device, so only the start uses it."""
+        """The minimum of every rank's ``value``, on the host. Waits for the device, so no step uses it."""
+        ...
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Write rank 0's ``x``, which is contiguous, into every rank's. Returns it. No step uses it."""
         ...
 
     @property
@@ -70,6 +74,9 @@ class SingleRank:
 
     def least(self, value: int) -> int:
         return value
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
 
     is_alone = True
 

@@ -40,7 +40,7 @@ class Expected:
         self._value, self._convert, self._message = value, convert, message
 
     def copy_(self, source: Tensor) -> None:
-        if not (self._convert(source) == self._value).all():
+        if not (self._convert(source.cpu()) == self._value).all():
             raise WeightsError(self._message)
 
 

@@ -143,14 +143,21 @@ class QuantizedRows:
 
 
 class Largest:
-    """A number that keeps the largest value copied into it. Its previous value counts unless it is NaN."""
+    """A number that keeps the largest value copied into it since ``reset``, which is NaN before the first.
+
+    Attributes:
+        value: the number; several targets may share it.
+    """
 
     def __init__(self, value: Tensor) -> None:
-        self._value = value
+        self.value = value
+
+    def reset(self) -> None:
+        self.value.fill_(float("nan"))
 
     def copy_(self, source: Tensor) -> None:
-        new = source.to(self._value.device, self._value.dtype).reshape(1)
-        torch.fmax(self._value, new, out=self._value)
+        new = source.to(self.value.device, self.value.dtype).reshape(1)
+        torch.fmax(self.value, new, out=self.value)
 
 
 def random_ranges(fan_in: int) -> dict[str, tuple[float, float]]:

@@ -92,6 +92,11 @@ class EncoderCache:
                 row += length
         return found
 
+    def clear(self) -> None:
+        """Drop all embeddings, between two steps."""
+        self._entries.clear()
+        self._encodings.clear()
+
     def take_encodings(self) -> list[Encoding]:
         """The encodings of the step that is launched now."""
         taken, self._encodings = self._encodings, []

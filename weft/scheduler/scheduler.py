@@ -237,6 +237,12 @@ class Scheduler:
         self._num_preemptions += 1
         self._wait_again(request)
 
+    def preempt_all(self) -> None:
+        """Put every running request back into the queue, while no step is in flight. This is no lack of memory."""
+        for running in list(self._rows.running):
+            self._rows.preempt(running)
+            self._wait_again(running.request)
+
     def _wait_again(self, request: Request) -> None:
         request.num_computed_tokens = 0
         request.prompt_logprobs.clear()
@@ -247,6 +253,8 @@ class Scheduler:
         """Admit waiting requests in order. Stops at the first that does not fit."""
         if not self._rows.has_room:
             return
+        if self.restores is not None:
+            self.restores.begin_step(len(self._rows.running))
         for request in self._lookups.candidates(self._waiting, self.policy, self.steps.step):
             if self._lookups.awaits_prefill(request):
                 continue

@@ -144,6 +144,7 @@ class _EngineCollector(Collector):
         yield _gauge("weft:state_slots_cached", "states kept for reuse only", stats.num_evictable_slots, labels)
         yield _counter("weft:evicted_pages", "KV pages given up for new requests", stats.num_evicted_pages, labels)
         yield _counter("weft:evicted_states", "states given up for new requests", stats.num_evicted_states, labels)
+        yield _gauge("weft:weight_version", "version of the weights, 0 at the start", stats.weight_version, labels)
         yield _counter("weft:engine_steps", "steps run", stats.num_steps, labels)
         yield _counters("weft:steps", "steps by how they ran", "mode", stats.steps_by_mode, labels)
         for name, values in _replica_figures(service.engine_client.replicas or []).items():

@@ -145,8 +145,7 @@ def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[
     """Map each tensor's name in the text model to its name in the checkpoint, and count ignorable tensors by
     pattern."""
     table, tensors, ignored = model.weight_table, dict[str, str](), dict[str, int]()
-    modules = [name for name, _ in model.named_modules()]
-    ignorable = [p for p in table.ignorable if not any(fnmatchcase(name, p) for name in modules)]
+    ignorable = ignorable_patterns(model)
     for stored in checkpoint.names:
         pattern = next((p for p in ignorable if fnmatchcase(stored, p)), None)
         if pattern is not None:
@@ -160,6 +159,12 @@ def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[
             )
         tensors[name] = stored
     return tensors, ignored
+
+
+def ignorable_patterns(model: LoadableModel) -> list[str]:
+    """The patterns of checkpoint names that the model has no modules for."""
+    modules = [name for name, _ in model.named_modules()]
+    return [p for p in model.weight_table.ignorable if not any(fnmatchcase(name, p) for name in modules)]
 
 
 def _plan(model: LoadableModel, available: Iterable[str]) -> dict[str, WeightPiece]:
@@ -178,7 +183,6 @@ def _plan(model: LoadableModel, available: Iterable[str]) -> dict[str, WeightPie
 
 def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: SafetensorsFolder) -> None:
     """Compare names and shapes of the whole checkpoint with the plan."""
-    problems = []
     missing = [name for name, piece in plan.items() if name not in tensors and not piece.optional]
     unexpected = [stored for name, stored in tensors.items() if name not in plan]
     wrong, stored_as = [], []
@@ -186,30 +190,39 @@ def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: Sa
     for name, stored in tensors.items():
         if name not in plan:
             continue
-        shape, needed = checkpoint.shape(stored), plan[name].shape
-        if shape != needed and not (shape == () and needed == (1,)) and not plan[name].is_transposed(shape):
-            wrong.append(f"{stored} is {list(shape)}, the config needs {list(needed)}")
-        dtype, wanted = checkpoint.dtype(stored), plan[name].stored
-        if dtype not in ((wanted,) if wanted else FLOATS):
-            stored_as.append(f"{stored} is {dtype}, the config needs {wanted or 'F32, F16 or BF16'}")
+        wrong += wrong_shape(stored, checkpoint.shape(stored), plan[name])
+        stored_as += wrong_dtype(stored, checkpoint.dtype(stored), plan[name])
     if missing and all(name.startswith("mtp.") for name in missing) and len(missing) == num_mtp:
         raise WeightsError(
             f"{checkpoint.folder}: the checkpoint has no multi-token-prediction head (mtp.*), which speculative_config "
             "with method 'mtp' needs; choose method 'ngram', or a checkpoint with the head"
         )
-    if missing:
-        problems.append(f"{len(missing)} missing: {_listed(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
-    if wrong:
-        problems.append(f"{len(wrong)} of the wrong shape: {_listed(wrong)}")
-    if stored_as:
-        problems.append(f"{len(stored_as)} of the wrong dtype: {_listed(stored_as)}")
-    if problems:
+    kinds = {"missing": missing, "unexpected": unexpected, "of the wrong shape": wrong, "of the wrong dtype": stored_as}
+    if problems := described(kinds):
         raise WeightsError(
-            f"{checkpoint.folder}: the tensors do not match config.json; {'; '.join(problems)}. "
+            f"{checkpoint.folder}: the tensors do not match config.json; {problems}. "
             "Check that config.json and the weight files belong together and are complete"
         )
+
+
+def wrong_shape(stored: str, shape: tuple[int, ...], piece: WeightPiece) -> list[str]:
+    """The problem of a tensor whose shape does not fit; empty if it fits."""
+    needed = piece.shape
+    if shape == needed or (shape == () and needed == (1,)) or piece.is_transposed(shape):
+        return []
+    return [f"{stored} is {list(shape)}, the config needs {list(needed)}"]
+
+
+def wrong_dtype(stored: str, dtype: str, piece: WeightPiece) -> list[str]:
+    """The problem of a tensor whose dtype, as safetensors writes it, does not fit; empty if it fits."""
+    if dtype in ((piece.stored,) if piece.stored else FLOATS):
+        return []
+    return [f"{stored} is {dtype}, the config needs {piece.stored or 'F32, F16 or BF16'}"]
+
+
+def described(problems: dict[str, list[str]]) -> str:
+    """List problems by their kind; empty if there are none."""
+    return "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
 
 
 def _listed(names: list[str]) -> str:
