@@ -25,6 +25,9 @@ from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2, precis
 
 _LEAST_SPLIT = 64
 """Tokens that a program reads, at least."""
+_SMALL_RESULT = 4096
+"""Numbers of a program's result up to which several programs run on a multiprocessor at once. Larger partial results
+would also take longer to merge than the keys take to read."""
 
 
 class Fixed(NamedTuple):
@@ -186,7 +189,8 @@ def indexed_attention_triton(q, k_cache, v_cache, selected, batch, *, pool, scal
     assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1 and selected.is_contiguous()
     assert all(cache.stride(0) == page_size * cache.stride(1) for cache in (k_cache, v_cache))
     count, group = selected.shape[1], num_heads // num_kv_heads
-    split, max_splits = _splits(num_rows * num_kv_heads, (count + 1) * pool - 1)
+    small = group * value_dim <= _SMALL_RESULT
+    split, max_splits = _splits(num_rows * num_kv_heads, (count + 1) * pool - 1, 4 if small else 1)
     block_v = max(16, next_power_of_2(value_dim))
     rest = key_dim - value_dim if same else key_dim
     block_k = max(16, next_power_of_2(rest)) if rest else 0
@@ -216,8 +220,9 @@ def indexed_attention_triton(q, k_cache, v_cache, selected, batch, *, pool, scal
     return out
 
 
-def _splits(programs: int, most: int) -> tuple[int, int]:
-    """Tokens of a split (0: all), and splits of a row, for so many rows of at most ``most`` tokens."""
-    wanted = cdiv(MULTIPROCESSORS, programs)
+def _splits(programs: int, most: int, at_once: int) -> tuple[int, int]:
+    """Tokens of a split (0: all), and splits of a row, for so many rows of at most ``most`` tokens, and for so many
+    programs at once on a multiprocessor."""
+    wanted = cdiv(at_once * MULTIPROCESSORS, programs)
     split = max(_LEAST_SPLIT, next_power_of_2(cdiv(most, wanted)))
     return (0, 1) if split >= most else (split, cdiv(most, split))

@@ -98,23 +98,31 @@ def _scores_kernel(
 
 @triton.jit
 def _ordered(scores, inside):
-    """Integers of the order of float32 ``scores``, all at least 1; 0 outside."""
+    """Integers of the order of float32 ``scores``, from 1 to 2^32 - 2 (NaN included); 0 outside."""
     bits = scores.to(tl.uint32, bitcast=True)
     ordered = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    return tl.where(inside, tl.maximum(ordered, 1), 0)
+    return tl.where(inside, tl.minimum(tl.maximum(ordered, 1), 0xFFFFFFFE), 0)
 
 
 @triton.jit
-def _count_from(row, num_pools, bound, held, HELD: tl.constexpr, MANY: tl.constexpr):
-    """How many scores are at least ``bound``; ``held`` are the first ``HELD``."""
-    count = tl.sum((held >= bound).to(tl.int32), 0)
+def _reached(scores, bound, step):
+    """Packed numbers of scores of at least ``bound + step``, of two and of three steps: 21 bits each."""
+    one, two = scores >= bound + step, scores >= bound + 2 * step
+    three = scores >= bound + 3 * step
+    return tl.sum(one.to(tl.int64) + (two.to(tl.int64) << 21) + (three.to(tl.int64) << 42), 0)
+
+
+@triton.jit
+def _count_from(row, num_pools, bound, step, held, HELD: tl.constexpr, MANY: tl.constexpr):
+    """``_reached`` of all scores, of which ``held`` are the first ``HELD``."""
+    counts = _reached(held, bound, step)
     if MANY:
         for start in range(HELD, num_pools, HELD):
             places = start + tl.arange(0, HELD)
             inside = places < num_pools
             more = _ordered(tl.load(row + places, mask=inside, other=0.0), inside)
-            count += tl.sum((more >= bound).to(tl.int32), 0)
-    return count
+            counts += _reached(more, bound, step)
+    return (counts & 0x1FFFFF).to(tl.int32), ((counts >> 21) & 0x1FFFFF).to(tl.int32), (counts >> 42).to(tl.int32)
 
 
 @triton.jit
@@ -128,16 +136,23 @@ def _select_best(
     first = tl.arange(0, HELD)
     held = _ordered(tl.load(row + first, mask=first < num_pools, other=0.0), first < num_pools)
     least = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 0x80000000, tl.uint32)
+    step = tl.full([], 0x40000000, tl.uint32)
     found = num_pools
-    while (bit != 0) & (found != COUNT):
-        count = _count_from(row, num_pools, least | bit, held, HELD, MANY)
-        if count >= COUNT:
-            least = least | bit
-            found = count
-        bit = bit >> 1
+    while (step != 0) & (found != COUNT):  # two bits at a time
+        one, two, three = _count_from(row, num_pools, least, step, held, HELD, MANY)
+        if three >= COUNT:
+            least = least + 3 * step
+            found = three
+        elif two >= COUNT:
+            least = least + 2 * step
+            found = two
+        elif one >= COUNT:
+            least = least + step
+            found = one
+        step = step >> 2
     # Scores above the bound are all selected, and as many equal to it as there is room for.
-    equal_room = COUNT - _count_from(row, num_pools, least + 1, held, HELD, MANY)
+    above_bound, _two, _three = _count_from(row, num_pools, least, tl.full([], 1, tl.uint32), held, HELD, MANY)
+    equal_room = COUNT - above_bound
     if found == COUNT:
         equal_room = 0
         least = least - 1
