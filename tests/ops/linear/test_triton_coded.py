@@ -41,13 +41,14 @@ TILES = [CodedTile(128, 16, 4, 4), CodedTile(32, 64, 4, 3), CodedTile(64, 128, 4
 def coded_matrix(
     form: str, rows: int, columns: int, *lead: int, scale_dtype: torch.dtype = torch.float32
 ) -> CodedMatrix:
-    """Random codes and, for every row and group, another scale and zero. Codes beyond the columns are arbitrary."""
+    """Random codes and, for every row and group, another scale and zero. Codes beyond the columns are arbitrary. Weights
+    of 8 bits are as large as those of 4, because hidden values of experts would overflow float16 otherwise."""
     bits, is_float, group, has_zeros = FORMS[form]
     group = group if not group or columns % group == 0 else 32
     groups = columns // group if group else 1
     shape = Packing.of(bits, group).words_shape(rows, columns)
     words = torch.randint(-(2**31), 2**31 - 1, (*lead, *shape), dtype=torch.int32, device=DEVICE)
-    scales = (torch.rand(*lead, groups, rows, device=DEVICE) + 0.1) * columns**-0.5
+    scales = (torch.rand(*lead, groups, rows, device=DEVICE) + 0.1) * columns**-0.5 * 2.0 ** (4 - bits)
     scales *= torch.where(torch.rand_like(scales) < 0.3, -1.0, 1.0)
     row_scale = None
     if form == "nvfp4":

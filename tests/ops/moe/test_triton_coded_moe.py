@@ -87,8 +87,9 @@ def test_experts(shape: tuple[int, ...], form: str, tiles: Tiles) -> None:
         check_moe(shape, form, dtype, min(2, shape[0] - 1), tiles)
 
 
-def test_float16() -> None:
-    check_moe(SHAPES[2], "int4 g64 zeros", torch.float16, 1)
+@pytest.mark.parametrize("form", ["int4 g64 zeros", "int8 g128 zeros"])
+def test_float16(form: str) -> None:
+    check_moe(SHAPES[2], form, torch.float16, 1)
 
 
 @pytest.mark.parametrize("tokens", [2, 9])
