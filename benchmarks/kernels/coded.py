@@ -31,13 +31,21 @@ from benchmarks.kernels.linear import DTYPE, ROTATED_BYTES, Size, _compile_offli
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
 from weft.ops.codes import CodedMatrix, Packing, dequantize_codes
 from weft.ops.linear import coded
-from weft.ops.linear.coded import CodedTile, Widened, choose_config, coded_linear_silu_mul_triton, coded_linear_triton
+from weft.ops.linear.coded import (
+    CodedTile,
+    Widened,
+    balanced_splits,
+    choose_config,
+    coded_linear_silu_mul_triton,
+    coded_linear_triton,
+)
 from weft.ops.moe import coded_experts
 from weft.ops.moe.blocks import Tile, Tiles
 from weft.ops.moe.coded_experts import choose_tiles, coded_fused_moe_triton
 from weft.ops.norm.kernels import rms_norm_triton
 from weft.ops.triton import early_launch
 from weft.ops.triton.launch import Kernel, launches_handled
+from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
 
 LIMIT = 6e-3 if ON_GPU else 1e-5
 """Largest relative error that passes: weights and results are rounded to bfloat16."""
@@ -94,21 +102,42 @@ def experts_of(what: Experts, form: str) -> tuple[CodedMatrix, CodedMatrix]:
     return up, matrix_of(what.hidden, what.width, form, what.num)
 
 
+LOOPS = {
+    8: [(128, 4, 4), (128, 4, 3), (64, 2, 4), (64, 4, 4), (64, 2, 6), (32, 1, 4), (32, 1, 6), (256, 8, 4), (128, 2, 4)],
+    16: [(128, 4, 4), (64, 4, 4), (256, 8, 4), (64, 2, 4)],
+    32: [(128, 4, 4), (128, 8, 4), (64, 4, 4), (256, 8, 4)],
+    64: [(128, 4, 3), (128, 8, 3), (64, 4, 3), (64, 4, 4), (256, 8, 3)],
+    128: [(128, 8, 3), (64, 4, 3), (128, 8, 4)],
+}
+"""Weight rows, warps and stages to try by lanes of tokens."""
+
+
 def candidates(size: Size, tokens: int) -> Iterator[CodedTile | Widened]:
     """Yield the tiles to time for a size."""
     if not ON_GPU:
-        yield from (CodedTile(64, max(16, tokens), 4, 2), Widened())
+        yield from (CodedTile(64, max(8, tokens), 4, 2), Widened())
         return
     if tokens > 64:
-        yield from (Widened(), CodedTile(128, 128, 8, 3), CodedTile(64, 256, 4, 3), CodedTile(128, 256, 8, 3))
-        return
-    lanes = max(16, tokens)
-    loops = [(64, 4, 3), (64, 4, 5), (32, 2, 4), (128, 4, 4), (128, 8, 4)]
-    for rows, warps, stages in loops:
-        blocks = -(-size.rows // rows)
-        wanted = {max(1, round(programs / blocks)) for programs in (264, 792)}
-        for splits in sorted(min(16, n) for n in wanted if n == 1 or size.inner // n >= 384):
+        yield Widened()
+    lanes = min(128, max(8, next_power_of_2(tokens)))
+    for rows, warps, stages in LOOPS[lanes]:
+        for splits in splits_to_try(-(-size.rows // rows), size.inner) if tokens <= lanes else [1]:
             yield CodedTile(rows, lanes, warps, stages, splits)
+    if lanes == 8 and tokens > 1:
+        yield CodedTile(128, 16, 4, 4, balanced_splits(-(-size.rows // 128), size.inner))
+
+
+def splits_to_try(blocks: int, inner: int) -> list[int]:
+    """The most even numbers of splits: with up to 5, 10 and 20 programs for each multiprocessor."""
+    chunks, best = -(-inner // 128), {}
+    for splits in range(1, max(2, min(16, chunks // 3) + 1)):
+        programs = blocks * splits
+        share = -(-programs // MULTIPROCESSORS)
+        if share <= 20:
+            uneven = share * MULTIPROCESSORS / programs * splits * -(-chunks // splits) / chunks
+            level = (share > 5) + (share > 10)
+            best[level] = min(best.get(level, (uneven, splits)), (uneven, splits))
+    return sorted({splits for _, splits in best.values()})
 
 
 def expert_candidates(experts: Experts, tokens: int) -> Iterator[Tiles]:
@@ -116,10 +145,9 @@ def expert_candidates(experts: Experts, tokens: int) -> Iterator[Tiles]:
         yield Tiles(Tile(16, 64, 0, 4, 2), Tile(16, 64, 0, 4, 2))
         return
     average = tokens * experts.top_k / experts.num
-    rows = (16,) if average <= 4 else (16, 32) if average <= 16 else (32, 64, 128)
-    for most, (columns, warps, stages) in itertools.product(
-        rows, [(64, 4, 3), (64, 4, 5), (32, 2, 4), (128, 4, 4), (128, 8, 4)]
-    ):
+    rows = (8, 16) if average <= 4 else (16, 32) if average <= 16 else (32, 64, 128)
+    loops = [(64, 2, 4), (64, 4, 4), (128, 4, 4), (32, 1, 4), (128, 4, 3)]
+    for most, (columns, warps, stages) in itertools.product(rows, loops):
         yield Tiles(Tile(most, columns, 0, warps, stages), Tile(most, columns, 0, warps, stages))
 
 
@@ -313,7 +341,7 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
         jobs: dict[Any, tuple[Any, int, Any, str]] = {}
         for what, tokens in jobs_of(args):
             options = candidates(what, tokens) if isinstance(what, Size) else expert_candidates(what, tokens)
-            jobs |= {(what, max(16, tokens), config): (what, tokens, config, args.form) for config in options}
+            jobs |= {(what, config): (what, tokens, config, args.form) for config in options}
         list(pool.map(_compile, jobs.values(), chunksize=1))
         print(f"compiled {len(jobs)} candidates in {time.perf_counter() - start:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []

@@ -35,14 +35,19 @@ FORMS = {
 """Bits, FP4, group, zeros."""
 SHAPES = [(1, 64, 128), (3, 200, 384), (17, 72, 160), (33, 136, 256)]
 """Tokens, weight rows, inner size."""
-TILES = [CodedTile(128, 16, 4, 4), CodedTile(32, 64, 4, 3), CodedTile(64, 128, 4, 3), CodedTile(128, 128, 8, 3)]
+TILES = [
+    CodedTile(128, 16, 4, 4), CodedTile(32, 8, 1, 4), CodedTile(32, 64, 4, 3), CodedTile(64, 128, 4, 3),
+    CodedTile(128, 128, 8, 3),
+]  # fmt: skip
 
 
 def coded_matrix(
     form: str, rows: int, columns: int, *lead: int, scale_dtype: torch.dtype = torch.float32
 ) -> CodedMatrix:
-    """Random codes and, for every row and group, another scale and zero. Codes beyond the columns are arbitrary. Weights
-    of 8 bits are as large as those of 4, because hidden values of experts would overflow float16 otherwise."""
+    """Random codes and, for every row and group, another scale and zero. Codes beyond the columns are arbitrary.
+
+    Weights of 8 bits are as large as those of 4, because hidden values of experts would overflow float16 otherwise.
+    """
     bits, is_float, group, has_zeros = FORMS[form]
     group = group if not group or columns % group == 0 else 32
     groups = columns // group if group else 1

@@ -24,6 +24,7 @@ TOLERANCE = {torch.float32: 2e-4 if ON_GPU else 2e-6, torch.float16: 2e-3, torch
 SHAPES = [(1, 8, 2, 256, 128), (3, 5, 2, 160, 96), (7, 5, 3, 128, 256), (33, 6, 4, 256, 96)]
 TILES = [
     Tiles(Tile(16, 64, 0, 4, 2), Tile(16, 32, 0, 4, 2)),
+    Tiles(Tile(8, 32, 0, 1, 4), Tile(8, 64, 0, 2, 3)),
     Tiles(Tile(32, 64, 0, 4, 3), Tile(32, 64, 0, 4, 2)),
     Tiles(Tile(64, 128, 0, 4, 3), Tile(64, 64, 0, 4, 2)),
 ]
@@ -77,8 +78,8 @@ def check_moe(
 
 
 CASES = list(itertools.product(SHAPES, FORMS, TILES)) if ON_GPU else [
-    (SHAPES[i % 4], form, TILES[i % 3]) for i, form in enumerate(FORMS)
-] + [(SHAPES[(i + 1) % 4], form, TILES[(i + 2) % 3]) for i, form in enumerate(FORMS)][::2]  # fmt: skip
+    (SHAPES[i % 4], form, TILES[i % 4]) for i, form in enumerate(FORMS)
+] + [(SHAPES[(i + 1) % 4], form, TILES[(i + 2) % 4]) for i, form in enumerate(FORMS)][::2]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "form", "tiles"), CASES)

@@ -4,8 +4,8 @@ Job: the loop that dense layers and experts share. Does not know: outputs, token
 
 A program multiplies ``ROWS`` weight rows with up to ``TOKENS`` rows of inputs, chunk by chunk. A shift and a mask take
 the codes of one span out of all words of a chunk. In two bytes a code is put below the exponent of a constant, so that
-one instruction makes two numbers out of a word and another subtracts the zero from both. Scales are applied once per
-group: to the sums where few rows of inputs are multiplied, else to the weights, which are then rounded once more.
+one instruction makes two numbers out of a word and another subtracts the zero from both. All numbers of a group are
+multiplied at once, so that the tensor cores are awaited once, and the scale is applied to the sums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Fixed(NamedTuple):
         span: neighbouring weights in the same bits.
         rows, tokens: weight rows and rows of inputs of a program.
         stages: of the pipeline.
-        scales_weights: scales are applied to weights, else to sums.
         fast: use instructions for two numbers at once, which the interpreter does not know.
         precision: of products of float32 operands.
     """
@@ -45,18 +44,17 @@ class Fixed(NamedTuple):
     rows: int
     tokens: int
     stages: int
-    scales_weights: bool
     fast: bool
     precision: str
 
 
-def fixed_of(matrix: CodedMatrix, x: Tensor, *, rows: int, tokens: int, stages: int, scales_weights: bool) -> Fixed:
+def fixed_of(matrix: CodedMatrix, x: Tensor, *, rows: int, tokens: int, stages: int) -> Fixed:
     """The compile-time parameters of a product of ``x`` with a tile of ``rows`` and ``tokens``."""
     fast = x.element_size() == 2 and not knobs.runtime.interpret
     width = matrix.words.shape[-2]
     return Fixed(
         matrix.columns, width, matrix.group, matrix.bits, matrix.is_float, matrix.packing.span, rows, tokens, stages,
-        scales_weights, fast, precision(x),
+        fast, precision(x),
     )  # fmt: skip
 
 
@@ -120,9 +118,12 @@ def _fast_offset(zero, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def numbers_of(words, zero, SHIFT: tl.constexpr, FIXED: tl.constexpr, DTYPE: tl.constexpr):
-    """``[ROWS, SPAN]``: the numbers of one span of a chunk's ``words [ROWS, SPAN / 2]``, less ``zero [ROWS, 1]``."""
-    codes = words >> (SHIFT * FIXED.bits)
+def numbers_of(words, zero, BEGIN: tl.constexpr, COUNT: tl.constexpr, FIXED: tl.constexpr, DTYPE: tl.constexpr):
+    """``[ROWS, COUNT * SPAN]``: the numbers of ``COUNT`` spans from ``BEGIN`` on of a chunk's ``words [ROWS, SPAN /
+    2]``, less ``zero [ROWS]``."""
+    shifts = (BEGIN + tl.arange(0, COUNT)) * FIXED.bits
+    codes = words[:, None, :] >> shifts[None, :, None]
+    zero = zero[:, None, None]
     if FIXED.fast and (FIXED.bits == 4 or tl.float16 == DTYPE):
         offset = _fast_offset(zero, DTYPE)
         if FIXED.is_float and tl.bfloat16 == DTYPE:
@@ -139,7 +140,7 @@ def numbers_of(words, zero, SHIFT: tl.constexpr, FIXED: tl.constexpr, DTYPE: tl.
         MASK: tl.constexpr = (1 << FIXED.bits) - 1
         low = _number(codes & MASK, zero, FIXED.is_float).to(DTYPE)
         high = _number((codes >> 16) & MASK, zero, FIXED.is_float).to(DTYPE)
-    return tl.reshape(tl.join(low, high), [words.shape[0], FIXED.span])
+    return tl.reshape(tl.join(low, high), [words.shape[0], COUNT * FIXED.span])
 
 
 @triton.jit
@@ -196,6 +197,17 @@ def shared_at(scales, zeros, base, chunk, rows, FIXED: tl.constexpr):
 
 
 @triton.jit
+def request_words(words, rows, first, last, FIXED: tl.constexpr):
+    """Ask the L2 cache for a pipeline's first words. They do not depend on the kernel before."""
+    for step in tl.static_range(FIXED.stages - 1):
+        chunk = tl.minimum(first + step, last - 1)
+        places = words + chunk * (FIXED.width * FIXED.span // 2) + rows * (FIXED.span // 2)
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def _inputs_at(x_rows, inside, k, FIXED: tl.constexpr, CHUNK: tl.constexpr):
     """``[SPAN, TOKENS]`` of inputs, zeros beyond the columns and for lanes without a token."""
     if FIXED.columns % CHUNK == 0:
@@ -230,7 +242,7 @@ def coded_product(matrix, expert, rows, x_rows, inside, first, last, FIXED: tl.c
     words += expert * (CHUNKS * FIXED.width * SPAN // 2)
     base = expert * (GROUPS * FIXED.width)
     places = rows[:, None] * (SPAN // 2) + tl.arange(0, SPAN // 2)[None, :]
-    inner = tl.arange(0, SPAN)
+    inner = tl.arange(0, SHARED * SPAN)
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
     shared = shared_at(scales, zeros, base, first, rows, FIXED)
     for chunk in tl.range(first, last, num_stages=FIXED.stages):
@@ -240,19 +252,9 @@ def coded_product(matrix, expert, rows, x_rows, inside, first, last, FIXED: tl.c
         )  # the pipeline fetches operands of products alone
         for begin in tl.static_range(0, SHIFTS, SHARED):
             scale, zero = shared[begin // SHARED], shared[4 + begin // SHARED]
-            if FIXED.scales_weights:
-                for shift in tl.static_range(begin, begin + SHARED):
-                    inputs = _inputs_at(x_rows, inside, chunk * CHUNK + shift * SPAN + inner, FIXED, CHUNK)
-                    numbers = numbers_of(tile, zero[:, None], shift, FIXED, DTYPE)
-                    weights = numbers * scale.to(DTYPE)[:, None]
-                    acc = tl.dot(weights, inputs, acc, input_precision=FIXED.precision)
-            else:
-                sums = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
-                for shift in tl.static_range(begin, begin + SHARED):
-                    inputs = _inputs_at(x_rows, inside, chunk * CHUNK + shift * SPAN + inner, FIXED, CHUNK)
-                    numbers = numbers_of(tile, zero[:, None], shift, FIXED, DTYPE)
-                    sums = tl.dot(numbers, inputs, sums, input_precision=FIXED.precision)
-                acc += sums * scale[:, None]
+            inputs = _inputs_at(x_rows, inside, chunk * CHUNK + begin * SPAN + inner, FIXED, CHUNK)
+            numbers = numbers_of(tile, zero, begin, SHARED, FIXED, DTYPE)
+            acc += tl.dot(numbers, inputs, input_precision=FIXED.precision) * scale[:, None]
         shared = following
     if row_scale is not None:
         acc *= tl.load(row_scale + expert * FIXED.width + rows)[:, None]

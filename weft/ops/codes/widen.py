@@ -48,7 +48,7 @@ def _widen_kernel(
             for shift in tl.static_range(SHIFTS):
                 begin = chunk * (SPAN * SHIFTS) + shift * SPAN
                 scale, zero = shared[shift * SPAN // GROUP], shared[4 + shift * SPAN // GROUP]
-                numbers = numbers_of(tile, zero[:, None], shift, FIXED, out.dtype.element_ty)
+                numbers = numbers_of(tile, zero, shift, 1, FIXED, out.dtype.element_ty)
                 weights = numbers.to(tl.float32) * (scale * factor)[:, None]
                 mask = in_width[:, None] & (begin + tl.arange(0, SPAN) < FIXED.columns)[None, :]
                 tl.store(targets + begin, weights.to(out.dtype.element_ty), mask=mask)
@@ -60,7 +60,7 @@ def widened_parts(matrix: CodedMatrix, x: Tensor) -> Iterator[tuple[slice, Tenso
     width = matrix.words.shape[-2]
     count = min(width, max(_ROWS, _PART_BYTES // (matrix.columns * x.element_size()) // _ROWS * _ROWS))
     buffer = torch.empty((count, matrix.columns), dtype=x.dtype, device=x.device)
-    fixed = fixed_of(matrix, x, rows=_ROWS, tokens=16, stages=1, scales_weights=True)
+    fixed = fixed_of(matrix, x, rows=_ROWS, tokens=16, stages=1)
     for first in range(0, width, count):
         rows = slice(first, min(first + count, width))
         _launch(matrix, buffer, first, rows.stop - first, fixed)

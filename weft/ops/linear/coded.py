@@ -19,22 +19,21 @@ from torch import Tensor
 from weft.ops.activation.kernels import silu_and_mul_triton
 from weft.ops.backend import launches
 from weft.ops.codes import CodedMatrix
-from weft.ops.codes.product import coded_product, fixed_of, operands_of
+from weft.ops.codes.product import coded_product, fixed_of, operands_of, request_words
 from weft.ops.codes.widen import widened_parts
 from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
 from weft.ops.linear.few_rows import add_splits, rows_of_block, workspace
 from weft.ops.linear.skinny import linear_into
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
 from weft.ops.triton.tile_table import has_table
 
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 """Most rows of a gated product, and of one that is split."""
 _MOST_PARTS = 4
 """Largest number of partial sums that the following norm adds."""
-_PROGRAMS = 528
-"""Four for each multiprocessor of an H200."""
+_MOST_SPLITS = 16
 _WIDENED_TOKENS = 512
 """Rows from which weights are widened for the matrix library, by rule."""
 TABLE_PATH = Path(__file__).with_name("coded_linear_h200.json")
@@ -71,7 +70,7 @@ def _coded_linear_kernel(
 ):  # fmt: skip
     """Block ``program_id(0)`` of outputs, share ``program_id(1)`` of the inner dimension, block ``program_id(2)`` of
     tokens."""
-    enter(EARLY)
+    release(EARLY)
     ROWS: tl.constexpr = FIXED.rows
     TOKENS: tl.constexpr = FIXED.tokens
     WIDTH: tl.constexpr = FIXED.width // 2 if GATED else FIXED.width
@@ -83,6 +82,9 @@ def _coded_linear_kernel(
     first = split * share
     x_rows = x + tokens.to(tl.int64) * stride_x
     last = tl.minimum(first + share, chunks)
+    if EARLY and first < last:
+        request_words(words, rows, first, last, FIXED)
+    wait(EARLY)
     acc = coded_product((words, scales, zeros, row_scale), 0, rows, x_rows, inside, first, last, FIXED)
     out += split * stride_part + token.to(tl.int64) * stride_out
     add_splits(
@@ -112,17 +114,25 @@ def choose_config(matrix: CodedMatrix, num_tokens: int, silu_mul: bool) -> Confi
 
 
 def tile_by_rule(rows: int, columns: int, num_tokens: int) -> CodedTile:
-    """The tile for a size that was not measured.
-
-    Tiles of 128 rows were fastest on an H200, with splits for four programs of each multiprocessor. Three weights were
-    measured with up to 64 rows of inputs.
-    """
-    if num_tokens > 128:
-        return CodedTile(128, 128, 8, 3)
+    """The tile for a size that was not measured."""
     if num_tokens > MAX_TOKENS:
-        return CodedTile(64, 128, 4, 3)
-    splits = max(1, min(round(_PROGRAMS / cdiv(rows, 128)), columns // 384, 16))
-    return CodedTile(128, max(16, next_power_of_2(num_tokens)), 4, 4, splits)
+        return CodedTile(128, 128, 8, 3)
+    tokens = max(8, next_power_of_2(num_tokens))
+    warps, stages = (8, 3) if tokens >= 64 else (4, 4)
+    return CodedTile(128, tokens, warps, stages, balanced_splits(cdiv(rows, 128), columns))
+
+
+def balanced_splits(blocks: int, columns: int) -> int:
+    """Splits that give every multiprocessor as much work, counted in chunks of 128 weights.
+
+    A multiprocessor needs three programs to keep enough loads in flight. Each program costs as much as one more chunk.
+    """
+    chunks = cdiv(columns, 128)
+
+    def cost(splits: int) -> int:
+        return max(3, cdiv(blocks * splits, MULTIPROCESSORS)) * (cdiv(chunks, splits) + 1)
+
+    return min(range(1, max(2, min(_MOST_SPLITS, chunks // 3) + 1)), key=cost)
 
 
 def coded_product_triton(
@@ -136,9 +146,7 @@ def coded_product_triton(
     added = tile.splits if out.dim() == 2 else 1
     assert added == 1 or num_tokens <= tile.tokens
     partial, arrivals = workspace(blocks, added, tile.rows, tile.tokens, out)
-    fixed = fixed_of(
-        matrix, x, rows=tile.rows, tokens=tile.tokens, stages=tile.stages, scales_weights=tile.tokens >= 64
-    )
+    fixed = fixed_of(matrix, x, rows=tile.rows, tokens=tile.tokens, stages=tile.stages)
     _coded_linear_kernel[(blocks, tile.splits, cdiv(num_tokens, tile.tokens))](
         x, *operands_of(matrix), out if bias is None else bias, out, partial, arrivals, num_tokens, x.stride(0),
         out.stride(-2), out.stride(0) if out.dim() == 3 else 0, matrix.words.shape[0],

@@ -141,9 +141,7 @@ def pair_outputs(
     clamp = (None, None, None) if extras.limit is None else extras[2:]
 
     def launch(matrix: CodedMatrix, source: Tensor, target: Tensor, bias: Tensor | None, tile: Tile, up: bool) -> None:
-        fixed = fixed_of(
-            matrix, x, rows=tile.columns, tokens=tile.rows, stages=tile.stages, scales_weights=tile.rows >= 64
-        )
+        fixed = fixed_of(matrix, x, rows=tile.columns, tokens=tile.rows, stages=tile.stages)
         blocks = cdiv(target.shape[1], tile.columns // 2 if up and gated else tile.columns)
         _coded_experts_kernel[(blocks, num_blocks)](
             source, *operands_of(matrix), bias, target, ids, *grouping, source.stride(0), matrix.words.shape[1], *clamp,
