@@ -28,7 +28,7 @@ from weft.ops.triton.gluon import GLUON_IS_KNOWN
 
 FOLDER = Path(weft.ops.__path__[0])
 CAREFUL = {
-    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_step_kernel", "_gdn_decode_kernel",
+    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_coded_linear_kernel", "_step_kernel", "_gdn_decode_kernel",
     "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel", "_rg_lru_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
@@ -275,7 +275,7 @@ LEAVES_EARLY = {
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
 LOADERS = [
-    "linear/skinny.py", "linear/fp8_few_rows.py", "attention/decode.py", "attention/merge.py",
+    "linear/skinny.py", "linear/fp8_few_rows.py", "linear/coded.py", "attention/decode.py", "attention/merge.py",
     "linear_attention/decode.py", "norm/kernels.py", "rotary/kernels.py", "convolution/decode.py", "mamba/scan.py",
     "rg_lru/scan.py", "attention/prefill_hopper.py", "linear/fp8_few_rows_hopper.py", "moe/fp8_pairs_hopper.py",
     "delta_rule/decode.py", "delta_rule/decode_gluon.py", "delta_rule/verify.py", "delta_rule/verify_gluon.py",
