@@ -40,7 +40,7 @@ from weft.ops.linear.coded import (
     coded_linear_triton,
 )
 from weft.ops.moe import coded_experts
-from weft.ops.moe.blocks import Tile, Tiles
+from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles
 from weft.ops.moe.coded_experts import choose_tiles, coded_fused_moe_triton
 from weft.ops.norm.kernels import rms_norm_triton
 from weft.ops.triton import early_launch
@@ -129,7 +129,8 @@ def candidates(size: Size, tokens: int) -> Iterator[CodedTile | Widened]:
 
 def splits_to_try(blocks: int, inner: int) -> list[int]:
     """The most even numbers of splits: with up to 5, 10 and 20 programs for each multiprocessor."""
-    chunks, best = -(-inner // 128), {}
+    best: dict[int, tuple[float, int]] = {}
+    chunks = -(-inner // 128)
     for splits in range(1, max(2, min(16, chunks // 3) + 1)):
         programs = blocks * splits
         share = -(-programs // MULTIPROCESSORS)
@@ -341,7 +342,8 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
         jobs: dict[Any, tuple[Any, int, Any, str]] = {}
         for what, tokens in jobs_of(args):
             options = candidates(what, tokens) if isinstance(what, Size) else expert_candidates(what, tokens)
-            jobs |= {(what, config): (what, tokens, config, args.form) for config in options}
+            single = tokens <= UNGROUPED_TOKENS
+            jobs |= {(what, single, config): (what, tokens, config, args.form) for config in options}
         list(pool.map(_compile, jobs.values(), chunksize=1))
         print(f"compiled {len(jobs)} candidates in {time.perf_counter() - start:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
