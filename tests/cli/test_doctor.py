@@ -39,6 +39,7 @@ def test_kernels_for_hopper(capability: tuple[int, int], others: bool, monkeypat
     monkeypatch.setattr("weft.config.resolution.cuda_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     assert ("those for Hopper give way to others" in _kernels().found) is others
+    assert ("FP8 weights and caches are refused" in _kernels().found) is (capability < (8, 9))
 
 
 def test_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,9 @@ def test_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_largest_models() -> None:
-    assert largest_models(100_000_000_000).startswith("room for 40 billion in bfloat16, 80 billion in fp8, 155 billion")
+    forms = "room for 40 billion in bfloat16, 80 billion in fp8, 155 billion"
+    assert largest_models(100_000_000_000, fp8=True).startswith(forms)
+    assert "fp8" not in largest_models(100_000_000_000, fp8=False)
 
 
 def test_what_is_missing_or_too_old() -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from weft.cli.config import capacity, gpu_bytes
 from weft.cli.parser import add_verb
+from weft.config.capability import has_fp8
 from weft.config.quantization import ONLINE_FORMS
 from weft.platforms.triton_version import is_gluon_tested, kernel_choice, triton_version
 from weft.processes.preload import has_bytecode
@@ -134,13 +135,17 @@ def _largest_models() -> Iterator[Finding]:
     from weft.config.resolution import cuda_available
 
     if cuda_available():
-        yield Finding("weights", "ok", largest_models(gpu_bytes()))
+        import torch
+
+        yield Finding("weights", "ok", largest_models(gpu_bytes(), has_fp8(torch.cuda.get_device_capability())))
 
 
-def largest_models(total: int) -> str:
-    """The number of weights that fit into four fifths of ``total`` bytes, by their form."""
+def largest_models(total: int, fp8: bool) -> str:
+    """The number of weights that fit into four fifths of ``total`` bytes, by their form; ``fp8``: the GPU has it."""
     sizes = {"bfloat16": 2.0} | {
-        form: quantization.main.bytes_per_weight for form, quantization in ONLINE_FORMS.items()
+        form: quantization.main.bytes_per_weight
+        for form, quantization in ONLINE_FORMS.items()
+        if fp8 or form != "fp8"
     }
     fitting = (f"{0.8 * total / size / 1e9:.0f} billion in {form}" for form, size in sizes.items())
     return f"room for {', '.join(fitting)}, and a fifth of the memory for caches"
@@ -183,7 +188,8 @@ def _without_hopper() -> str:
 
     major, minor = torch.cuda.get_device_capability()
     others = f"; those for Hopper give way to others on this GPU (capability {major}.{minor}), with the same results"
-    return "" if major == 9 else others
+    refused = "" if has_fp8((major, minor)) else "; FP8 weights and caches are refused"
+    return "" if major == 9 else others + refused
 
 
 def _compiler() -> Finding:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from weft.config.capability import check_fp8
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.determinism import choose_determinism
 from weft.config.draft_choice import choose_drafts, choose_speculation
@@ -75,6 +76,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_names(values, reasons)
     plain, model = model, choose_speculation(values, reasons, model)
     _choose_device(values, reasons)
+    check_fp8(values, model)
     choose_parallelism(values, reasons, model, given)
     _choose_dtypes(values, reasons, model)
     _choose_context(values, reasons, model)
