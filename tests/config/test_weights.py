@@ -13,7 +13,7 @@ from tests.harness import model_context
 from tests.tiny import ARCHITECTURES, make_checkpoint
 from weft.cli.config import on_gpu
 from weft.config.checkpoint import read_checkpoint_config
-from weft.config.quantization import ONLINE
+from weft.config.quantization import ONLINE, ONLINE_INT4, QuantizationConfig, Rule
 from weft.config.weights import router_weights, weight_bytes
 from weft.models.registry import create_model
 
@@ -27,6 +27,17 @@ def test_bytes_of_a_model(arch: str, quantized: bool, tmp_path: Path) -> None:
     heads = {"num_key_value_heads": 2} if arch.startswith(("Bailing", "Glm5Next")) else {}  # which has no other
     folder = make_checkpoint(arch, tmp_path, **GEOMETRY | heads)
     config = dataclasses.replace(read_checkpoint_config(folder), quantization=ONLINE if quantized else None)
+    model = create_model(config, model_context())
+    kept = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert weight_bytes(config, "float32") == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.parametrize("left_out", ["attn", ".experts.", "shared_expert.", "layers.1."])
+def test_bytes_of_several_forms(left_out: str, tmp_path: Path) -> None:
+    """Some modules stay as they are, and the others have four bits."""
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path, **(GEOMETRY | {"hidden_size": 512}))
+    rules = (Rule(None, (left_out,), "inside"), *ONLINE_INT4.rules)
+    config = dataclasses.replace(read_checkpoint_config(folder), quantization=QuantizationConfig("online", rules))
     model = create_model(config, model_context())
     kept = sum(p.numel() * p.element_size() for p in model.parameters())
     assert weight_bytes(config, "float32") == pytest.approx(kept, rel=0.05)

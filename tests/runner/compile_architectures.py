@@ -1,16 +1,18 @@
 """Compiles a model's kernels for NVIDIA architectures that are not there, and says what each needs of shared memory.
 
-    python -m tests.runner.compile_architectures FOLDER QUANTIZATION CAPABILITY ...
+    python -m tests.runner.compile_architectures FOLDER SETTINGS CAPABILITY ... [--most N] [--assemble]
 
 A program of its own, because kernels are interpreted in the tests' process. The kernels are those of a start on a GPU
-without Gluon and without tables. Compilation ends at LLVM's IR, where shared memory is known, unless the last argument
-is ``--assemble``. It prints JSON: kernel, capability, and its bytes of shared memory or the error.
+without Gluon and without tables. ``SETTINGS`` are the engine's, as JSON. ``--most``: compile no more variants of a
+kernel. Compilation ends at LLVM's IR, where shared memory is known, unless ``--assemble`` is given. It prints JSON: a
+kernel's module and name, capability, and its bytes of shared memory or the error.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.driver import driver
 
-from tests.runner.compile_only import LIMITS, AbsentGpu
+from tests.runner.compile_only import LIMITS, AbsentGpu, AbsentRanks
 from weft.config import resolve
 from weft.ops.backend import Backend
 from weft.ops.triton import launch
@@ -48,17 +50,17 @@ def shared_bytes(src: Any, capability: int, options: dict[str, Any], *, assemble
     return int(metadata["shared"])
 
 
-def main(folder: str, quantization: str, *rest: str) -> None:
-    capabilities = [int(word) for word in rest if word != "--assemble"]
+def main(folder: str, settings: str, capabilities: list[int], most: int, assemble: bool) -> None:
     found: list[dict[str, Any]] = []
+    variants: Counter[str] = Counter()
 
     def compile_for_all(src: Any, **options: Any) -> Any:
-        name = src.fn.__name__
-        for capability in capabilities:
+        name = f"{src.fn.__module__.removeprefix('weft.ops.')}.{src.fn.__name__}"
+        variants[name] += 1
+        for capability in capabilities if variants[name] <= most else ():
             row = {"kernel": name, "capability": capability, "constants": str(src.constants)[:200]}
             try:
-                given = options.get("options") or {}
-                row["shared"] = shared_bytes(src, capability, given, assemble="--assemble" in rest)
+                row["shared"] = shared_bytes(src, capability, options.get("options") or {}, assemble=assemble)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error)[-300:]}"
             found.append(row)
@@ -72,17 +74,32 @@ def main(folder: str, quantization: str, *rest: str) -> None:
 
     driver.set_active(AbsentGpu())
     launch._compiler = compile_for_all
-    model_runner.resolve_backend = lambda *_, **__: Backend.TRITON  # type: ignore[assignment]
+    given = json.loads(settings)
+    backend = Backend.INVARIANT_TRITON if given.get("deterministic") else Backend.TRITON
+    model_runner.resolve_backend = lambda *_, **__: backend  # type: ignore[assignment]
     model_runner.compiled_meanwhile = walked
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]
     config = resolve(
         model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, cuda_graph_mode="FULL", enable_overlap=True,
-        quantization=None if quantization == "none" else quantization, load_format="dummy",
-        piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS,
+        load_format="dummy", piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS, **given,
     )  # fmt: skip
-    model_runner.ModelRunner(config)
+    group = AbsentRanks(config.tensor_parallel_size)
+    runner = model_runner.ModelRunner(config, tp=group if group.size > 1 else None)
+    if runner.media is not None:
+        with warmup._no_launches(), torch.inference_mode():
+            runner.media.run_smallest()
     print(json.dumps(found))
 
 
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("settings")
+    parser.add_argument("capabilities", type=int, nargs="+")
+    parser.add_argument("--most", type=int, default=1 << 30)
+    parser.add_argument("--assemble", action="store_true")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(**vars(parsed()))

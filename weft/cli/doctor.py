@@ -143,9 +143,7 @@ def _largest_models() -> Iterator[Finding]:
 def largest_models(total: int, fp8: bool) -> str:
     """The number of weights that fit into four fifths of ``total`` bytes, by their form; ``fp8``: the GPU has it."""
     sizes = {"bfloat16": 2.0} | {
-        form: quantization.main.bytes_per_weight
-        for form, quantization in ONLINE_FORMS.items()
-        if fp8 or form != "fp8"
+        form: quantization.main.bytes_per_weight for form, quantization in ONLINE_FORMS.items() if fp8 or form != "fp8"
     }
     fitting = (f"{0.8 * total / size / 1e9:.0f} billion in {form}" for form, size in sizes.items())
     return f"room for {', '.join(fitting)}, and a fifth of the memory for caches"

@@ -1,16 +1,33 @@
 """The size of a model's weights in bytes, from its geometry alone.
 
 ``weft config`` and the roofline use it before anything is loaded. Norms, convolutions, biases and the scales of FP8 are
-left out; they are less than a hundredth. If a checkpoint has several forms, its main form counts for all linear layers.
+left out; they are less than a hundredth. If a checkpoint has several forms, a module counts in the form of its first
+projection, by the names that most checkpoints have.
 """
 
+from collections.abc import Iterator
+
 from weft.config.layer_spec import DTYPE_BYTES, CacheDtypes
-from weft.config.model import ModelConfig
+from weft.config.model import MTP_LAYER, ModelConfig, layer_name
+
+_MIXER = ("q_proj", "qkv_proj", "q_a_proj", "in_proj", "in_proj_qkvz", "in_proj_qkv")
+_EXPERTS, _SHARED = ("experts.0.gate_proj",), ("shared_expert.gate_proj", "shared_experts.gate_proj")
+_DENSE = ("gate_proj", "up_proj")
+"""The first projections of modules, as checkpoints name them."""
 
 
 def linear_weight_bytes(model: ModelConfig, dtype: str) -> float:
-    """Bytes of one weight of a linear layer or an expert; ``dtype`` is the computing dtype."""
-    return DTYPE_BYTES[dtype] if model.quantization is None else model.quantization.main.bytes_per_weight
+    """Bytes of one weight of a linear layer or an expert, on average; ``dtype`` is the computing dtype."""
+    return sum(_linear_bytes(model, dtype)) / max(1, _linear_weights(model))
+
+
+def _module_bytes(model: ModelConfig, dtype: str, module: str, projections: tuple[str, ...]) -> float:
+    """Bytes of one weight of a module, whose text model may be a part of the checkpoint's."""
+    if model.quantization is None:
+        return DTYPE_BYTES[dtype]
+    stored = module, module.replace("model.", "model.language_model.", 1)
+    scheme = model.quantization.scheme(f"{name}.{part}" for name in stored for part in projections)
+    return DTYPE_BYTES[dtype] if scheme is None else scheme.bytes_per_weight
 
 
 def router_weights(model: ModelConfig) -> int:
@@ -31,17 +48,36 @@ def tower_bytes(model: ModelConfig, dtype: str) -> int:
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
     """Bytes of all weights, each counted once."""
-    mixers = sum(spec.num_weights for spec in model.layer_specs(CacheDtypes()).values())
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
     plain = (tables + router_weights(model)) * DTYPE_BYTES[dtype]
+    return tower_bytes(model, dtype) + plain + round(sum(_linear_bytes(model, dtype)))
+
+
+def _linear_weights(model: ModelConfig) -> int:
+    """Weights of all linear layers and experts, without tables and routers."""
+    mixers = sum(spec.num_weights for spec in model.layer_specs(CacheDtypes()).values())
     joint = 2 * model.hidden_size**2 if model.runs_mtp else 0
-    linear = (mixers + joint + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
-    return tower_bytes(model, dtype) + plain + round(linear)
+    return mixers + joint + mlp_weights(model, 0 if model.moe is None else model.moe.num_experts)
 
 
-def _mlp_weights(model: ModelConfig) -> int:
-    """Weights of the dense MLPs, of all experts and of the shared ones."""
-    return mlp_weights(model, 0 if model.moe is None else model.moe.num_experts)
+def _linear_bytes(model: ModelConfig, dtype: str) -> Iterator[float]:
+    """Bytes of the linear layers and experts, module by module."""
+    for name, spec in model.layer_specs(CacheDtypes()).items():
+        yield spec.num_weights * _module_bytes(model, dtype, name, _MIXER)
+    for index in sorted({*range(model.num_hidden_layers)} - model.layers_without_mlp):
+        yield _mlp_bytes(model, dtype, f"{layer_name(index)}.mlp", model.is_sparse(index))
+    if model.runs_mtp:
+        yield _mlp_bytes(model, dtype, f"{MTP_LAYER}.mlp", model.moe is not None)
+        yield 2 * model.hidden_size**2 * _module_bytes(model, dtype, "mtp", ("fc",))
+
+
+def _mlp_bytes(model: ModelConfig, dtype: str, name: str, sparse: bool) -> float:
+    """Bytes of a dense MLP, or of all experts of a layer and the shared one."""
+    if not sparse or model.moe is None:
+        weights = model.mlp_matrices * model.hidden_size * model.intermediate_size
+        return weights * _module_bytes(model, dtype, name, _DENSE)
+    experts = model.moe.num_experts * model.expert_weights * _module_bytes(model, dtype, name, _EXPERTS)
+    return experts + model.shared_moe_weights * _module_bytes(model, dtype, name, _SHARED)
 
 
 def mlp_weights(model: ModelConfig, num_experts: int) -> int:
