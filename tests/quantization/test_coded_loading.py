@@ -346,12 +346,14 @@ def test_groups_that_do_not_divide_rows_are_named(tmp_path: Path) -> None:
 HEADS: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16}
 
 
-def test_packed_tensors_of_several_projections_are_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint("GraniteMoeHybridForCausalLM", tmp_path, num_local_experts=0, hidden_size=64, **HEADS)
+@pytest.mark.parametrize(("experts", "what"), [(0, "several projections"), (4, "all experts")])
+def test_packed_tensors_of_several_matrices_are_refused(experts: int, what: str, tmp_path: Path) -> None:
+    sizes = {"num_local_experts": experts, "hidden_size": 64, "intermediate_size": 64, "shared_intermediate_size": 64}
+    folder = make_checkpoint("GraniteMoeHybridForCausalLM", tmp_path, **sizes, **HEADS)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="int4 weights of several projections in one tensor are not read"):
+    with pytest.raises(UnsupportedModelError, match=f"int4 weights of {what} in one tensor are not read"):
         load(folder)
 
 

@@ -83,6 +83,11 @@ class _Chooser:
             return UnquantizedExperts(self._context)
         if scheme.form == "fp8":
             return Fp8Experts(_storage(scheme), self._context, name)
+        if scheme.source != "online" and any("experts.gate_up_proj" in new for new in self._table.patterns.values()):
+            raise UnsupportedModelError(
+                f"{name}: {scheme.name} weights of all experts in one tensor are not read; use an unquantised "
+                "checkpoint with --quantization int4"
+            )
         return CodedExperts(scheme, self._context, name)
 
     def _experts_scheme(self, name: str, layer: Experts) -> Scheme | None:
