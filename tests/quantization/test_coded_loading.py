@@ -310,6 +310,10 @@ def _other_zero(tensors: dict[str, Tensor]) -> None:
     tensors[f"{Q}qzeros"][0, 0] = 0
 
 
+def _overwritten_zeros(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{Q}qzeros"][0, 0] = -1 << 12  # the fourth zero was 0
+
+
 def _as_bytes(tensors: dict[str, Tensor]) -> None:
     tensors[f"{Q}weight_packed"] = tensors[f"{Q}weight_packed"].to(torch.uint8)
 
@@ -319,6 +323,7 @@ def _as_bytes(tensors: dict[str, Tensor]) -> None:
     [
         ("gptq", _shuffled, r"q_proj.g_idx: weights of one group are not neighbours .*quantise with desc_act=False"),
         ("gptq", _other_zero, r"q_proj.qzeros: a zero is not 8, but the config says that weights are symmetric"),
+        ("gptq zeros", _overwritten_zeros, r"q_proj.qzeros: four zeros of a word are -1: an old AutoGPTQ"),
         ("auto-round awq", _other_zero, r"q_proj.qzeros: a zero is not 8"),
         ("int4 g32", _other_shape, r"q_proj.weight_shape is not \[512, 256\], which the config needs"),
         ("int4 g32", _as_bytes, r"q_proj.weight_packed is U8, the config needs I32"),

@@ -253,12 +253,18 @@ class Gptq(Arrangement):
 
     def _zeros(self, matrix: CodedMatrix, shard: MatrixShard, rows: RowMap, groups: slice, name: str) -> WeightPiece:
         per_word, middle = 32 // matrix.bits, 1 << matrix.bits - 1
+        overwritten = (
+            f"{name}.qzeros: four zeros of a word are -1: an old AutoGPTQ stored a zero of 0 over its neighbours; "
+            "quantise again with a later version"
+        )
 
         def copy(run: RowRun) -> tuple[Slices, Any]:
             words, inside = _words(run, per_word)
             target = _rows_of(matrix, run).zeros
 
             def read(stored: Tensor) -> Tensor:
+                if self.scheme.source == "gptq" and matrix.bits == 4 and (stored >> 16 == -1).any():
+                    raise WeightsError(overwritten)
                 return self._read_zeros(stored, matrix.bits)[:, inside]
 
             wrong = f"{name}.qzeros: a zero is not {middle}, but the config says that weights are symmetric"
