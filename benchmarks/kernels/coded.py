@@ -34,7 +34,6 @@ from weft.ops.linear import coded
 from weft.ops.linear.coded import (
     CodedTile,
     Widened,
-    balanced_splits,
     choose_config,
     coded_linear_silu_mul_triton,
     coded_linear_triton,
@@ -103,41 +102,43 @@ def experts_of(what: Experts, form: str) -> tuple[CodedMatrix, CodedMatrix]:
 
 
 LOOPS = {
-    8: [(128, 4, 4), (128, 4, 3), (64, 2, 4), (64, 4, 4), (64, 2, 6), (32, 1, 4), (32, 1, 6), (256, 8, 4), (128, 2, 4)],
-    16: [(128, 4, 4), (64, 4, 4), (256, 8, 4), (64, 2, 4)],
-    32: [(128, 4, 4), (128, 8, 4), (64, 4, 4), (256, 8, 4)],
-    64: [(128, 4, 3), (128, 8, 3), (64, 4, 3), (64, 4, 4), (256, 8, 3)],
-    128: [(128, 8, 3), (64, 4, 3), (128, 8, 4)],
+    8: [(128, 4, 3, (3, 4, 5)), (64, 2, 4, (8,))],
+    16: [(128, 4, 3, (3, 4)), (64, 4, 4, (4,))],
+    32: [(64, 4, 4, (3, 4)), (64, 4, 3, (4,))],
+    64: [(64, 4, 3, (3,)), (128, 8, 3, (2,))],
+    128: [(128, 8, 3, (1,)), (64, 4, 3, (2,))],
 }
-"""Weight rows, warps and stages to try by lanes of tokens."""
+"""Weight rows, warps, stages, and programs of a multiprocessor to try, by lanes of tokens."""
 
 
 def candidates(size: Size, tokens: int) -> Iterator[CodedTile | Widened]:
     """Yield the tiles to time for a size."""
     if not ON_GPU:
-        yield from (CodedTile(64, max(8, tokens), 4, 2), Widened())
+        yield from (CodedTile(64, max(8, tokens), 4, 2), CodedTile(32, max(8, tokens), 4, 2, 1, 3), Widened())
         return
     if tokens > 64:
         yield Widened()
     lanes = min(128, max(8, next_power_of_2(tokens)))
-    for rows, warps, stages in LOOPS[lanes]:
-        for splits in splits_to_try(-(-size.rows // rows), size.inner) if tokens <= lanes else [1]:
-            yield CodedTile(rows, lanes, warps, stages, splits)
-    if lanes == 8 and tokens > 1:
-        yield CodedTile(128, 16, 4, 4, balanced_splits(-(-size.rows // 128), size.inner))
+    if tokens > lanes:
+        yield from (CodedTile(rows, lanes, warps, stages) for rows, warps, stages, _ in LOOPS[lanes])
+        return
+    for rows, warps, stages, programs in LOOPS[lanes]:
+        yield from (CodedTile(rows, lanes, warps, stages, 1, each * MULTIPROCESSORS) for each in programs)
+    rows, warps, stages, _ = LOOPS[lanes][0]
+    for splits in splits_to_try(-(-size.rows // rows), size.inner):
+        yield CodedTile(rows, lanes, warps, stages, splits)
 
 
 def splits_to_try(blocks: int, inner: int) -> list[int]:
-    """The most even numbers of splits: with up to 5, 10 and 20 programs for each multiprocessor."""
-    best: dict[int, tuple[float, int]] = {}
+    """The most even number of splits with up to 5 programs for each multiprocessor, and with up to 20."""
+    best: dict[bool, tuple[float, int]] = {}
     chunks = -(-inner // 128)
     for splits in range(1, max(2, min(16, chunks // 3) + 1)):
         programs = blocks * splits
         share = -(-programs // MULTIPROCESSORS)
         if share <= 20:
             uneven = share * MULTIPROCESSORS / programs * splits * -(-chunks // splits) / chunks
-            level = (share > 5) + (share > 10)
-            best[level] = min(best.get(level, (uneven, splits)), (uneven, splits))
+            best[share > 5] = min(best.get(share > 5, (uneven, splits)), (uneven, splits))
     return sorted({splits for _, splits in best.values()})
 
 
@@ -147,7 +148,7 @@ def expert_candidates(experts: Experts, tokens: int) -> Iterator[Tiles]:
         return
     average = tokens * experts.top_k / experts.num
     rows = (8, 16) if average <= 4 else (16, 32) if average <= 16 else (32, 64, 128)
-    loops = [(64, 2, 4), (64, 4, 4), (128, 4, 4), (32, 1, 4), (128, 4, 3)]
+    loops = [(64, 2, 4), (64, 4, 4), (128, 4, 3)]
     for most, (columns, warps, stages) in itertools.product(rows, loops):
         yield Tiles(Tile(most, columns, 0, warps, stages), Tile(most, columns, 0, warps, stages))
 

@@ -106,11 +106,13 @@ def choose_tiles(down: CodedMatrix, num_tokens: int, top_k: int) -> Tiles:
 
 
 def tiles_by_rule(average: float) -> Tiles:
-    """Tiles for a number of pairs per expert, which follow those of linear layers and are not measured. ``columns`` are
-    weight rows of a program; ``inner`` has no meaning."""
+    """Tiles for a number of pairs per expert, as measured with 513 experts of 512. ``columns`` are weight rows of a
+    program; ``inner`` has no meaning."""
+    if average <= 2:
+        columns, stages = (64, 4) if average <= 0.05 else (128, 3)  # so few pairs need more programs
+        return Tiles(Tile(8, columns, 0, 4, stages), Tile(8, columns, 0, 4, stages))
     if average <= 8:
-        columns = 64 if average <= 0.05 else 128  # so few pairs need more programs
-        return Tiles(Tile(16, columns, 0, 4, 4), Tile(16, columns, 0, 4, 4))
+        return Tiles(Tile(16, 128, 0, 4, 3), Tile(16, 128, 0, 4, 3))
     if average <= 24:
         return Tiles(Tile(32, 64, 0, 4, 3), Tile(32, 64, 0, 4, 3))
     return Tiles(Tile(64, 128, 0, 4, 3), Tile(64, 128, 0, 4, 3))
