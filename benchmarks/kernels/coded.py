@@ -101,7 +101,7 @@ def experts_of(what: Experts, form: str) -> tuple[CodedMatrix, CodedMatrix]:
     return up, matrix_of(what.hidden, what.width, form, what.num)
 
 
-LOOPS = {
+LOOPS: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {
     8: [(128, 4, 3, (3, 4, 5)), (64, 2, 4, (8,))],
     16: [(128, 4, 3, (3, 4)), (64, 4, 4, (4,))],
     32: [(64, 4, 4, (3, 4)), (64, 4, 3, (4,))],

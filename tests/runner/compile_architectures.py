@@ -76,7 +76,7 @@ def main(folder: str, settings: str, capabilities: list[int], most: int, assembl
     launch._compiler = compile_for_all
     given = json.loads(settings)
     backend = Backend.INVARIANT_TRITON if given.get("deterministic") else Backend.TRITON
-    model_runner.resolve_backend = lambda *_, **__: backend  # type: ignore[assignment]
+    model_runner.resolve_backend = lambda *_, **__: backend
     model_runner.compiled_meanwhile = walked
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]
     config = resolve(

@@ -137,7 +137,8 @@ def test_shares_of_all_chunks(form: str, dtype: torch.dtype, programs: int) -> N
 def test_partial_sums() -> None:
     """Few rows of a deep matrix are left in parts, which add up."""
     matrix, x = coded_matrix("int4 g128", 64, 1536), inputs(2, 1536, torch.float32)
-    assert 1 < choose_config(matrix, 2, False).splits <= 4
+    config = choose_config(matrix, 2, False)
+    assert isinstance(config, CodedTile) and 1 < config.splits <= 4
     parts = coded_linear_parts_triton(x, matrix)
     want = coded_linear_parts(x, matrix, backend=Backend.TORCH)
     assert parts.shape == (4, 2, 64) and parts.dtype == torch.float32
