@@ -191,7 +191,6 @@ ENDS: dict[str, tuple[str, str]] = {
     "inner engine": ("from weft import LLM\nLLM(MODEL).llm_engine.step()", "LLM.llm_engine: use add_request"),
     "renderer": ("from weft import LLM\nLLM(MODEL).renderer", r"LLM.renderer: use render_chat\(\)"),
     "profiling": ("from weft import LLM\nLLM(MODEL).start_profile()", "LLM.start_profile: give profile_dir"),
-    "sleeping": ("from weft import LLM\nLLM(model=MODEL, enable_sleep_mode=True)", "enable_sleep_mode.*make a new one"),
     "logits processors of an engine": (
         "from weft.v1.sample.logits_processor import LogitsProcessor", r"SamplingParams\(logits_processors=\[...\]\)",
     ),

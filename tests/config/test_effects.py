@@ -20,7 +20,7 @@ EVERYWHERE = frozenset(
         "seed", "device", "backend", "tensor_parallel_size", "data_parallel_size", "data_parallel_backend", "page_size",
         "num_kv_pages", "max_num_seqs", "max_logprobs", "max_num_batched_tokens", "enable_overlap",
         "speculative_config", "language_model_only", "enable_prefix_caching", "enforce_eager", "cuda_graph_mode",
-        "deterministic", "graph_profile", "enable_piecewise_cuda_graph", "profile_dir",
+        "deterministic", "graph_profile", "enable_piecewise_cuda_graph", "profile_dir", "enable_sleep_mode",
     }
 )  # fmt: skip
 """Settings that mean something for every model, on every device and with all other settings."""

@@ -30,6 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py"),
     "deterministic": ("tests/gpu/test_deterministic.py", "-n", "7", "--dist", "loadgroup"),
     "tiers": ("tests/gpu/test_offload.py",),
+    "rollouts": ("tests/gpu/test_rollouts.py",),
     "memory": ("tests/gpu/test_memory.py",),
 }
 ROOT = Path(__file__).resolve().parents[2]

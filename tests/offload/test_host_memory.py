@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.runner.host_memory import _allocate
+from weft.runner.pinned_memory import allocate_host
 
 
 def flags_of(address: int) -> list[str]:
@@ -23,5 +23,5 @@ def flags_of(address: int) -> list[str]:
 def test_forked_processes_do_not_copy_the_memory() -> None:
     """Linux copies pinned pages at every fork. With 13 GiB the first start of a GPU took a minute longer."""
     owner = object()
-    memory = _allocate(2**20, pin=False, owner=owner)
+    memory = allocate_host(2**20, "a test", pin=False, owner=owner)
     assert "dc" in flags_of(memory.data_ptr()), "the flag of MADV_DONTFORK"

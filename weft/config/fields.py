@@ -245,6 +245,11 @@ class EngineConfig:
     enable_torch_compile_debug_mode: bool = _option(
         "bool", False, "check on every replay that nothing that the graph reads has moved"
     )
+    # rollouts
+    enable_sleep_mode: bool = _option(
+        "bool", False, "make weights and caches so that sleep() can give their memory back; on a GPU this needs "
+        "torch_memory_saver",
+    )  # fmt: skip
     # looking inside
     profile_dir: Path | None = _option("path", None, "write a torch profiler trace into this folder")
     # found, not given

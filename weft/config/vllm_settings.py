@@ -46,7 +46,6 @@ VLLM_SETTINGS: Mapping[str, Elsewhere] = {
     "disable_cascade_attn": _no_effect("there is no cascade attention"),
     "guided_decoding_backend": _no_effect("llguidance is used"),
     "enable_chunked_prefill": Elsewhere((True,), "prompts are always computed in chunks; raise max_num_batched_tokens"),
-    "enable_sleep_mode": Elsewhere((False,), "shut the LLM down and make a new one, which takes seconds"),
     "enable_lora": Elsewhere((False,), "LoRA is not supported; merge the adapter into the checkpoint"),
     "pipeline_parallel_size": Elsewhere((1,), "use tensor_parallel_size or data_parallel_size"),
     "cpu_offload_gb": Elsewhere((0,), "weights stay on the device; use quantization, or tensor_parallel_size"),

@@ -7,9 +7,10 @@ ranks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weft.errors import ConfigError
 from weft.processes.interrupts import interrupts_held
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from weft.config import EngineConfig
     from weft.engine.core import EngineCore
     from weft.engine.rollouts import Rollouts
     from weft.request import Request
@@ -28,6 +30,7 @@ class RolloutMethods:
     """New weights for an engine in this process; see docs/rollouts.md."""
 
     _core: EngineCore
+    config: EngineConfig
 
     @abstractmethod
     def _take(self, changed: Iterable[Request]) -> None:
@@ -71,7 +74,7 @@ class RolloutMethods:
         from weft.weights.sources import Tensors
 
         def act(rollouts: Rollouts) -> None:
-            rollouts.update(TakeTensors(bool(rollouts.unavailable)), Tensors(items), weight_version)
+            rollouts.update(TakeTensors(rollouts.has_lost_weights), Tensors(items), weight_version)
 
         return self._update(act, mode)
 
@@ -82,9 +85,106 @@ class RolloutMethods:
         from weft.runner.rollouts import LoadFiles
 
         def act(rollouts: Rollouts) -> None:
-            rollouts.update(LoadFiles(str(path), bool(rollouts.unavailable)), version=weight_version)
+            rollouts.update(LoadFiles(str(path), rollouts.has_lost_weights), version=weight_version)
 
         return self._update(act, mode)
+
+    def update_weights_from_ipc(
+        self, descriptions: bytes | Sequence[bytes], *, mode: str = "wait", weight_version: int | None = None
+    ) -> int:
+        """Copy CUDA tensors of other processes on the same GPU into the weights. See ``update_weights``.
+
+        Args:
+            descriptions: what ``weft.weights.shared.share_weights`` returned; with several ranks, one from each GPU.
+        """
+        from weft.runner.rollouts import OpenHandles
+
+        given = [descriptions] if isinstance(descriptions, bytes) else list(descriptions)
+
+        def act(rollouts: Rollouts) -> None:
+            rollouts.update(OpenHandles(given, rollouts.has_lost_weights), version=weight_version)
+
+        return self._update(act, mode)
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weft",
+        backend: str | None = None,
+    ) -> None:
+        """Join a group of a trainer and engines (``weft.weights.group.WeightGroup``), and wait for the others.
+
+        Args:
+            rank_offset: rank of the engine's first rank in the group, at least 1. The trainer is rank 0.
+            world_size: number of members, the trainer and all ranks of all engines.
+            backend: "nccl" or "gloo"; None: the one of the device.
+
+        Raises:
+            ConfigError: an argument is not valid, or the members did not meet.
+        """
+        from weft.runner.rollouts import JoinGroup
+
+        self._check_not_dead()
+        if not 1 <= rank_offset <= world_size - self.config.tensor_parallel_size:
+            raise ConfigError(
+                f"rank_offset={rank_offset} and world_size={world_size} leave no room for the trainer and this "
+                f"engine's {self.config.tensor_parallel_size} ranks"
+            )
+        chosen = backend or ("gloo" if self.config.device == "cpu" else "nccl")
+        group = JoinGroup(master_address, master_port, rank_offset, world_size, group_name, chosen)
+        self._rest(lambda rollouts: rollouts.join(group), "keep")
+
+    def destroy_weights_update_group(self, group_name: str = "weft") -> None:
+        """Leave a group."""
+        self._rest(lambda rollouts: rollouts.leave(group_name), "keep")
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = "weft",
+        *,
+        mode: str = "wait",
+        weight_version: int | None = None,
+    ) -> int:
+        """Copy tensors into the weights that the group's rank 0 broadcasts in this order. See ``update_weights``."""
+        from weft.runner.rollouts import Receive
+
+        def act(rollouts: Rollouts) -> None:
+            whole = [list(shape) for shape in shapes]
+            complete = rollouts.has_lost_weights
+            rollouts.update(Receive(group_name, list(names), list(dtypes), whole, complete), version=weight_version)
+
+        return self._update(act, mode)
+
+    def sleep(self, level: int = 1, mode: str = "wait") -> None:
+        """Give the memory of weights and caches back. Captured graphs stay valid.
+
+        Args:
+            level: 1 keeps a copy of the weights in host memory; 2 keeps none, so an update has to bring them.
+            mode: what open requests do, see ``update_weights``; with "keep" they wait until the engine is awake.
+
+        Raises:
+            ConfigError: the engine was made without ``enable_sleep_mode``, or an argument is not valid.
+            UnavailableError: the engine is asleep already.
+            CapacityError: host memory has no room for the copy. The engine stays awake.
+        """
+        if not self.config.enable_sleep_mode:
+            raise ConfigError("sleep() needs an engine that was made with enable_sleep_mode=True")
+        self._rest(lambda rollouts: rollouts.sleep(level), mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Get memory back: "weights", "kv_cache", or all of it. Weights dropped by level 2 need an update then."""
+        self._check_not_dead()
+        self._core.rollouts.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether some memory is given back, so that no request can run."""
+        return self._core.rollouts.is_sleeping
 
     def _update(self, act: Callable[[Rollouts], Any], mode: str) -> int:
         self._rest(act, mode)

@@ -6,7 +6,6 @@ from typing import NoReturn
 from weft.errors import NotSupportedError
 
 _POOLING = "this version runs generative models only; use another engine for embeddings and scores"
-_ASLEEP = "captured graphs keep weights and caches in place; use shutdown(), and make a new LLM later"
 _RANKS = "workers run steps and no functions of callers; use update_weights or update_weights_from_path for new weights"
 NOT_SUPPORTED = {
     "beam_search": "not in this version; use n with a temperature, and choose by cumulative_logprob",
@@ -15,8 +14,6 @@ NOT_SUPPORTED = {
     "encode": _POOLING,
     "reward": _POOLING,
     "score": _POOLING,
-    "sleep": _ASLEEP,
-    "wake_up": _ASLEEP,
     "apply_model": _RANKS,
     "collective_rpc": _RANKS,
     "get_metrics": "use stats(), which has gauges and counters, and RequestOutput.metrics",

@@ -13,13 +13,14 @@ An engine rests in one of three modes::
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from weft.errors import ConfigError, UnavailableError
 from weft.offload.keys import PageKeys
 from weft.request import FinishReason, Request
-from weft.runner.rollouts import Command, Done
+from weft.runner.rollouts import Done, JoinGroup, LeaveGroup, Receive, Sleep, Update, WakeUp
+from weft.runner.sleep import TAGS, Tag
 
 if TYPE_CHECKING:
     from weft.cache.manager import Manager
@@ -68,15 +69,28 @@ class Rollouts:
 
     Attributes:
         version: version of the weights; 0 for those of the start.
-        unavailable: the reason why no request can run; empty if requests can run.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._mode: PauseMode | None = None
         self._held: list[Request] = []
+        self._lost = ""
+        self._asleep: list[Tag] = []
+        self._groups: set[str] = set()
         self.version = 0
-        self.unavailable = ""
+
+    @property
+    def unavailable(self) -> str:
+        """The reason why no request can run; empty if requests can run."""
+        if self._asleep:
+            return f"the engine is asleep ({', '.join(self._asleep)} given back); call wake_up()"
+        return self._lost
+
+    @property
+    def has_lost_weights(self) -> bool:
+        """Whether an update must bring all weights."""
+        return bool(self._lost)
 
     # -- pauses ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +158,7 @@ class Rollouts:
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
-    def update(self, command: Command, tensors: Source | None = None, version: int | None = None) -> Done:
+    def update(self, command: Update, tensors: Source | None = None, version: int | None = None) -> Done:
         """Update the weights of an engine that rests.
 
         Args:
@@ -153,22 +167,44 @@ class Rollouts:
 
         Raises:
             WeightsError: the update was refused or failed; the old weights are served on.
-            UnavailableError: the update failed in the middle; the old weights are lost.
+            UnavailableError: the weights are asleep, or the update failed in the middle and the old ones are lost.
         """
         assert self.is_quiet, "weights change between steps"
+        if "weights" in self._asleep:
+            raise UnavailableError("the weights are asleep; call wake_up(tags=['weights']) before an update")
+        if isinstance(command, Receive):
+            self.check_group(command.group)
         new = self.version + 1 if version is None else version
         check_version(new, self.version)
         self._forget()
         try:
             done = self._core.executor.command(command, tensors)
         except UnavailableError as error:
-            self.unavailable = str(error)
+            self._lost = str(error)
             self._refuse_all([*self._core.requests, *self._held])
             raise
-        self.version, self.unavailable = new, ""
+        self.version, self._lost = new, ""
         for request in (*self._core.requests, *self._held):
             request.note_version(new)
         return done
+
+    def join(self, group: JoinGroup) -> None:
+        """Join a group through which weights will come. Raises ConfigError if its members do not meet."""
+        if group.name in self._groups:
+            raise ConfigError(f"there is a group {group.name!r} already; call destroy_weights_update_group first")
+        self._core.executor.command(group)
+        self._groups.add(group.name)
+
+    def leave(self, name: str) -> None:
+        """Leave a group."""
+        self.check_group(name)
+        self._core.executor.command(LeaveGroup(name))
+        self._groups.remove(name)
+
+    def check_group(self, name: str) -> None:
+        """Raise ConfigError if there is no group of this name."""
+        if name not in self._groups:
+            raise ConfigError(f"there is no group {name!r}; call init_weights_update_group first")
 
     def _forget(self) -> None:
         """Drop everything that depends on the weights: prefixes and states in all tiers, and embeddings of images."""
@@ -188,3 +224,39 @@ class Rollouts:
         for request in requests:
             self._core.finish(request.request_id, "error", self.unavailable)
             self._core.refuse(request, self.unavailable)
+
+    # -- sleep -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    def sleep(self, level: int) -> Done:
+        """Give memory back while the engine rests. Level 1 keeps a copy of the weights on the host, level 2 none.
+
+        Raises:
+            ConfigError: the level is not valid.
+            UnavailableError: the engine is asleep already.
+            CapacityError: the host has no room for the copy. The engine stays awake.
+        """
+        assert self.is_quiet, "an engine falls asleep between steps"
+        if level not in (1, 2):
+            raise ConfigError(f"level={level!r} is not valid; allowed are 1 (keep weights on the host) and 2")
+        if self._asleep:
+            raise UnavailableError("the engine is asleep already; call wake_up()")
+        self._forget()
+        done = self._core.executor.command(Sleep(keeps_weights=level == 1 and not self._lost))
+        self._asleep = list(TAGS)
+        if level == 2:
+            self._lost = "sleep(level=2) has dropped the weights; update all of them"
+        return done
+
+    def wake_up(self, tags: Sequence[str] | None) -> Done:
+        """Get the memory of some tags back; None: of all that are asleep. Raises ConfigError for an unknown tag."""
+        unknown = [tag for tag in tags or () if tag not in TAGS]
+        if unknown:
+            raise ConfigError(f"tags {unknown} are not valid; allowed are {list(TAGS)}")
+        woken = [tag for tag in self._asleep if tags is None or tag in tags]
+        done = self._core.executor.command(WakeUp(woken))
+        self._asleep = [tag for tag in self._asleep if tag not in woken]
+        return done

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
-from weft.errors import UnavailableError, WeftError, WeightsError
+from weft.errors import CapacityError, ConfigError, UnavailableError, WeftError
 from weft.executor import external
 from weft.executor.rank import Rank
 from weft.executor.rank_process import RankProcess, StartedRank
@@ -154,7 +154,7 @@ class MultiProcessExecutor:
             self._ring.send(COMMAND + encode_step(command), self._workers.check)
             try:
                 return self._rank.control.run(command, tensors)
-            except (WeightsError, UnavailableError):  # all ranks agree on these
+            except (ConfigError, UnavailableError, CapacityError):  # all ranks agree on these
                 raise
             except Exception as error:
                 self._workers.fail(f"a command broke on rank 0: {type(error).__name__}: {error}", wait_s=_EXPLAIN_S)

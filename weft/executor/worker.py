@@ -24,7 +24,7 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
-from weft.errors import ConfigError, UnavailableError, WeftError, WeightsError
+from weft.errors import CapacityError, ConfigError, UnavailableError, WeftError
 from weft.executor.ring import Address, Reader
 from weft.messages import SchedulerOutput
 from weft.processes.collector import collector_off
@@ -131,7 +131,7 @@ def _run_command(worker: Rank, message: bytes) -> None:
     command = msgspec.msgpack.decode(message, type=Command)
     try:
         worker.control.run(command)
-    except (WeightsError, UnavailableError) as error:
+    except (ConfigError, UnavailableError, CapacityError) as error:
         logger.warning("rank %d: %s", worker.runner.tp.rank, error)
 
 

@@ -10,11 +10,9 @@ A record is one page, or one state, of all layers (``ops/attention/records.py``)
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +20,6 @@ import torch
 from torch import Tensor
 
 from weft.cache.spec import CacheSpec
-from weft.errors import CapacityError
 from weft.forward_context import LayerCache
 from weft.messages import SchedulerOutput, Transfer
 from weft.offload.plan import TierPlan
@@ -31,6 +28,7 @@ from weft.ops.backend import Backend
 from weft.runner.buffers import device_ints
 from weft.runner.host_files import HostFiles
 from weft.runner.host_link import CHUNK_BYTES, CudaLink, DirectLink
+from weft.runner.pinned_memory import allocate_host
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ class HostMemory:
     def __init__(self, plan: TierPlan, device: torch.device, folder: Path | None = None, fingerprint: str = "") -> None:
         began = time.monotonic()
         on_gpu = device.type == "cuda"
-        block = _allocate(max(1, plan.num_bytes), pin=on_gpu, owner=self)
+        block = allocate_host(max(1, plan.num_bytes), "kv_offloading_size", pin=on_gpu, owner=self)
         split = plan.num_pages * plan.page_bytes
         self.pages = block[:split].view(plan.num_pages, plan.page_bytes)
         self.states = block[split : plan.num_bytes].view(plan.num_slots, plan.slot_bytes)
@@ -70,43 +68,6 @@ class HostMemory:
     ) -> Transfers:
         """The copies between this memory and ``caches``."""
         return Transfers(spec, caches, self, device, backend)
-
-
-def _allocate(num_bytes: int, *, pin: bool, owner: object) -> Tensor:
-    """Allocate host memory. Pinned memory has huge pages where the system allows them, and is unpinned with ``owner``.
-
-    torch's own allocator of pinned memory rounds sizes up to powers of two. Forked processes do not get the memory. The
-    system would copy all pinned pages for each of them at once.
-    """
-    try:
-        block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise CapacityError(
-            f"the host lacks {num_bytes / 2**30:.2f} GiB for kv_offloading_size ({error}); give a smaller one"
-        ) from error
-    with suppress(OSError, AttributeError):
-        block.madvise(mmap.MADV_DONTFORK)
-    if not pin:
-        return torch.frombuffer(block, dtype=torch.uint8)
-    with suppress(OSError, AttributeError):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(block, dtype=torch.uint8)
-    memory.zero_()  # all threads touch the pages, which pinning would do with one
-    runtime = torch.cuda.cudart()
-    status = runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)
-    if int(status) != 0:
-        raise CapacityError(
-            f"{num_bytes / 2**30:.2f} GiB for kv_offloading_size cannot be pinned (CUDA error {int(status)}); "
-            "give a smaller one, or raise the limit of locked memory (ulimit -l)"
-        )
-    weakref.finalize(owner, _unpin, memory)
-    return memory
-
-
-def _unpin(memory: Tensor) -> None:
-    with suppress(RuntimeError):  # the device has failed, and copies nothing any more
-        torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class Transfers:

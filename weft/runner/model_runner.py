@@ -24,7 +24,7 @@ from weft.config import EngineConfig
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import read_profile
 from weft.errors import ConfigError
-from weft.forward_context import LayerCache
+from weft.forward_context import LayerCache, cache_tensors
 from weft.graph.batch_descriptor import MeasuredModes
 from weft.graph.graph import GraphPool, make_pool
 from weft.graph.graph_set import CaptureOptions
@@ -54,6 +54,7 @@ from weft.weights import load_weights
 if TYPE_CHECKING:
     from weft.pieces.model_compiler import ModelCompiler
     from weft.runner.host_memory import HostMemory
+    from weft.runner.sleep import SleepMemory
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ class ModelRunner(StartingRunner):
         with explained_out_of_memory("loading the weights", config):
             with stage("model"):
                 self._make_model()
+                self.sleep = _make_sleep_memory(config, self.device)
+                if self.sleep is not None:
+                    self.sleep.move("weights", self.model.parameters())
             self.host = _make_host_memory(config, self.spec, self.device)
             with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
                 load_weights(self.model, config.model_config, config.model_path, config.load_format, config.seed)
@@ -119,6 +123,8 @@ class ModelRunner(StartingRunner):
         with explained_out_of_memory("caches and graphs", config):
             with stage("caches"):
                 self.attach(self.plan)
+                if self.sleep is not None:
+                    self.sleep.move("kv_cache", cache_tensors(self.caches).values())
             with stage("graphs"):
                 self._capture_graphs()
         self._log_choices()
@@ -221,6 +227,15 @@ def _make_host_memory(config: EngineConfig, spec: CacheSpec, device: torch.devic
 
         fingerprint = fingerprint_of(config, spec)
     return HostMemory(plan_tier(config, spec), device, config.kv_offloading_dir, fingerprint)
+
+
+def _make_sleep_memory(config: EngineConfig, device: torch.device) -> SleepMemory | None:
+    """Return what gives memory back; None if the settings do not ask for it."""
+    if not config.enable_sleep_mode:
+        return None
+    from weft.runner.sleep import SleepMemory
+
+    return SleepMemory(device)
 
 
 def _make_compiler(config: EngineConfig, model: nn.Module) -> ModelCompiler | None:

@@ -7,6 +7,7 @@ Does not know: requests, caches of prefixes, who sends commands.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.errors import UnavailableError, WeightsError
+from weft.errors import CapacityError, ConfigError, UnavailableError, WeftError, WeightsError
 from weft.runner.memory import wait_for_steps
+from weft.runner.sleep import TAGS, Tag
+from weft.weights.group import Received, WeightGroup
+from weft.weights.shared import Handles
 from weft.weights.sources import Files, Relayed, Source
 from weft.weights.update import ModelTensors, WeightUpdate
 
@@ -36,14 +40,61 @@ class TakeTensors(msgspec.Struct, frozen=True, tag="tensors"):
     complete: bool = False
 
 
-Command = LoadFiles | TakeTensors
+class OpenHandles(msgspec.Struct, frozen=True, tag="handles"):
+    """Update weights from CUDA tensors of processes on the ranks' GPUs; see ``share_weights``."""
+
+    descriptions: list[bytes]
+    complete: bool = False
+
+
+class JoinGroup(msgspec.Struct, frozen=True, tag="join"):
+    """Join a group as rank ``rank_offset`` plus the rank of the model."""
+
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    name: str
+    backend: str
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, tag="leave"):
+    """Leave a group."""
+
+    name: str
+
+
+class Receive(msgspec.Struct, frozen=True, tag="receive"):
+    """Update weights from tensors that rank 0 of a group broadcasts."""
+
+    group: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    complete: bool = False
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Give the memory of weights and caches back. ``keeps_weights``: keep a copy of the weights in host memory."""
+
+    keeps_weights: bool
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
+    """Get the memory of these tags back."""
+
+    tags: list[Tag]
+
+
+Update = LoadFiles | TakeTensors | OpenHandles | Receive
+Command = Update | JoinGroup | LeaveGroup | Sleep | WakeUp
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The result of a command. ``num_tensors`` were copied in ``seconds``."""
+    """The result of a command: its seconds, and the number of tensors that an update copied."""
 
-    num_tensors: int
     seconds: float
+    num_tensors: int = 0
 
 
 class RankControl:
@@ -51,6 +102,7 @@ class RankControl:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._groups: dict[str, WeightGroup] = {}
 
     @cached_property
     def _tensors(self) -> ModelTensors:
@@ -66,12 +118,71 @@ class RankControl:
             WeightsError: an update was refused or failed, and the old weights are as before.
             UnavailableError: an update failed, and the old weights are lost.
         """
+        match command:
+            case Sleep():
+                return self._sleep(keeps_weights=command.keeps_weights)
+            case WakeUp():
+                return self._wake_up(command.tags)
+            case JoinGroup():
+                return self._join(command)
+            case LeaveGroup():
+                self._groups.pop(command.name, None)
+                return Done(0.0)
+            case _:
+                return self._update(self._source(command, tensors), complete=command.complete)
+
+    def _source(self, command: Update, tensors: Source | None) -> Source:
         runner = self._runner
-        if isinstance(command, LoadFiles):
-            return self._update(Files(Path(command.folder)), complete=command.complete)
+        match command:
+            case LoadFiles():
+                return Files(Path(command.folder))
+            case OpenHandles():
+                return Handles(command.descriptions, runner.device)
+            case Receive():
+                group = self._groups[command.group]
+                return Received(group, command.names, command.dtypes, command.shapes, runner.device)
         source = Relayed(tensors, runner.tp, runner.device) if runner.tp.size > 1 else tensors
         assert source is not None, "rank 0 has the tensors"
-        return self._update(source, complete=command.complete)
+        return source
+
+    def _join(self, command: JoinGroup) -> Done:
+        """Join a group. Raises ConfigError, on every rank, if one cannot."""
+        began, tp, error = time.monotonic(), self._runner.tp, None
+        rank = command.rank_offset + tp.rank
+        try:
+            group = WeightGroup(command.address, command.port, rank, command.world_size, command.backend, command.name)
+            self._groups[command.name] = group
+        except ConfigError as problem:
+            error = problem
+        if not tp.least(error is None):
+            self._groups.pop(command.name, None)
+            raise ConfigError(_reason(error)) from error
+        return Done(time.monotonic() - began)
+
+    def _sleep(self, *, keeps_weights: bool) -> Done:
+        """Give memory back. Raises CapacityError, with nothing changed, if a rank has no room for its copy."""
+        began, memory, error = time.monotonic(), self._runner.sleep, None
+        assert memory is not None, "the engine was made without enable_sleep_mode"
+        try:
+            if keeps_weights:
+                memory.save()
+        except (RuntimeError, CapacityError) as problem:
+            error = problem
+        if not self._runner.tp.least(error is None):
+            memory.forget()
+            raise CapacityError(
+                f"host memory has no room for a copy of the weights ({_reason(error)}); use sleep(level=2)"
+            ) from error
+        for tag in TAGS:
+            memory.give_back(tag)
+        return Done(time.monotonic() - began)
+
+    def _wake_up(self, tags: Sequence[Tag]) -> Done:
+        began, memory = time.monotonic(), self._runner.sleep
+        assert memory is not None, "an engine without this memory never sleeps"
+        for tag in tags:
+            memory.restore(tag)
+        return Done(time.monotonic() - began)
 
     def _update(self, source: Source, *, complete: bool) -> Done:
         began, tp = time.monotonic(), self._runner.tp
@@ -84,10 +195,12 @@ class RankControl:
         except Exception as problem:
             error = problem
         if not tp.least(error is None):
+            if isinstance(source, Received):
+                source.drain()
             raise _failure(error, "nothing was changed") from error
         error = self._copy_all(update, source)
         if tp.least(error is None):
-            return Done(update.num_tensors, time.monotonic() - began)
+            return Done(time.monotonic() - began, update.num_tensors)
         is_restored = update.roll_back()
         wait_for_steps()
         if tp.least(is_restored):
@@ -121,7 +234,7 @@ class RankControl:
 def _reason(error: BaseException | None) -> str:
     if error is None:
         return "another rank failed, whose log says why"
-    return str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
 
 
 def _failure(error: BaseException | None, state: str) -> BaseException:

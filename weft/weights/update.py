@@ -133,6 +133,9 @@ class WeightUpdate:
             for kind, problems in self._problems(tensor, seen).items():
                 kinds[kind] = kinds.get(kind, []) + problems
         _refuse(kinds | self._lacking(seen))
+        owners = {self.tensors.owners[name] for name in seen if name in self.tensors.owners}
+        if sum(p.nbytes for owner in owners for p in owner.parameters(recurse=False)) > UNDO_BYTES:
+            self._old = None  # keeping a part of them would help nobody
 
     def _problems(self, tensor: Offered, seen: set[str]) -> dict[str, list[str]]:
         """The problems of one tensor by their kind. Its name is added to ``seen``."""

@@ -1,0 +1,102 @@
+"""CUDA tensors of another process on the same GPU, by handles.
+
+Job: describe tensors so that another process can open them, and open them. Owns: the form of the description, which is
+plain data and no pickle. Does not know: the model, how descriptions travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from weft.errors import WeightsError
+from weft.weights.update import DTYPE_NAMES, Offered, Reader
+
+
+class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A CUDA tensor of a process that keeps it alive.
+
+    Attributes:
+        device: the GPU's UUID. Processes may number GPUs differently.
+        storage: handle, bytes and offset of the storage, reference counter and event, as torch shares them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    device: str
+    storage: tuple[bytes, int, int, bytes, int, bytes | None, bool]
+
+
+def share_weights(items: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> bytes:
+    """Describe CUDA tensors for ``update_weights_from_ipc`` of an engine on the same GPU.
+
+    The caller must not free or change the tensors before the update is done.
+    """
+    pairs = items.items() if isinstance(items, Mapping) else items
+    shared = [_share(name, tensor.detach()) for name, tensor in pairs]
+    torch.cuda.synchronize()  # the values are written
+    return msgspec.msgpack.encode(shared)
+
+
+def _share(name: str, tensor: Tensor) -> SharedTensor:
+    if tensor.device.type != "cuda":
+        raise WeightsError(
+            f"{name} is on {tensor.device}; only CUDA tensors have handles that other processes can open"
+        )
+    device, *storage = tensor.untyped_storage()._share_cuda_()
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+    return SharedTensor(name, shape, stride, int(tensor.storage_offset()), dtype, _uuid(device), tuple(storage))
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class Handles:
+    """The tensors of descriptions that are on one GPU. They are opened one by one.
+
+    Args:
+        descriptions: results of ``share_weights``. Ranks on several GPUs need one from each GPU.
+        device: this rank's GPU.
+    """
+
+    must_drain = False
+
+    def __init__(self, descriptions: Sequence[bytes], device: torch.device) -> None:
+        self._device = device
+        try:
+            found = [msgspec.msgpack.decode(each, type=list[SharedTensor]) for each in descriptions]
+            self._tensors = [tensor for tensors in found for tensor in tensors]
+        except msgspec.MsgspecError as error:
+            raise WeightsError(f"the handles are not those of share_weights: {error}") from error
+
+    def offered(self) -> list[Offered]:
+        if self._device.type != "cuda":
+            raise WeightsError("handles of CUDA tensors need an engine on a GPU; use update_weights on the CPU")
+        own = _uuid(self._device.index or 0)
+        others = {tensor.device for tensor in self._tensors}
+        self._tensors = [tensor for tensor in self._tensors if tensor.device == own]
+        if not self._tensors and others:
+            raise WeightsError(
+                f"tensors are on GPU {', '.join(others)}, and this rank is on {own}; both must be the same"
+            )
+        return [Offered(t.name, t.shape, t.dtype) for t in self._tensors]
+
+    def __iter__(self) -> Iterator[tuple[Offered, Reader]]:
+        dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        for shared in self._tensors:
+            tensor = self._open(shared, dtypes[shared.dtype])
+            yield Offered(shared.name, shared.shape, shared.dtype), tensor.__getitem__
+
+    def _open(self, shared: SharedTensor, dtype: torch.dtype) -> Tensor:
+        storage: Any = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *shared.storage)
+        empty = torch.empty(0, dtype=dtype, device=self._device)
+        return empty.set_(storage, shared.offset, shared.shape, shared.stride)
