@@ -16,8 +16,10 @@ from weft.config.layer_spec import CacheDtypes
 from weft.forward_context import LogitsRows, forward_context
 from weft.layers import moe
 from weft.layers.all_reduce import AllReduce
+from weft.layers.attention import Attention
 from weft.layers.linear import RowParallelLinear
 from weft.layers.table import LayerTable
+from weft.ops.backend import Backend
 from weft.ops.fp8 import E4M3
 
 
@@ -180,3 +182,20 @@ def test_a_shared_expert_of_few_rows_is_one_of_their_experts(harness: Harness, m
     assert len(calls) == 1
     torch.testing.assert_close(joined[:7], alone[:7])
     assert (joined[:7] - layer.shared_expert(x[:7])).abs().max() > 0.01, "the others count too"
+
+
+@pytest.mark.parametrize("backend", [Backend.TORCH, Backend.INVARIANT_TORCH])
+def test_the_last_layer_computes_some_rows(tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an invariant backend attention computes all rows: alone, a prompt's last row would sum as a decode."""
+    harness = Harness(make_checkpoint("Lfm3ForCausalLM", tmp_path), backend=backend)
+    layer = next(each for each in harness.context.layers.values() if type(each) is Attention)
+    x, counts = torch.randn(40, harness.config.hidden_size), list[int]()
+    context = harness.context_for([(harness.sequence(list(range(40))), 40)])
+    attended = layer._attended
+    monkeypatch.setattr(layer, "_attended", lambda q, gate, batch: (counts.append(len(q)), attended(q, gate, batch))[1])
+    one, last = torch.tensor([0, 1], dtype=torch.int32), context.batch.positions[-1:]
+    alone = replace(context.batch, num_tokens=1, num_decodes=1, max_query_len=1, positions=last, cu_seqlens_q=one)
+    with forward_context(context):
+        rows = layer.forward_rows(x, LogitsRows(torch.tensor([39]), alone))
+        torch.testing.assert_close(rows, layer(x)[-1:])
+    assert counts == [40 if backend.is_invariant else 1, 40]

@@ -145,3 +145,18 @@ def test_logprobs_of_given_tokens() -> None:
     torch.testing.assert_close(got.logprobs[:, 0], scores[[0, 1], tokens])
     assert got.ranks.tolist() == [1 + int((row > row[t]).sum()) for row, t in zip(scores, tokens, strict=True)]
     assert logprobs_of(x, tokens, VOCAB).token_ids.shape == (2, 1 + VOCAB)
+
+
+def test_an_invariant_backend_samples_all_batches_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its rows ask for. Another way through the kernel would compare other sums."""
+    ways: list[tuple[Any, ...]] = []
+
+    def sample(x: Tensor, *_: Any, all_greedy: bool, candidates: int, uses_min_p: bool, backend: Backend) -> Any:
+        ways.append((x.dtype, all_greedy, candidates, uses_min_p))
+        return x.argmax(-1), None
+
+    monkeypatch.setattr("weft.layers.sampler.sample", sample)
+    for each in (batch(2), batch(2, 0.5), replace(batch(2, 0.5), candidates=20, uses_min_p=True)):
+        for backend in (Backend.INVARIANT_TRITON, Backend.TORCH):
+            Sampler(backend)(logits(2).bfloat16(), each)
+    assert set(ways[::2]) == {(torch.float32, False, VOCAB, True)} and len(set(ways[1::2])) == 3

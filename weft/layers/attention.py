@@ -125,10 +125,10 @@ class Attention(PagedAttention):
         """``[T, hidden_size] -> [N, hidden_size]``: all keys and values into the cache, and the output of ``rows``."""
         q, gate = self._rotate_and_store(self._project(hidden_states))
         if self._backend.is_invariant:  # alone, these rows would be decodes, which add keys in another order
-            return self._output(rows.of(self._attended(q, gate, get_forward_context().batch)))
-        # Torch's launches, which pick the rows, wait until keys and values are stored: attention reads them early.
-        q, gate = rows.of(q), rows.of(gate) if gate is not None else None
-        attended = self._attended(q, gate, rows.batch)
+            attended = rows.of(self._attended(q, gate, get_forward_context().batch))
+        else:
+            # Torch's launches, which pick the rows, wait until keys and values are stored: attention reads them early.
+            attended = self._attended(rows.of(q), rows.of(gate) if gate is not None else None, rows.batch)
         return self._output(attended if self.g_proj is None else self._gate_heads(attended, rows.of(hidden_states)))
 
     def attend_rows(self, qkv: Tensor) -> Tensor:
