@@ -36,6 +36,10 @@ _BRANCH_ROWS, _BRANCH_HEADS = 512, 128 * MULTIPROCESSORS
 takes 10% less time at 512 rows of Qwen3-0.6B, 5% less at 1,024, and no less beyond. With fewer rows programs that find
 no decode and leave at once are the cheaper way."""
 
+_FIXED_SPLIT = 128
+"""Tokens of the shortest split in a fixed order of sums. A split's tiles are added one after the other, so few tokens
+make a step of one sequence short."""
+
 _HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
 """Least rows of q, and least rows per prefilling sequence, for the kernel for Hopper. On an H200 both kernels are equal
 at 512 rows of one sequence without context, and with context it leads; many short sequences lose."""
@@ -109,7 +113,7 @@ def _decode(call: AttentionCall, query_len: int = 1, *, fixed: bool = False) -> 
     sizes = q.element_size(), k_cache.element_size()
     if fixed:
         tile = decode_tile(MANY_SEQUENCES, num_kv_heads, head_dim, rows, *sizes, table_tokens)
-        choice = DecodeChoice(tile, double_from=LONGER_SPLITS_FROM)
+        choice = DecodeChoice(tile, split=_FIXED_SPLIT, double_from=LONGER_SPLITS_FROM)
         launch_decode(call, choice, query_len=query_len)
         return
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
