@@ -11,7 +11,17 @@ from typing import Any
 
 from tests.drafters import install
 from tests.fp8_checkpoints import make_fp8_checkpoint
-from tests.x_matrix import COMPANIONS, NUM_TOKENS, RUNS, Poisoned, make_reference, open_engine, prime, start_companion
+from tests.x_matrix import (
+    COMPANIONS,
+    NUM_TOKENS,
+    RUNS,
+    WHOLE,
+    Poisoned,
+    make_reference,
+    open_engine,
+    prime,
+    start_companion,
+)
 from weft import LLM, SamplingParams
 from weft.request import Request
 
@@ -24,6 +34,9 @@ MOST_TOKENS = 28
 
 PREEMPTING = [7] * 12
 """The prompt of the request that preempts the other one."""
+
+CAPTURED = [4, 16, 72, 136, 216, 320, 512] if WHOLE else [16, 72, 216]
+"""Sizes of captured steps on a CPU. They hold the steps of all cases that run. Each row takes a megabyte in FP8."""
 
 FP8 = " in FP8 by "
 """Stands between an architecture and the scheme of its weights (``tests/fp8_checkpoints.py``)."""
@@ -63,7 +76,7 @@ class Alone:
         self.folder, self.temperature, self._known = folder, temperature, dict[tuple[int, ...], Bits]()
         self.llm = LLM(
             str(folder), skip_tokenizer_init=True, deterministic=True, enable_prefix_caching=False, max_num_seqs=2,
-            max_num_batched_tokens=1200, num_kv_pages=420, page_size=16, cuda_graph_mode="NONE", **settings,
+            max_num_batched_tokens=1200, num_kv_pages=420, page_size=16, **{"cuda_graph_mode": "NONE"} | settings,
         )  # fmt: skip
 
     def __call__(self, prompt: list[int]) -> Bits:
@@ -118,6 +131,8 @@ def open_company(
     name: str, mode: str, overlap: str, references: dict[str, Alone], **settings: Any
 ) -> Iterator[InCompany]:
     known: Any = references
+    if mode not in ("NONE", "FULL_DECODE_ONLY") and settings.get("device") != "cuda":
+        settings = {"piecewise_cuda_graph_tokens": CAPTURED} | settings
     with open_engine(name, mode, overlap, "capture", known, InCompany, deterministic=True, **settings) as engine:
         assert isinstance(engine, InCompany)
         yield engine

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,17 +22,16 @@ from tests.deterministic import (
     PREEMPTING,
     REPEATS,
     Alone,
-    Bits,
     InCompany,
     check,
     make_folder,
     open_company,
     open_drafting,
 )
-from tests.media import END, IMAGE, START, VL
+from tests.deterministic_images import AloneWithImages, check_images
 from tests.media import HYBRID as IMAGES_AND_STATES
+from tests.media import VL
 from tests.ranks import fork_ranks
-from tests.test_x_matrix_images import LARGE, PROMPTS, PoisonedImages, media_of
 from tests.test_x_matrix_images import make_reference as make_images
 from tests.x_matrix import (
     COMPANIONS,
@@ -44,24 +42,22 @@ from tests.x_matrix import (
     PHASES,
     WHOLE,
     WITH_HEAD,
-    open_engine,
     part,
     prompt_of,
-    runner_of,
 )
-from weft.engine.prompts import PreparedPrompt
-from weft.request import Request
 
 KINDS = [HYBRID, DENSE, "BambaForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "Lfm2MoeForCausalLM"]
 IN_FP8 = [HYBRID + FP8 + "block", HYBRID + FP8 + "channel-token", DENSE + FP8 + "tensor-static"]
-MORE_KINDS = ["GptOssForCausalLM", "KimiLinearForCausalLM", IN_FP8[2]]
+MORE_KINDS = ["GptOssForCausalLM", "KimiLinearForCausalLM", "RecurrentGemmaForCausalLM", IN_FP8[2]]
 """Kinds that ``make test`` runs as well, in two cases."""
 EVERY = product([*KINDS, *MORE_KINDS, "BailingHybridForCausalLM", *IN_FP8[:2]], MODES, OVERLAP)
 COLUMNS = list(EVERY) if WHOLE else [(HYBRID, "NONE", "overlap"), (HYBRID, "FULL", "in turn")]
 DRAFTS = [(HYBRID, GUESSES), (DENSE, GUESSES), (WITH_HEAD, HEAD), (WITH_HEAD, REPEATS)]
-DRAFTING = (
-    list(product(DRAFTS, MODES, OVERLAP)) if WHOLE else [(DRAFTS[0], "FULL", "overlap"), (DRAFTS[2], "NONE", "overlap")]
-)
+ONE_BY_ONE = [(name, GUESSES) for name in ("BambaForCausalLM", "KimiLinearForCausalLM", "GptOssForCausalLM")]
+"""Kinds with layers that verify drafts by decoding them one by one."""
+DRAFTING = [(DRAFTS[0], "FULL", "overlap"), (DRAFTS[2], "NONE", "overlap")]
+if WHOLE:
+    DRAFTING = list(product([*DRAFTS, *ONE_BY_ONE], [*MODES, "PIECEWISE"], OVERLAP))
 
 
 class References(dict[str, Alone]):
@@ -112,6 +108,13 @@ def test_bits_do_not_depend_on_drafts(drafting: InCompany, path: str, phase: str
     check(drafting, path, phase, length)
 
 
+@pytest.mark.parametrize(("name", "mode"), [("BambaForCausalLM", "PIECEWISE"), ("GptOssForCausalLM", "NONE")])
+def test_drafts_that_are_decoded_one_by_one(name: str, mode: str, references: dict[str, Alone]) -> None:
+    with open_drafting(name, mode, "overlap", references, by=GUESSES) as engine:
+        check(engine, "hit", "mixed", 65)
+        check(engine, "preempted", "decode", 65)
+
+
 @pytest.mark.parametrize("name", MORE_KINDS)
 def test_other_layers_and_weights(name: str, references: dict[str, Alone]) -> None:
     with open_company(name, "NONE", "overlap", references) as engine:
@@ -139,38 +142,8 @@ def test_two_ranks(tmp_path: Path) -> None:
             check(engine, "preempted", "mixed", 65)
 
 
-class AloneWithImages(Alone):
-    def __call__(self, prompt: list[int]) -> Bits:
-        self.llm._inputs.prepare_prompt = lambda *_: PreparedPrompt(None, prompt, [], "", media_of(prompt))  # type: ignore[method-assign]
-        return super().__call__(prompt)
-
-
-class ImagesInCompany(InCompany, PoisonedImages):
-    def add(self, prompt: list[int], count: int, salt: str) -> Request:
-        self.llm._inputs.prepare_prompt = lambda *_: PreparedPrompt(None, prompt, [], salt, media_of(prompt))  # type: ignore[method-assign]
-        return InCompany.add(self, prompt, count, salt)
-
-
 @pytest.mark.parametrize("arch", [VL, IMAGES_AND_STATES])
 def test_images(arch: str, tmp_path: Path) -> None:
-    """Images of one step, of one prompt, and one that steps cut."""
     alone = AloneWithImages(make_images(arch, tmp_path).folder)
-    known: Any = {arch: alone}
-    more: dict[str, Any] = {"encoder_cache_size": LARGE + 4, "deterministic": True}
-    with open_engine(arch, "NONE", "overlap", "capture", known, ImagesInCompany, **more) as engine:
-        assert isinstance(engine, ImagesInCompany)
-        salt, media, sizes = engine.begin(), runner_of(engine.llm).media, list[int]()
-        assert media is not None
-        run = media.run
-        media.run = lambda patches, grids: (sizes.append(len(grids)), run(patches, grids))[1]  # type: ignore[method-assign, func-returns-value]
-        another = [START, *[IMAGE] * 35, END, *prompt_of(20)]
-        together = [engine.add(prompt, 4, salt) for prompt in (another, PROMPTS[1], PROMPTS[0])]
-        engine.finish()
-        for request in together:
-            alone.check(request)
-        assert max(len(step.encodings) for step in engine.steps) > 1 == max(sizes), (
-            "the tower encodes one item at a time"
-        )
-        for path, phase in (("hit", "mixed"), ("preempted", "mixed")):
-            check(engine, path, phase, 3)
+    check_images(alone, "NONE", [("hit", "mixed", 3), ("preempted", "mixed", 3)])
     alone.shutdown()

@@ -5,7 +5,6 @@ Layers and experts are few, so that engines start in seconds. Weights are dummie
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,31 +13,19 @@ from typing import Any
 import pytest
 
 from tests.deterministic import HEAD, PATHS, Alone, InCompany, check, open_company, open_drafting
-from tests.fp8_checkpoints import quantization_config
+from tests.deterministic_cuts import FEW, cut
+from tests.deterministic_images import AloneWithImages, check_images
 from tests.gpu.test_churn import Churn
+from tests.media import HYBRID, VL
+from tests.test_x_matrix_images import CASES
+from tests.test_x_matrix_images import make_reference as make_images
 from tests.x_matrix import PHASES, WHOLE, make_reference, part
 from weft.config import determinism
 
 pytestmark = pytest.mark.gpu
 
-CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
-SMALL = {"vocab_size": 8192, "max_position_embeddings": 1200}
-FEW: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {"num_hidden_layers": 3},
-    "qwen3-next-12l": {"num_hidden_layers": 4, "num_experts": 64},
-    "granite-4.0-h-tiny": {"num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
-    "jamba-mini-8l": {"num_experts": 4, "intermediate_size": 2048},
-    "lfm2-8b-a1b": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
-    "gpt-oss-20b": {
-        "num_hidden_layers": 4,
-        "num_local_experts": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_scaling": None,
-    },
-    "nemotron-h-8b": {"num_hidden_layers": 6, "hybrid_override_pattern": "M-M*M-"},
-}
 SETTINGS: dict[str, Any] = {"device": "cuda", "load_format": "dummy", "num_state_slots": 60}
-TINY = {"device": "cuda", "dtype": "bfloat16", "num_state_slots": 60}
+TINY: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_state_slots": 60}
 COLUMNS = [
     ("qwen3-next-12l", "NONE"), ("qwen3-next-12l", "FULL_AND_PIECEWISE"), ("qwen3-next-12l", "FULL"),
     ("qwen3-0.6b", "FULL"),
@@ -48,9 +35,22 @@ COLUMNS = [
     ("qwen3-0.6b drafting guesses", "FULL"), ("with a head drafting head", "FULL"),
     ("qwen3-0.6b in FP8", "FULL"), ("qwen3-0.6b in FP8 by block", "FULL"),
     ("gpt-oss-20b", "FULL"), ("gpt-oss-20b", "NONE"),
+    ("kimi-linear-12l", "FULL"), ("kimi-linear-12l", "NONE"), ("ling-3.0-flash-12l", "FULL_AND_PIECEWISE"),
+    ("qwen3-next-12l in FP8", "FULL"), ("qwen3-next-12l in FP8 by block", "FULL"),
+    ("RecurrentGemmaForCausalLM", "FULL"), ("Gemma3ForCausalLM", "FULL"), ("qwen3-next-12l with FP8 KV", "FULL"),
+    ("granite-4.0-h-tiny drafting guesses", "FULL"), ("kimi-linear-12l drafting guesses", "FULL"),
+    ("gpt-oss-20b drafting guesses", "NONE"), ("qwen3-next-12l drafting guesses", "PIECEWISE"),
+    ("qwen3-0.6b traced by eager", "PIECEWISE"), ("qwen3-next-12l traced by eager", "FULL_AND_PIECEWISE"),
+    ("qwen3-0.6b traced by inductor", "PIECEWISE"), ("qwen3-next-12l traced by inductor", "FULL_AND_PIECEWISE"),
 ]  # fmt: skip
 """Model and mode. A class names a tiny checkpoint."""
-FP8_KV, DRAFTING, FP8, BLOCK = " with FP8 KV", " drafting ", " in FP8", " by block"
+DRAFTING, FP8, BLOCK = " drafting ", " in FP8", " by block"
+WITH: dict[str, dict[str, Any]] = {
+    " with FP8 KV": {"kv_cache_dtype": "fp8"}, FP8: {"quantization": "fp8"},
+    " traced by eager": {"piecewise_cuda_graph_compiler": "eager"},
+    " traced by inductor": {"piecewise_cuda_graph_compiler": "inductor"},
+}  # fmt: skip
+"""The end of a column's name, and what it sets."""
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name.removesuffix(BLOCK) not in FEW:
             return make_reference(name, folder).folder
         name, by_block, _ = name.partition(BLOCK)
-        config = json.loads((CONFIGS / name / "config.json").read_text()) | SMALL | FEW[name]
-        if by_block:
-            config["quantization_config"] = quantization_config("block")
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder
+        return cut(name, folder, fp8_by_block=bool(by_block))
 
     return make
 
@@ -77,16 +73,16 @@ def param(name: str, mode: str) -> Any:
 @pytest.fixture(scope="module", params=[param(*column) for column in COLUMNS])
 def engine(request: pytest.FixtureRequest, folder_of: Any) -> Iterator[InCompany]:
     (name, mode), more = request.param, dict[str, Any]()
-    if name.endswith(FP8_KV):
-        name, more = name.removesuffix(FP8_KV), {"kv_cache_dtype": "fp8"}
-    if name.endswith(FP8):
-        name, more = name.removesuffix(FP8), {"quantization": "fp8"}
+    for end, settings in WITH.items():
+        if name.endswith(end):
+            name, more = name.removesuffix(end), settings
     name, _, drafter = name.replace(FP8 + BLOCK, BLOCK).partition(DRAFTING)
     settings = (SETTINGS if name.removesuffix(BLOCK) in FEW else TINY) | more
     company = partial(open_drafting, by=drafter) if drafter else open_company
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(determinism, "UNPROVEN_ON_GPU", ())  # here they are proven
-        alone = Alone(folder_of(name), temperature=0.0 if drafter == HEAD else 0.8, **settings)
+        plain = {key: value for key, value in settings.items() if not key.startswith("piecewise")}
+        alone = Alone(folder_of(name), temperature=0.0 if drafter == HEAD else 0.8, **plain)
         with company(name, mode, "overlap", {name: alone}, **settings, page_size=16) as engine:
             Churn(engine.llm)
             yield engine
@@ -98,3 +94,11 @@ def engine(request: pytest.FixtureRequest, folder_of: Any) -> Iterator[InCompany
 @pytest.mark.parametrize("path", PATHS)
 def test_bits_do_not_depend_on_the_company(engine: InCompany, path: str, phase: str, length: int) -> None:
     check(engine, path, phase, length)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+@pytest.mark.parametrize("arch", [VL, HYBRID])
+def test_images(arch: str, mode: str, tmp_path: Path) -> None:
+    alone = AloneWithImages(make_images(arch, tmp_path).folder, **TINY)
+    check_images(alone, mode, CASES, page_size=16, **TINY)
+    alone.shutdown()

@@ -67,8 +67,8 @@ DETERMINISM = (
         '        values["mamba_ssm_dtype"] = "float32"\n', "        pass\n", "tests/config/test_determinism.py",
     ),
     mutant(
-        "drafts-as-prefills", "layers that verify drafts as a prefill refuse them", "weft/config/determinism.py",
-        "    if not model.verifies:\n", "    if False:\n", "tests/config/test_determinism.py",
+        "drafts-as-prefills", "drafts never run as a prefill", "weft/config/fields.py",
+        "return self.deterministic or (self", "return (self", "tests/config/test_determinism.py",
     ),
     mutant(
         "drafts-beside-prefills", "a step with a prefill verifies no drafts", "weft/scheduler/draft_steps.py",
@@ -108,7 +108,7 @@ DETERMINISM = (
     ),
     mutant(
         "heads-together", "queries are absorbed row by row", "weft/layers/latent_attention.py",
-        'by_row("x", "gate") if self._backend.is_invariant else whole', "whole", OTHERS,
+        "backend=self._backend if self._backend.is_invariant else Backend.TORCH", "backend=Backend.TORCH", OTHERS,
     ),
     mutant(
         "kda-together", "a row of Kimi Delta Attention does not depend on others", "weft/ops/delta_rule/__init__.py",
@@ -130,6 +130,30 @@ DETERMINISM = (
     mutant(
         "silent-operations", "an operation that states nothing refuses the mode", "weft/ops/backend.py",
         "            if fixed is None:\n", "            if False:\n", "tests/ops/test_backend.py",
+    ),
+    mutant(
+        "chosen-rows-alone", "a prompt's last row sums as in its prompt", "weft/layers/attention.py",
+        "        if self._backend.is_invariant:  # alone, these rows", "        if False:  # alone, these rows",
+        "tests/layers/test_layers.py",
+    ),
+    mutant(
+        "greedy-batches-alone", "all batches are sampled alike", "weft/layers/sampler.py",
+        "        if self._backend.is_invariant:  # rows of any batch", "        if False:  # rows of any batch",
+        "tests/layers/test_sampler.py",
+    ),
+    mutant(
+        "decodes-as-prompts", "a token that decodes has the splits of its position", "weft/ops/attention/latent.py",
+        "least_tokens=2 if splits else 1)", "least_tokens=1)", "tests/ops/delta_rule/test_kimi.py",
+    ),
+    mutant(
+        "latent-splits-by-load", "splits follow from a token's position alone", "weft/ops/attention/latent.py",
+        "        split, double_from = _FIXED_SPLIT, LONGER_SPLITS_FROM\n",
+        "        split, double_from = 64 * num_seqs, LONGER_SPLITS_FROM\n", "tests/ops/delta_rule/test_kimi.py",
+    ),
+    mutant(
+        "drafts-on-old-states", "a draft decodes on the state after the token before it", "weft/layers/recurrent.py",
+        "            state[after] = state[before.long()]\n", "            pass\n",
+        f"{MATRIX}::test_drafts_that_are_decoded_one_by_one",
     ),
     mutant(
         "one-span", "a weight with few rows is cut into spans", "weft/ops/linear/invariant.py",

@@ -75,16 +75,16 @@ def test_a_launcher_that_takes_something_else_is_rejected() -> None:
 
 def test_an_operation_that_states_nothing_refuses_an_invariant_backend() -> None:
     """Rather than compute rows that depend on their number."""
-    module = "weft.ops.vision.kernels"
+    module = "weft.ops.linear.skinny"
 
     @with_kernel(module)
-    def rotate_patches(qkv: int, *, backend: Backend) -> int:
-        return qkv
+    def linear_parts(x: int, *, backend: Backend) -> int:
+        return x
 
-    assert rotate_patches(3, backend=Backend.TORCH) == 3
+    assert linear_parts(3, backend=Backend.TORCH) == 3
     for backend in (Backend.INVARIANT_TORCH, Backend.INVARIANT_TRITON):
-        with pytest.raises(NotImplementedError, match="rotate_patches: rows depend on their number"):
-            rotate_patches(3, backend=backend)
+        with pytest.raises(NotImplementedError, match="linear_parts: rows depend on their number"):
+            linear_parts(3, backend=backend)
 
 
 def test_an_invariant_backend_gives_the_kernel_its_fixed_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

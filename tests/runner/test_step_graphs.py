@@ -198,7 +198,7 @@ def test_host_synchronisation_in_a_capture_is_refused() -> None:
 def test_verifications_are_captured_as_far_as_a_step_has_room() -> None:
     settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 13, "cuda_graph_mode": "FULL_DECODE_ONLY"}
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    sizes = CaptureSizes.of(resolve(device="cpu", **settings, speculative_config=drafts), 4, verifies=True)
+    sizes = CaptureSizes.of(resolve(device="cpu", **settings, speculative_config=drafts), 4)
     assert (sizes.decode, sizes.verification) == ([1, 2, 4], [1, 2])
 
 

@@ -85,11 +85,6 @@ class CacheSpec:
         return any(spec.states for spec in self.layers.values())
 
     @property
-    def verifies(self) -> bool:
-        """Whether every layer with states reads ``Batch.verification``, so that batches with it can run."""
-        return all(spec.verifies for spec in self.layers.values() if spec.states)
-
-    @property
     def alignment(self) -> int:
         """Tokens between positions at which a chunk always ends; 1 without recurrent layers."""
         return CHUNK_SIZE if self.has_states else 1

@@ -16,6 +16,7 @@ from weft.config.lightning_attention import LightningAttentionConfig
 from weft.config.mamba import MambaConfig
 from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig
+from weft.config.recurrent_gemma import RgLruConfig
 from weft.config.short_conv import ShortConvConfig
 from weft.config.sliding_window import SlidingWindowConfig
 from weft.config.sum_order import MOST_QUERY_ROWS
@@ -26,11 +27,10 @@ VLLM_VARIABLE = "VLLM_BATCH_INVARIANT"
 
 _MIXERS = (
     AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MambaConfig, LightningAttentionConfig, ShortConvConfig,
-    SlidingWindowConfig, KimiDeltaConfig, LatentAttentionConfig,
+    SlidingWindowConfig, KimiDeltaConfig, LatentAttentionConfig, RgLruConfig,
 )  # fmt: skip
-_ACTIVATIONS = ("silu", "relu2")
-UNPROVEN_ON_GPU: tuple[Any, ...] = (KimiDeltaConfig,)
-"""Layers whose kernels the tests have not run on a GPU in this mode."""
+UNPROVEN_ON_GPU: tuple[str, ...] = ("pieces",)
+"""Settings that no test has run on a GPU in this mode."""
 _COST = (
     "the same bits whatever else runs; slower products, reuse up to multiples of 64 prompt tokens, none of generated "
     "tokens"
@@ -74,13 +74,12 @@ def _problems_of_settings(values: Mapping[str, Any]) -> Iterator[str]:
         yield "backend='torch' on a GPU: the matrix library chooses by the number of rows; use backend='triton'"
     if values["device"] == "cuda" and values["dtype"] != "bfloat16":
         yield f"dtype={values['dtype']!r} on a GPU: its kernels were measured in bfloat16; use dtype='bfloat16'"
-    if values["tensor_parallel_size"] > 1 and values["device"] == "cuda":
-        yield "tensor_parallel_size above 1 on a GPU: tests have not run it there; use data_parallel_size"
     if values["mamba_ssm_dtype"] == "bfloat16":
         yield "mamba_ssm_dtype='bfloat16': a step's end would round the state; use float32"
     if values["enable_torch_compile"]:
         yield "enable_torch_compile=True: compiled decodes round elsewhere than other steps; leave it out"
-    if values["enable_piecewise_cuda_graph"] and values["piecewise_cuda_graph_compiler"] != "capture":
+    traces = values["enable_piecewise_cuda_graph"] and values["piecewise_cuda_graph_compiler"] != "capture"
+    if traces and (values["device"] == "cpu" or "pieces" in UNPROVEN_ON_GPU):
         yield (
             f"piecewise_cuda_graph_compiler={values['piecewise_cuda_graph_compiler']!r}: traced pieces may round "
             "elsewhere than other steps; use capture"
@@ -92,10 +91,6 @@ def _problems_of_drafts(values: Mapping[str, Any], model: ModelConfig) -> Iterat
     config = values["speculative_config"]
     if config is None:
         return
-    if values["cuda_graph_mode"] == "PIECEWISE":
-        yield "speculative_config in mode PIECEWISE: drafts would run as short prefills; use FULL_AND_PIECEWISE"
-    if not model.verifies:
-        yield f"speculative_config: layers of {model.architecture} would run drafts as short prefills; leave it out"
     groups = [m.num_heads // m.num_kv_heads for m in _mixers(model) if isinstance(m, AttentionConfig)]
     most = min((MOST_QUERY_ROWS // group - 1 for group in groups), default=config.num_speculative_tokens)
     if values["device"] == "cuda" and config.num_speculative_tokens > most:
@@ -114,20 +109,10 @@ def _mixers(model: ModelConfig) -> list[Any]:
 def _problems_of_model(values: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     """Yield each impossible property of the checkpoint with its reason and the remedy."""
     mixers = set(map(type, _mixers(model)))
-    unproven = UNPROVEN_ON_GPU if values["device"] == "cuda" else ()
-    supported = [mixer for mixer in _MIXERS if mixer not in unproven]
-    others = sorted(mixer.__name__.removesuffix("Config") for mixer in mixers if mixer not in supported)
+    others = sorted(mixer.__name__.removesuffix("Config") for mixer in mixers if mixer not in _MIXERS)
     if others:
         yield f"layers of {model.architecture} ({', '.join(others)}): there is no kernel with a fixed order of sums"
-    if model.activation not in _ACTIVATIONS:
-        yield f"the activation {model.activation!r} of {model.architecture}; allowed: {', '.join(_ACTIVATIONS)}"
     if model.quantization is not None and any(scheme.form != "fp8" for scheme in model.quantization.schemes):
         yield f"{model.quantization.name} weights: their kernels follow the number of rows; use others, or FP8"
-    elif model.quantization is not None and model.moe is not None and values["device"] == "cuda":
-        yield "FP8 experts on a GPU: their kernels follow the number of rows; use an unquantised checkpoint"
-    if values["device"] == "cuda" and LatentAttentionConfig in mixers:
-        yield "latent attention on a GPU: the matrix library absorbs queries and follows the number of rows"
-    if model.runs_vision and values["device"] == "cuda":
-        yield "images on a GPU: tests have not run them there; set language_model_only=True"
     if model.runs_vision and values["encoder_cuda_graph_patches"]:
         yield "encoder_cuda_graph_patches: padding changes the sums of the vision tower; leave it out"

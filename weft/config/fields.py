@@ -271,11 +271,17 @@ class EngineConfig:
         return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
 
     @property
+    def verifies(self) -> bool:
+        """Whether steps of sequences with equally many drafts run as verifications. Pieces, and layers without an
+        operation for verifications, otherwise run drafts as short prefills. With ``deterministic`` such layers decode
+        drafts one by one."""
+        return self.deterministic or (self.cuda_graph_mode != "PIECEWISE" and self.model_config.verifies)
+
+    @property
     def drafts_on_device(self) -> bool:
         """Whether a step that verifies drafts can be launched before the previous step is done. All steps must run
-        alike for that: pieces, and layers that cannot verify, run drafts as short prefills."""
-        runs_alike = self.cuda_graph_mode != "PIECEWISE" and self.model_config.verifies
-        return self.speculative_config is not None and self.enable_overlap and runs_alike
+        alike for that."""
+        return self.speculative_config is not None and self.enable_overlap and self.verifies
 
     def num_drafts_at(self, num_seqs: int) -> int:
         """Tokens drafted for each of ``num_seqs`` requests that decode together."""

@@ -69,7 +69,7 @@ class LayerSpec:
         states: tensors ``[num_slots, *shape]``. Prefills run in chunks, and a state can be stored at the end of a
             chunk.
         verifies: the layer reads ``Batch.verification``: it can run a few tokens of every sequence and store the state
-            after each. Other layers with states verify drafts as a prefill.
+            after each. Other layers with states run drafts as a prefill, or decode drafts one by one.
         page_multiple: pages hold a multiple of so many tokens.
         num_weights: weights of the token mixer that one token uses, of the whole model; two FLOPs each.
         flops_per_token: FLOPs of one token without the weights (decay, read and write of a state).

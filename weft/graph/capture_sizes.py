@@ -95,13 +95,11 @@ class CaptureSizes:
         max_num_seqs: int,
         table: MeasuredModes | None = None,
         *,
-        verifies: bool = False,
         max_model_len: int | None = None,
     ) -> CaptureSizes:
         """Return the sizes that the configured mode uses.
 
         Args:
-            verifies: the model can run verifications (``CacheSpec.verifies``).
             max_num_seqs, max_model_len: the largest batch and the longest sequence, after clamping to the caches.
             table: measured modes; sizes that no batch will run in are left out.
         """
@@ -122,7 +120,7 @@ class CaptureSizes:
             pieces = table.token_sizes(GraphMode.PIECEWISE, pieces)
         samples = sequences if forward or pieces else ()
         verification: list[int] = []
-        if verifies and GraphMode.FULL in mode.decode:
+        if config.verifies and GraphMode.FULL in mode.decode:
             room, longest = config.max_num_batched_tokens, max_model_len or config.max_model_len
             drafts = ((size, config.num_drafts_at(size)) for size in sequences)
             verification = [size for size, count in drafts if 0 < count < longest and size * (1 + count) <= room]

@@ -114,6 +114,7 @@ class GatedDeltaNet(RecurrentLayer):
         weights, states = self._weights(), (cache["conv"], cache["recurrent"])
         return mix_rows(
             [projected],
+            states,
             batch,
             [self.local.value_dim],
             lambda x, *, slots, out: gdn_decode(x, weights, *states, slots, self.local, backend=self._backend, out=out),

@@ -87,6 +87,7 @@ class KimiDelta(RecurrentLayer):
         states = cache["conv"], cache["recurrent"]
         return mix_rows(
             [projected, forget, gate],
+            states,
             batch,
             [local.width],
             lambda x, forget, gate, *, slots, out: kda_decode(

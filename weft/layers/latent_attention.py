@@ -18,6 +18,8 @@ from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLi
 from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
 from weft.ops.attention import latent_attention, store_latents
+from weft.ops.backend import Backend
+from weft.ops.linear import head_linear
 from weft.ops.rotary import apply_rotary
 from weft.ops.rows import by_row, whole
 
@@ -114,12 +116,18 @@ class LatentAttention(PagedAttention):
         if self._cos_sin is not None:
             of_shared, shared = _rotate_pairs(of_shared, shared, batch.positions, self._cos_sin)
         store_latents(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), cache, batch.slot_mapping)
-        rows = by_row("x", "gate") if self._backend.is_invariant else whole
-        absorbed = rows(_per_head, own, self.kv_b_proj.get_parameter("k"), None)
+        absorbed = self._by_head(own, self.kv_b_proj.get_parameter("k"))
         q = torch.cat([absorbed, of_shared], dim=-1)
         attended = self.attend_latents(q, cache, batch)
-        weight = self.kv_b_proj.get_parameter("v").transpose(1, 2)
-        return rows(_per_head, attended, weight, gate if gates else None).flatten(1)
+        values = self._by_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2))
+        if gates:
+            rows = by_row("values", "gate") if self._backend is Backend.INVARIANT_TORCH else whole
+            values = rows(_gate_heads, values, gate)
+        return values.flatten(1)
+
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``head_linear``, by the matrix library unless rows have to be independent."""
+        return head_linear(x, weight, backend=self._backend if self._backend.is_invariant else Backend.TORCH)
 
     def attend_latents(self, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
         """``[T, H, entry] -> [T, H, rank]`` over each token's sequence."""
@@ -135,7 +143,6 @@ def _rotate_pairs(q: Tensor, shared: Tensor, positions: Tensor, cos_sin: Tensor)
     return q, k[:, 0]
 
 
-def _per_head(x: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
-    """``[T, H, K] x [H, K, N] -> [T, H, N]``, times the sigmoid of ``gate [T, H]``."""
-    y = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-    return y if gate is None else y * gate.sigmoid()[..., None]
+def _gate_heads(values: Tensor, gate: Tensor) -> Tensor:
+    """``values [T, H, N]`` times the sigmoid of ``gate [T, H]``."""
+    return values * gate.sigmoid()[..., None]

@@ -67,6 +67,7 @@ class LightningAttention(RecurrentLayer):
         g, backend = self._log_decay.expand(projected.shape[0], -1), self._backend
         mixed = mix_rows(
             heads.unbind(1),
+            [state],
             batch,
             heads.shape[2:],
             lambda q, k, v, *, slots, out: lightning_attention_step(

@@ -90,6 +90,7 @@ class Mamba(RecurrentLayer):
         conv = self.conv1d.weight, self.conv1d.bias, cache["conv"]
         x = mix_rows(
             [x],
+            [cache["conv"]],
             batch,
             shape,
             lambda x, *, slots, out: causal_conv1d_update(x, *conv, slots, backend=backend, out=out),
@@ -100,6 +101,7 @@ class Mamba(RecurrentLayer):
         scan = ScanWeights(bias, self.A_log, self.D), cache["recurrent"]
         return mix_rows(
             [x, z, *self._time_steps(x)],
+            [cache["recurrent"]],
             batch,
             shape,
             lambda x, z, dt, b, c, *, slots, out: selective_scan_step(

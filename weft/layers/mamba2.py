@@ -96,6 +96,7 @@ class Mamba2(RecurrentLayer):
         weights, states = self._weights(), (cache["conv"], cache["recurrent"])
         return mix_rows(
             [projected],
+            states,
             batch,
             [self.local.inner_size],
             lambda x, *, slots, out: mamba2_decode(

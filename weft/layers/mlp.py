@@ -5,13 +5,12 @@ not know: experts.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-from weft.ops.activation import silu_and_mul
+from weft.ops.activation import gelu_mul, silu_and_mul
 from weft.ops.moe import clamped_swiglu
 
 _GATED = ("silu", "gelu_pytorch_tanh")
@@ -64,7 +63,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self._silu:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            out = self.down_proj(F.gelu(gate * self._gate_multiplier, approximate="tanh") * up)
+            out = self.down_proj(gelu_mul(gate * self._gate_multiplier, up, backend=self._backend))
         elif self._limit is not None:
             out = self.down_proj(clamped_swiglu(self.gate_up_proj(x), 1.0, self._limit, 0.0))
         elif self._gate_multiplier == 1.0:

@@ -5,6 +5,7 @@ In a batch, decodes come first and advance by one token; the rest are prefills.
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from weft.forward_context import Batch
@@ -48,15 +49,17 @@ def decode_slots(batch: Batch) -> Tensor:
 
 def mix_rows(
     inputs: Sequence[Tensor],
+    states: Sequence[Tensor],
     batch: Batch,
     shape: Sequence[int],
     decode: Callable[..., Tensor],
     prefill: Callable[..., Tensor],
 ) -> Tensor:
-    """Compute all rows of a batch: decodes by one function, the rest by another.
+    """Compute all rows of a batch: decodes by one function, the rest by another. Verifications run as decodes.
 
     Args:
         inputs: ``[T, *]`` each, all with one row per token; the first has the dtype of the result.
+        states: tensors of the layer, by slot, that ``decode`` reads and writes.
         decode: ``(*inputs, slots=, out=)`` computes the first rows, one token of an existing state each. Rows with
             slot 0 are padding. ``decode`` returns zeros there, but does not write them to a given ``out``.
         prefill: ``(*inputs)`` computes all rows. Rows that belong to no chunk are zero in its result: decodes, which
@@ -65,6 +68,8 @@ def mix_rows(
     Returns:
         ``[T, *shape]``; padding rows are zero.
     """
+    if batch.verification is not None:
+        return _verify_rows(inputs, states, batch.state_slots, batch.verification.slots, decode)
     slots, rows = decode_slots(batch), inputs[0].shape[0]
     if batch.num_decodes == rows:
         return decode(*inputs, slots=slots, out=None)
@@ -73,3 +78,21 @@ def mix_rows(
     if count:
         decode(*(x[:count] for x in inputs), slots=slots, out=mixed[:count])
     return mixed
+
+
+def _verify_rows(
+    inputs: Sequence[Tensor], states: Sequence[Tensor], before: Tensor, slots: Tensor, decode: Callable[..., Tensor]
+) -> Tensor:
+    """Decode token after token, on copies of the states in the ``slots [S, query_len]`` of each token.
+
+    Kernels that decode may read states before the kernel in front of them has ended. Copies of a token's inputs
+    therefore come after those of states.
+    """
+    outputs = []
+    for i, after in enumerate(slots.long().unbind(1)):
+        for state in states:
+            state[after] = state[before.long()]
+        rows = [x[i :: slots.shape[1]].clone(memory_format=torch.contiguous_format) for x in inputs]
+        before = slots[:, i].contiguous()
+        outputs.append(decode(*rows, slots=before, out=None))
+    return torch.stack(outputs, 1).flatten(0, 1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.model import ModelConfig
@@ -23,7 +22,9 @@ from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, split_rows, stacked, uniform_range
+from weft.ops.activation import gelu_mul
 from weft.ops.convolution import causal_conv1d, causal_conv1d_update
+from weft.ops.linear import head_linear
 from weft.ops.rg_lru import rg_lru, rg_lru_step
 
 
@@ -37,7 +38,7 @@ class RgLruGates(WeightModule):
         blocks = divide(geometry.num_blocks, context.tp.size, what)
         self._blocks = split_rows([geometry.num_blocks], context.tp, what)
         self._channels = split_rows([geometry.num_channels], context.tp, what)
-        dtype, device = context.dtype, context.device
+        self._backend, dtype, device = context.backend, context.dtype, context.device
         self.weight = empty_parameter(2, blocks, width, width, dtype=dtype, device=device)
         self.bias = empty_parameter(2, blocks, width, dtype=dtype, device=device)
         self.decay = empty_parameter(blocks * width, dtype=torch.float32, device=device)
@@ -45,8 +46,11 @@ class RgLruGates(WeightModule):
     def forward(self, x: Tensor) -> Tensor:
         """``[T, channels] -> [T, 2, channels]``: both gates before their sigmoids."""
         blocks, width = self.bias.shape[1:]
-        inputs = x.unflatten(-1, (blocks, width)).transpose(0, 1)  # [blocks, T, width]
-        gates = torch.matmul(inputs, self.weight) + self.bias[:, :, None]  # [2, blocks, T, width]
+        inputs = x.unflatten(-1, (blocks, width))  # [T, blocks, width]
+        if self._backend.is_invariant:
+            products = [head_linear(inputs, weight, backend=self._backend) for weight in self.weight]
+            return (torch.stack(products, 1) + self.bias).flatten(2)
+        gates = torch.matmul(inputs.transpose(0, 1), self.weight) + self.bias[:, :, None]  # [2, blocks, T, width]
         return gates.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def layouts(self) -> tuple[WeightLayout, ...]:
@@ -78,7 +82,7 @@ class RgLru(RecurrentLayer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         y, x = self.in_proj(hidden_states).chunk(2, dim=-1)
-        return self.out_proj(self.mix(x) * F.gelu(y, approximate="tanh"))
+        return self.out_proj(gelu_mul(y, self.mix(x), backend=self._backend))
 
     @split_op("rg_lru", width=lambda layer: layer.num_channels)
     def mix(self, x: Tensor) -> Tensor:
@@ -89,6 +93,7 @@ class RgLru(RecurrentLayer):
         conv = self.conv1d.weight, self.conv1d.bias, cache["conv"]
         x = mix_rows(
             [x],
+            [cache["conv"]],
             batch,
             shape,
             lambda x, *, slots, out: causal_conv1d_update(x, *conv, slots, silu=False, backend=backend, out=out),
@@ -97,6 +102,7 @@ class RgLru(RecurrentLayer):
         unit = self.rg_lru.decay, cache["recurrent"]
         return mix_rows(
             [x, self.rg_lru(x)],
+            [cache["recurrent"]],
             batch,
             shape,
             lambda x, gates, *, slots, out: rg_lru_step(x, gates, *unit, slots, backend=backend, out=out),

@@ -65,6 +65,7 @@ class ShortConv(RecurrentLayer):
         weights, backend = (self.conv.weight, self.conv.bias), self._backend
         return mix_rows(
             [projected],
+            [state],
             batch,
             [self.num_channels],
             lambda x, *, slots, out: short_conv_decode(x, *weights, state, slots, backend=backend, out=out),

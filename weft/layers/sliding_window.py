@@ -44,12 +44,13 @@ class SlidingWindowAttention(Attention):
         windows = cache["k"], cache["v"]
         options: dict[str, Any] = {"scale": self._scale, "sinks": self.sinks, "backend": self._backend}
         attended = mix_rows(
-            [q, k.squeeze(1), v.squeeze(1)],
+            [q, k.squeeze(1), v.squeeze(1), batch.positions],
+            windows,
             batch,
             q.shape[1:],
-            lambda q, k, v, *, slots, out: window_attention_decode(
-                q, k, v, *windows, slots, batch.positions[: slots.shape[0]], out=out, **options
+            lambda q, k, v, positions, *, slots, out: window_attention_decode(
+                q, k, v, *windows, slots, positions, out=out, **options
             ),
-            lambda q, k, v: window_attention(q, k, v, *windows, batch, **options),
+            lambda q, k, v, _: window_attention(q, k, v, *windows, batch, **options),
         ).flatten(1)
         return attended if gate is None else sigmoid_mul(attended, gate, backend=self._backend)

@@ -65,8 +65,7 @@ class StartingRunner:
         )
 
     def capture_sizes(self, plan: CachePlan) -> CaptureSizes:
-        verifies, longest = self.spec.verifies, plan.max_model_len
-        return CaptureSizes.of(self.config, plan.max_num_seqs, self._table, verifies=verifies, max_model_len=longest)
+        return CaptureSizes.of(self.config, plan.max_num_seqs, self._table, max_model_len=plan.max_model_len)
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and wait for its results."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.ops.delta_rule.test_triton_gdn import DTYPES, close, mixed_batch, on_
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
 from weft.config.kimi import KimiDeltaConfig
+from weft.forward_context import Verification
 from weft.ops.attention import latent_attention
 from weft.ops.backend import Backend
 from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates
@@ -171,3 +173,32 @@ def test_latent_attention_kernel(
     want, got = (latent_attention(q, latents, batch, rank=rank, scale=0.1, backend=b) for b in (TORCH, TRITON))
     close(got, want, dtype)
     assert (got[sum(query) :] == 0).all() and (want[sum(query) :] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", LATENTS, ids=str)
+def test_latent_attention_has_the_bits_of_a_token_alone(sizes: tuple[int, int, int]) -> None:
+    """In a step of any others: as a decode, as a draft, and as a token of a prompt, however its steps are cut."""
+    heads, rank, shared = sizes
+    before = [9, 300, 130]
+    pages = on_device(make_batch([4, 1, 70], before)).page_table
+    latents = torch.randn(int(pages.max()) + 1, PAGE_SIZE, -(-(rank + shared) // 8) * 8, device=DEVICE).to(DTYPES[-1])
+    q = torch.randn(90, heads, rank + shared, device=DEVICE).to(DTYPES[-1])
+
+    def attend(rows: Tensor, query: list[int], before: list[int], decodes: int, tables: Tensor | None = None) -> Tensor:
+        batch = on_device(make_batch(query, before, num_decodes=decodes))
+        if tables is not None:
+            batch = replace(batch, page_table=tables)
+        if decodes == -1:
+            batch = replace(batch, num_decodes=0, verification=Verification(query[0], batch.seq_lens[:, None]))
+        return latent_attention(rows, latents, batch, rank=rank, scale=0.1, backend=Backend.INVARIANT_TRITON)
+
+    mixed = attend(q[:72], [1, 1, 70], before, 2, pages)
+    for i in range(2):
+        assert torch.equal(attend(q[i : i + 1], [1], before[i : i + 1], 1, pages[i : i + 1]), mixed[i : i + 1])
+    assert torch.equal(attend(q[2:72], [70], [130], 0, pages[2:]), mixed[2:])
+    first = attend(q[2:32], [30], [130], 0, pages[2:])
+    rest = attend(torch.cat([q[:1], q[32:72]]), [1, 40], [9, 160], 1, pages[[0, 2]])
+    assert torch.equal(torch.cat([first, rest[1:]]), mixed[2:])
+    drafts = attend(q[:8], [4, 4], [9, 150], -1, pages[[0, 2]])
+    for i in range(4):
+        assert torch.equal(attend(q[i : i + 1], [1], [9 + i], 1, pages[:1]), drafts[i : i + 1])

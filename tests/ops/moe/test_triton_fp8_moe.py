@@ -214,3 +214,19 @@ def test_unquantised_experts_are_near() -> None:
     out = fp8_fused_moe_triton(x, gate_up, down, weights, ids)
     want = expected_moe(x, wide_up, wide_down, weights, ids)
     assert (out - want).norm() < 0.08 * want.norm()
+
+
+@pytest.mark.parametrize("scheme", ["block", "token"])
+def test_a_token_has_the_same_bits_for_any_number_of_tokens(scheme: str) -> None:
+    counts = (1, 3, 40, 200) if ON_GPU else (1, 3)
+    experts, hidden, width, block = 6, 256, 128, block_of(scheme)
+    weights, ids = routing(max(counts) + 9, experts, 2, 0)
+    x = torch.randn(max(counts) + 9, hidden, device=DEVICE).to(torch.float16)
+    matrices = [Fp8Matrix(*fp8_matrix(*s, block, experts), None, block) for s in ((2 * width, hidden), (hidden, width))]
+
+    def run(count: int) -> Tensor:
+        given = x[:count], *matrices, weights[:count].contiguous(), ids[:count].contiguous()
+        return fp8_fused_moe(*given, backend=Backend.INVARIANT_TRITON)
+
+    for count in counts:
+        assert torch.equal(run(count), run(len(x))[:count]), count

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.backend import Backend, with_kernel
-from weft.ops.rows import by_row
+from weft.ops.rows import by_row, whole
 from weft.ops.traced import traced_op
 
 
@@ -35,3 +35,17 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: Backend) -> Tensor:
         ``[..., N]`` in x's dtype, contiguous.
     """
     return x * torch.sigmoid(gate)
+
+
+def gelu_mul(gate: Tensor, x: Tensor, *, backend: Backend) -> Tensor:
+    """``gelu(gate) * x``, with the tanh form of GELU. Rows are independent on a GPU anyhow.
+
+    Args:
+        gate, x: ``[T, N]``; rows may be strided.
+    """
+    rows = by_row("gate", "x") if backend is Backend.INVARIANT_TORCH else whole
+    return rows(_gelu_mul, gate, x)
+
+
+def _gelu_mul(gate: Tensor, x: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * x

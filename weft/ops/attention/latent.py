@@ -1,7 +1,8 @@
 """Paged attention of all heads over one latent per token (MLA, absorbed).
 
 Job: ``latent_attention`` on the GPU, prefill and decode in one launch; steps that only decode are split over the keys,
-and a second launch merges. Owns: tile shapes, the size of a split. Does not know: layers, or who filled the pages.
+and a second launch merges. With a fixed order of sums every decode is split, in launches of its own. Owns: tile shapes,
+the size of a split. Does not know: layers, or who filled the pages.
 
 All heads share the latent, so the heads of one or more tokens are rows of one tile (``row = token * heads + head``).
 The tile reads a latent once, as key and as value. The latent's two parts are separate operands, because their total
@@ -12,14 +13,17 @@ Graph-safe: the grid depends on padded sizes alone; which rows are real is read 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from weft.config.sum_order import LONGER_SPLITS_FROM
+from weft.forward_context import Batch
 from weft.ops.attention import latent_attention
-from weft.ops.attention.merge import merge_kernel
+from weft.ops.attention.merge import merge_kernel, most_splits, split_of
 from weft.ops.attention.tiles import METADATA, sequence_of_block
 from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
@@ -29,6 +33,9 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
 _MANY_ROWS = 1024
 """Least rows (tokens times heads) for which tiles hold several tokens."""
+
+_FIXED_SPLIT = 256
+"""Tokens of the shortest split where the order of sums follows from a token's position alone (``split_of``)."""
 
 _LEAST_SPLIT, _MOST_SPLITS = 128, 1024
 """Tokens of a split, and splits of all sequences together: each has 64 KiB of partial results with 32 heads of 512."""
@@ -43,7 +50,8 @@ class Fixed(NamedTuple):
         precision: of products of float32 operands.
         stages: of the pipeline.
         mixture: how many sequences are real is known to the device only.
-        split: tokens of a split; 0: a program takes all keys.
+        split: tokens of the shortest split of sequences with one query token; 0: a program takes all keys.
+        least_tokens: query tokens of a sequence from which a program takes all keys.
     """
 
     num_heads: int
@@ -60,12 +68,16 @@ class Fixed(NamedTuple):
     stages: int
     mixture: bool
     split: int
+    least_tokens: int
 
 
-@jit(do_not_specialize=["num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
+@jit(
+    do_not_specialize=["num_seqs", "max_splits", "double_from", "stride_table"],
+    do_not_specialize_on_alignment=METADATA,
+)
 def _latent_attention_kernel(
     q, latents, page_table, seq_lens, cu_seqlens_q, counts, out, partial, partial_lse, scale_log2, num_seqs, max_splits,
-    stride_q, stride_head, stride_table,
+    double_from, stride_q, stride_head, stride_table,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All heads of some tokens of one sequence, over all keys or those of one split."""
@@ -79,18 +91,26 @@ def _latent_attention_kernel(
     PRECISION: tl.constexpr = FIXED.precision
     BLOCK_R: tl.constexpr = FIXED.block_r
     SPLIT: tl.constexpr = FIXED.split
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks of a sequence see most keys: they go first
-    if FIXED.mixture:
-        num_seqs = tl.load(counts + 1)
-    total = tl.load(cu_seqlens_q + num_seqs)
-    if block >= total // TOKENS + num_seqs:
-        return
-    seq = sequence_of_block(cu_seqlens_q, block, 0, 0, num_seqs, TOKENS)
-    begin = tl.load(cu_seqlens_q + seq)
-    query_len = tl.load(cu_seqlens_q + seq + 1) - begin
-    first = (block - (begin // TOKENS + seq)) * TOKENS
-    if first >= query_len:
-        return
+    first = 0
+    if SPLIT > 0:
+        seq = tl.program_id(0)
+        begin = tl.load(cu_seqlens_q + seq)
+        query_len = tl.load(cu_seqlens_q + seq + 1) - begin
+        if query_len != 1:
+            return
+    else:
+        block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks of a sequence see most keys: they go first
+        if FIXED.mixture:
+            num_seqs = tl.load(counts + 1)
+        total = tl.load(cu_seqlens_q + num_seqs)
+        if block >= total // TOKENS + num_seqs:
+            return
+        seq = sequence_of_block(cu_seqlens_q, block, 0, 0, num_seqs, TOKENS)
+        begin = tl.load(cu_seqlens_q + seq)
+        query_len = tl.load(cu_seqlens_q + seq + 1) - begin
+        first = (block - (begin // TOKENS + seq)) * TOKENS
+        if (first >= query_len) | (query_len < FIXED.least_tokens):
+            return
     lanes, o_r, o_s = tl.arange(0, ROWS), tl.arange(0, BLOCK_R), tl.arange(0, FIXED.block_s)
     tokens = first + lanes // HEADS
     valid = (lanes < TOKENS * HEADS) & (tokens < query_len)
@@ -104,10 +124,11 @@ def _latent_attention_kernel(
     start_key = 0
     end = before + tl.minimum(first + TOKENS, query_len)
     if SPLIT > 0:
-        start_key = tl.program_id(1) * SPLIT
+        split = split_of(kv_len, double_from, SPLIT)
+        start_key = tl.program_id(1) * split
         if start_key >= kv_len:
             return
-        end = tl.minimum(end, start_key + SPLIT)
+        end = tl.minimum(end, start_key + split)
     table = page_table + seq.to(tl.int64) * stride_table
     acc = tl.zeros([ROWS, BLOCK_R], dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
@@ -132,7 +153,7 @@ def _latent_attention_kernel(
     acc = acc / row_sum[:, None]
     mask = valid[:, None] & in_rank
     if SPLIT > 0:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
-        if kv_len > SPLIT:
+        if kv_len > split:
             place = (seq.to(tl.int64) * max_splits + tl.program_id(1)) * HEADS + lanes % HEADS
             tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=valid)
             tl.store(partial + place[:, None] * RANK + o_r[None, :], acc, mask=mask)
@@ -141,42 +162,77 @@ def _latent_attention_kernel(
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@launches(latent_attention)
-def latent_attention_triton(q, latents, batch, *, rank, scale) -> Tensor:
-    num_rows, num_heads, entry = q.shape
-    assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= entry
+@launches(latent_attention, invariant={"fixed": True})
+def latent_attention_triton(q, latents, batch, *, rank, scale, fixed: bool = False) -> Tensor:
+    """``fixed``: kernels, tiles and splits follow from the model's shapes and a token's position alone."""
+    assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= q.shape[2]
     assert latents.shape[2] % 8 == 0, "entries of pages are read in vectors of 16 bytes, whatever their place"
-    out = torch.zeros(num_rows, num_heads, rank, dtype=q.dtype, device=q.device)
-    num_seqs, mixture = batch.seq_lens.shape[0], batch.mixed
-    table_tokens, split, max_splits = batch.page_table.shape[1] * latents.shape[1], 0, 1
-    if batch.max_query_len == 1 and mixture is None:
+    if fixed and batch.verification is not None:
+        batch = _as_decodes(batch, batch.verification.query_len)
+    out = torch.zeros(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
+    only_decodes = batch.max_query_len == 1 and batch.mixed is None
+    table_tokens, num_seqs = batch.page_table.shape[1] * latents.shape[1], batch.seq_lens.shape[0]
+    if fixed:
+        split, double_from = _FIXED_SPLIT, LONGER_SPLITS_FROM
+    else:
         split = max(_LEAST_SPLIT, next_power_of_2(cdiv(table_tokens * num_seqs, _MOST_SPLITS)))
-        max_splits = cdiv(table_tokens, split)
-    at_least = max(16, next_power_of_2(num_heads))
-    many = num_rows * num_heads >= _MANY_ROWS and q.element_size() < 4 and not split
-    rows = max(at_least, 64) if many else at_least
-    tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
-    keys = max(16, min(64, 16384 // block_r))
-    fixed = Fixed(
-        num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows, keys, block_r,
-        max(16, next_power_of_2(entry - rank)), precision(q), 2 if q.element_size() < 4 else 1, mixture is not None,
-        split,
-    )  # fmt: skip
+        double_from = table_tokens
+    splits = only_decodes or (fixed and (batch.num_decodes > 0 or batch.mixed is not None))
+    if splits:
+        _launch_splits(q, latents, batch, out, rank, scale, split, double_from)
+    if not only_decodes:
+        many = fixed or q.shape[0] * q.shape[1] >= _MANY_ROWS
+        _launch(q, latents, batch, out, rank, scale, rows=64 if many else 1, least_tokens=2 if splits else 1)
+    return out
+
+
+def _as_decodes(batch: Batch, query_len: int) -> Batch:
+    """Make every token of a batch of verifications a sequence that decodes."""
+    earlier = torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=batch.seq_lens.device)
+    seq_lens = (batch.seq_lens[:, None] - earlier).flatten()
+    bounds = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+    pages = batch.page_table.repeat_interleave(query_len, 0)
+    return replace(batch, max_query_len=1, seq_lens=seq_lens, cu_seqlens_q=bounds, page_table=pages)
+
+
+def _launch_splits(
+    q: Tensor, latents: Tensor, batch: Batch, out: Tensor, rank: int, scale: float, split: int, double_from: int
+) -> None:
+    """Attend from the sequences with one query token: all splits, then their merge."""
+    num_heads, num_seqs = q.shape[1], batch.seq_lens.shape[0]
+    max_splits = most_splits(batch.page_table.shape[1] * latents.shape[1], double_from, split)
     merges = max_splits > 1
     shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
     partial = torch.empty((*shape, rank), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    counts = batch.seq_lens if mixture is None else mixture.counts
-    _latent_attention_kernel[(num_rows // tokens + num_seqs, max_splits)](
-        q, latents, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, counts, out, partial, partial_lse,
-        scale * LOG2_E.value, num_seqs, max_splits, q.stride(0), q.stride(1), batch.page_table.stride(0),
-        FIXED=fixed, num_warps=8, **early_launch(q.device),
-    )  # fmt: skip
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _launch(q, latents, batch, out, rank, scale, split=split, splits=(max_splits, double_from, partial, lse))
     if merges:
         merge_kernel[(num_heads, num_seqs)](
-            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, table_tokens,
+            out, partial, lse, batch.seq_lens, batch.cu_seqlens_q, batch.seq_lens, num_seqs, max_splits, double_from,
             out.stride(0),
-            HEAD_DIM=rank, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_r,
+            HEAD_DIM=rank, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=max(16, next_power_of_2(rank)),
             QUERY_LEN=1, MIXTURE=False, num_warps=4, **early_launch(q.device),
         )  # fmt: skip
-    return out
+
+
+def _launch(
+    q: Tensor, latents: Tensor, batch: Batch, out: Tensor, rank: int, scale: float, *, rows: int = 1,
+    least_tokens: int = 1, split: int = 0, splits: tuple[int, int, Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """``rows``: least rows of a tile. ``splits``: most of them, lengths with longer ones, and memory for their sums."""
+    (num_rows, num_heads, entry), num_seqs, mixture = q.shape, batch.seq_lens.shape[0], batch.mixed
+    is_wide = q.element_size() == 4
+    rows = max(16, next_power_of_2(num_heads), 1 if is_wide else rows)
+    tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
+    fixed = Fixed(
+        num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows,
+        max(16, min(64, 16384 // block_r)), block_r, max(16, next_power_of_2(entry - rank)), precision(q),
+        1 if is_wide else 2, mixture is not None, split, least_tokens,
+    )  # fmt: skip
+    max_splits, double_from, partial, lse = splits or (1, 1, out, out)
+    counts = batch.seq_lens if mixture is None else mixture.counts
+    _latent_attention_kernel[(num_seqs if split else num_rows // tokens + num_seqs, max_splits)](
+        q, latents, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, counts, out, partial, lse,
+        scale * LOG2_E.value, num_seqs, max_splits, double_from, q.stride(0), q.stride(1), batch.page_table.stride(0),
+        FIXED=fixed, num_warps=8, **early_launch(q.device),
+    )  # fmt: skip

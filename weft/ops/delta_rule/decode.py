@@ -347,7 +347,7 @@ _CONVOLUTIONS = Shape(64, 4, False, None)
 """Shape of programs that read no states."""
 
 
-@launches(kda_decode)
+@launches(kda_decode, invariant={"alone": True})
 def kda_decode_triton(
     projected,
     f,
@@ -360,17 +360,21 @@ def kda_decode_triton(
     *,
     out,
     shape: Shape | None = None,
+    alone: bool = False,
 ) -> Tensor:
     """``kda_decode``, in one launch, or in two where ``launch_of_states`` has one for states.
 
-    ``shape`` overrides the choice of ``choose_kda_shape`` (tests and measurements).
+    ``shape`` overrides the choice of ``choose_kda_shape`` (tests and measurements). ``alone``: any number of rows runs
+    in one launch, whose shapes all sum in the same order.
     """
     heads, dim, num_rows = geometry.num_heads, geometry.head_dim, projected.shape[0]
     conv_weight, A_log, dt_bias, norm_weight, eps = weights
     assert projected.stride(1) == f.stride(1) == gate.stride(1) == 1
     assert state.is_contiguous() and conv_state.is_contiguous() and conv_weight.is_contiguous()
     assert out is None or out.is_contiguous()
-    launch_states = launch_of_states(state, projected.dtype, num_rows, 1) if out is None and shape is None else None
+    launch_states = None
+    if out is None and shape is None and not alone:
+        launch_states = launch_of_states(state, projected.dtype, num_rows, 1)
     keep, out = out is not None, projected.new_empty(num_rows, geometry.width) if out is None else out
     if num_rows:
         if shape is None:

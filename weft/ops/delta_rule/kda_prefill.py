@@ -70,7 +70,7 @@ def _gates_kernel(
     tl.store(beta + tokens * H + head, sigmoid(y), mask=tokens < num_tokens)
 
 
-@launches(kda_gates)
+@launches(kda_gates, invariant={})
 def kda_gates_triton(f, b, A_log, dt_bias, *, floor) -> tuple[Tensor, Tensor]:
     assert f.stride(1) == b.stride(1) == 1 and A_log.is_contiguous() and dt_bias.is_contiguous()
     num_tokens, heads = f.shape[0], A_log.shape[0]

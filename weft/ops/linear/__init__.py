@@ -91,6 +91,15 @@ def invariant_linear_parts(x: Tensor, weight: Tensor, *, backend: Backend) -> Te
     return linear_reference(x, weight)
 
 
+@with_kernel("weft.ops.linear.by_head", by_row("x"))
+def head_linear(x: Tensor, weight: Tensor, *, backend: Backend) -> Tensor:
+    """Each head's product with its own matrix: ``x [T, H, K]``, ``weight [H, K, N]`` -> ``[T, H, N]``.
+
+    The matrix library serves every backend but ``INVARIANT_TRITON``.
+    """
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
 def linear_silu_mul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return silu_and_mul.reference(F.linear(x, weight, bias))
 

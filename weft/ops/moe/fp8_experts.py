@@ -286,7 +286,11 @@ def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
     return Tiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4))
 
 
-@launches(fp8_fused_moe)
+_FIXED = Tiles(Tile(64, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4))
+"""Tiles for any number of pairs where a pair's sums must not follow it. In FP8 tiles of fewer rows sum otherwise."""
+
+
+@launches(fp8_fused_moe, invariant={"config": _FIXED})
 def fp8_fused_moe_triton(
     x, gate_up, down, weights, ids, *, shared, shared_gate, config: Tiles | HopperPairs | None = None
 ) -> Tensor:

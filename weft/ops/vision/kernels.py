@@ -59,7 +59,7 @@ def _bounded_attention_kernel(
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=valid[:, None] & inside)
 
 
-@launches(bounded_attention)
+@launches(bounded_attention, invariant={})
 def bounded_attention_triton(qkv, bounds) -> Tensor:
     """Some patches of one head over the keys that any of them sees, softmax online."""
     num_patches, _, heads, head_dim = qkv.shape
@@ -110,7 +110,7 @@ def _grid_positions_kernel(
     tl.store(out + patch * SIZE + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-@launches(grid_positions)
+@launches(grid_positions, invariant={})
 def grid_positions_triton(weight, places) -> Tensor:
     """A program has one patch."""
     count, columns = places.shape
@@ -145,7 +145,7 @@ def _rotate_kernel(
     tl.store(place + half, (second * cos + first * sin).to(qkv.dtype.element_ty), mask=mask)
 
 
-@launches(rotate_patches)
+@launches(rotate_patches, invariant={})
 def rotate_patches_triton(qkv, cos_sin) -> Tensor:
     """One program turns all queries and keys of one patch."""
     num_patches, _, heads, head_dim = qkv.shape
@@ -181,7 +181,7 @@ def _add_layer_norm_kernel(
     tl.store(out + place, (centred * scale * w + b).to(out.dtype.element_ty), mask=inside)
 
 
-@launches(add_layer_norm)
+@launches(add_layer_norm, invariant={})
 def add_layer_norm_triton(x, y, weight, bias, eps) -> tuple[Tensor, Tensor]:
     """A program has one row."""
     rows, size = x.shape

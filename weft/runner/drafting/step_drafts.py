@@ -48,9 +48,8 @@ class DraftRules:
         """Return the rules of an engine; None if it drafts nothing."""
         if config.speculative_config is None:
             return None
-        model = config.model_config
-        verifies = model.verifies and config.cuda_graph_mode != "PIECEWISE"  # pieces run drafts as short prefills
-        return DraftRules(config.num_drafts, config.num_drafts_at, verifies, model.is_hybrid, config.drafts_on_device)
+        keeps_states, on_device = config.model_config.is_hybrid, config.drafts_on_device
+        return DraftRules(config.num_drafts, config.num_drafts_at, config.verifies, keeps_states, on_device)
 
     def query_len(self, num_seqs: int) -> int:
         """Return the tokens of each of ``num_seqs`` sequences that verify drafts."""
