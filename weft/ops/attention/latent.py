@@ -29,7 +29,7 @@ from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
+from weft.ops.triton.sizes import LEAST_SHARED_BYTES, cdiv, next_power_of_2, precision, shared_bytes
 
 _MANY_ROWS = 1024
 """Least rows (tokens times heads) for which tiles hold several tokens."""
@@ -224,10 +224,11 @@ def _launch(
     is_wide = q.element_size() == 4
     rows = max(16, next_power_of_2(num_heads), 1 if is_wide else rows)
     tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
+    roomy = rows < 64 or shared_bytes(q.device) > LEAST_SHARED_BYTES
     fixed = Fixed(
         num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows,
-        max(16, min(64, 16384 // block_r)), block_r, max(16, next_power_of_2(entry - rank)), precision(q),
-        1 if is_wide else 2, mixture is not None, split, least_tokens,
+        max(16, min(64, (16384 if roomy else 8192) // block_r)), block_r, max(16, next_power_of_2(entry - rank)),
+        precision(q), 1 if is_wide else 2, mixture is not None, split, least_tokens,
     )  # fmt: skip
     max_splits, double_from, partial, lse = splits or (1, 1, out, out)
     counts = batch.seq_lens if mixture is None else mixture.counts
