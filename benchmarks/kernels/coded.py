@@ -102,9 +102,9 @@ def experts_of(what: Experts, form: str) -> tuple[CodedMatrix, CodedMatrix]:
 
 
 LOOPS: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {
-    8: [(128, 4, 3, (3, 4, 5)), (64, 2, 4, (8,))],
+    8: [(128, 4, 3, (4, 5)), (64, 2, 4, (8,))],
     16: [(128, 4, 3, (3, 4)), (64, 4, 4, (4,))],
-    32: [(64, 4, 4, (3, 4)), (64, 4, 3, (4,))],
+    32: [(64, 4, 4, (3, 4))],
     64: [(64, 4, 3, (3,)), (128, 8, 3, (2,))],
     128: [(128, 8, 3, (1,)), (64, 4, 3, (2,))],
 }
@@ -125,21 +125,19 @@ def candidates(size: Size, tokens: int) -> Iterator[CodedTile | Widened]:
     for rows, warps, stages, programs in LOOPS[lanes]:
         yield from (CodedTile(rows, lanes, warps, stages, 1, each * MULTIPROCESSORS) for each in programs)
     rows, warps, stages, _ = LOOPS[lanes][0]
-    for splits in splits_to_try(-(-size.rows // rows), size.inner):
-        yield CodedTile(rows, lanes, warps, stages, splits)
+    yield CodedTile(rows, lanes, warps, stages, even_splits(-(-size.rows // rows), size.inner))
 
 
-def splits_to_try(blocks: int, inner: int) -> list[int]:
-    """The most even number of splits with up to 5 programs for each multiprocessor, and with up to 20."""
-    best: dict[bool, tuple[float, int]] = {}
+def even_splits(blocks: int, inner: int) -> int:
+    """The splits with up to 5 programs for each multiprocessor that leave the least of them without work."""
     chunks = -(-inner // 128)
-    for splits in range(1, max(2, min(16, chunks // 3) + 1)):
-        programs = blocks * splits
-        share = -(-programs // MULTIPROCESSORS)
-        if share <= 20:
-            uneven = share * MULTIPROCESSORS / programs * splits * -(-chunks // splits) / chunks
-            best[share > 5] = min(best.get(share > 5, (uneven, splits)), (uneven, splits))
-    return sorted({splits for _, splits in best.values()})
+
+    def uneven(splits: int) -> float:
+        share = -(-blocks * splits // MULTIPROCESSORS)
+        work = share * MULTIPROCESSORS * -(-chunks // splits) / (blocks * chunks)
+        return work if share <= 5 else 9.0 + splits
+
+    return min(range(1, max(2, min(16, chunks // 3) + 1)), key=uneven)
 
 
 def expert_candidates(experts: Experts, tokens: int) -> Iterator[Tiles]:

@@ -271,6 +271,7 @@ def test_dummy_weights(kind: str, tmp_path: Path) -> None:
         if isinstance(module, LinearBase) and module.quantizable:
             weights = dequantize_codes(matrix_of(module))
             assert weights.std() == pytest.approx(weights.shape[1] ** -0.5, rel=0.7), name
+            assert abs(weights.mean()) < 0.08 * weights.std(), name
 
 
 @pytest.mark.parametrize("kind", ["int4 g128", "int8 g128 zeros", "nvfp4", "mxfp4"])

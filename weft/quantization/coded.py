@@ -65,10 +65,18 @@ class _Form:
         return CodedMatrix(words, scale, zero, row_scale, self.bits, self.is_float, group, columns)
 
     def random_range(self, part: str, fan_in: int) -> tuple[float, float]:
-        """Bounds of random values, for weights with a standard deviation of ``fan_in ** -0.5``."""
+        """Bounds of random values, for weights with a standard deviation of ``fan_in ** -0.5``.
+
+        Integer codes have a mean of -1/2, so scales have both signs. With a mean, all tokens would become alike and
+        choose the same experts.
+        """
         scale = fan_in**-0.5 / _SPREAD[self._scheme.form]
         exponent = round(torch.tensor(scale).log2().item()) + 127
-        scales = {"float": (0.8 * scale, 1.2 * scale), "e4m3": (0x30, 0x40), "e8m0": (exponent - 1, exponent + 2)}
+        scales = {
+            "float": (-(3**0.5) * scale, 3**0.5 * scale),
+            "e4m3": (0x30, 0x40),
+            "e8m0": (exponent - 1, exponent + 2),
+        }
         middle = 1 << self.bits - 1
         return {
             "": (-(2.0**31), 2.0**31 - 1),
