@@ -352,6 +352,30 @@ def hybrids_table() -> Table:
     return names, ("ms", "decode, 1", "32", "128", "first token of 512", "of 4,096"), rows
 
 
+MODELS_IN_BOTH = {
+    "Llama-3.1-8B": "llama-3.1-8b", "Qwen3-8B": "qwen3-8b", "Qwen3-32B": "qwen3-32b",
+    "dense hybrid of 27B": "hybrid-27b",
+    "Falcon-H1-34B": "falcon-h1-34b", "Nemotron-H-8B": "nemotron-h-8b", "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b", "Granite-4.0-H-Tiny": "granite-4.0-h-tiny", "LFM2-8B-A1B": "lfm2-8b-a1b",
+}  # fmt: skip
+
+
+def models_table() -> Table:
+    """Milliseconds in bfloat16 and in FP8, each with the floor's share."""
+    names, rows = [], []
+    for who, model in MODELS_IN_BOTH.items():
+        for form in ("bf16", "fp8"):
+            name = f"models-{model}-{form}-h200"
+            steps, prompts = decode(name), first_token(name)
+            if steps:
+                names.append(name)
+                found = [(row["step_ms"], row["floor_ms"]) for row in steps.values()]
+                found += [(row["first_token_ms"], row["floor_ms"]) for row in prompts.values()]
+                cells = [f"{shown(ms)} ({floor / ms:.0%})" for ms, floor in found]
+                rows.append([who, form, *cells, *["–"] * (6 - len(cells))])
+    return names, ("ms", "", "decode, 1", "8", "32", "128", "first token of 512", "of 4,096"), rows
+
+
 E = "engine-qwen3-next-48l-fp8-fused-h200"
 
 
@@ -529,7 +553,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "prefix": prefix_table, "tuned": tuned_table, "router": router_table, "server-load": server_load_table,
     "large-bodies": large_bodies_table,
     "ranks-decode": ranks_decode_table, "ranks-first-token": ranks_first_token_table, "ranks-start": ranks_start_table,
-    "all-reduce": all_reduce_table, "hybrids": hybrids_table, "e-decode": e_decode_table,
+    "all-reduce": all_reduce_table, "hybrids": hybrids_table, "models": models_table, "e-decode": e_decode_table,
     "e-first-token": e_first_token_table, "e-rest": e_rest_table, "caches": caches_table,
     "beside-fp8": beside_fp8_table, "queue": queue_table, "readme-one-gpu": readme_one_gpu_table,
     "readme-whole": readme_whole_table, "beyond-one-step": beyond_one_step_table,

@@ -1,8 +1,10 @@
 """Experts of published models on the GPU, beside the floor: ``python -m benchmarks.kernels.expert_shapes``.
 
-Job: the time of ``fused_moe`` for the experts of models that no tile was tuned for, in bfloat16, by number of tokens.
-Owns: the sizes, which are those of published configs. With ``--tiles`` it also times other tiles of few tokens.
-``$OUT/expert-shapes-h200.json`` holds the times. Without a GPU tiny experts are rehearsed under the interpreter.
+Job: the time of the experts of models that no tile was tuned for, by number of tokens. They are in bfloat16, or in FP8
+with a scale for each row and token, as ``--quantization fp8`` makes them. Owns: the sizes, which are those of published
+configs. ``--tiles`` also times other tiles. ``--compile`` runs every kernel once, so that several processes fill the
+cache of kernels before one of them measures. ``$OUT/expert-shapes-FORMAT-h200.json`` holds the times. Without a GPU
+tiny experts are rehearsed under the interpreter.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.fp8_weights import FP8_FLOP_PER_S, fp8_weight
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, graph_ms, write_json
+from weft.ops.fp8 import Fp8Matrix
 from weft.ops.moe.blocks import Tile, Tiles
 from weft.ops.moe.experts import fused_moe_triton, moe_tiles
+from weft.ops.moe.fp8_experts import choose_config, fp8_fused_moe_triton
 from weft.ops.moe.router import topk_router_triton
 
 EXPERTS = {
@@ -31,57 +36,131 @@ EXPERTS = {
     "kimi-linear-48b-a3b": (256, 8, 2304, 1024),
     "lfm2-8b-a1b": (32, 4, 2048, 1792),
     "jamba-mini": (16, 2, 4096, 14336),
+    "granite-4.0-h-tiny": (64, 6, 1536, 512),
 }
 """Experts of a layer, experts of a token, hidden size, width of an expert on one rank."""
 TOKENS: tuple[int, ...] = (1, 8, 32, 128, 512, 2048, 8192)
 Shapes = tuple[tuple[int, int, int, int, int], ...]
 UP: Shapes = ((16, 32, 128, 4, 4), (16, 32, 256, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 32, 256, 8, 4))
 DOWN: Shapes = ((16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 128, 128, 4, 2), (16, 64, 256, 4, 2))
+FP8_TILES: dict[int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = {
+    128: (
+        ((16, 32, 128, 4, 4), (16, 64, 128, 4, 4)),
+        ((16, 64, 128, 4, 4), (16, 128, 128, 4, 3)),
+        ((16, 32, 128, 4, 6), (16, 64, 128, 4, 6)),
+        ((32, 64, 128, 4, 4), (32, 128, 128, 4, 4)),
+        ((32, 128, 128, 4, 3), (32, 128, 128, 4, 3)),
+    ),
+    8192: (
+        ((32, 128, 128, 4, 3), (32, 128, 128, 4, 4)),
+        ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4)),
+        ((64, 128, 128, 8, 4), (64, 256, 128, 8, 3)),
+        ((128, 128, 128, 8, 4), (128, 128, 128, 4, 3)),
+        ((128, 128, 128, 8, 4), (128, 128, 128, 8, 4)),
+        ((128, 128, 128, 8, 3), (128, 256, 128, 8, 3)),
+        ((128, 64, 128, 4, 4), (128, 128, 128, 8, 4)),
+    ),
+}
+"""Tiles of both products to try in FP8, for up to so many tokens."""
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 if not ON_GPU:
-    EXPERTS, TOKENS = {"tiny": (8, 2, 32, 32)}, (1, 8)
+    EXPERTS, TOKENS = {"tiny": (8, 2, 128, 128)}, (1, 8)
     UP, DOWN = ((16, 32, 32, 4, 2),), ((16, 16, 16, 4, 2),)
+    FP8_TILES = {8192: (((16, 32, 128, 4, 2), (16, 64, 128, 4, 2)),)}
 
 
-def measure(name: str, gate_up: torch.Tensor, down: torch.Tensor, num_tokens: int, *, sweep: bool) -> dict[str, Any]:
+class Layer:
+    """One layer's experts in one format."""
+
+    def __init__(self, name: str, form: str) -> None:
+        self.name, self.form = name, form
+        self.experts, self.top_k, self.hidden, self.width = EXPERTS[name]
+        sizes = (2 * self.width, self.hidden), (self.hidden, self.width)
+        if form == "fp8":
+            self.matrices: list[Any] = [Fp8Matrix(*fp8_weight(*size, 0, self.experts), None, 0) for size in sizes]
+        else:
+            shapes = [(self.experts, *size) for size in sizes]
+            self.matrices = [torch.empty(s, device=DEVICE, dtype=DTYPE).normal_(std=s[2] ** -0.5) for s in shapes]
+
+    def chosen(self, num_tokens: int) -> Any:
+        if self.form == "fp8":
+            return choose_config(self.matrices[1].weight, num_tokens, self.top_k, 0)
+        return moe_tiles(num_tokens * self.top_k, self.experts, DTYPE.itemsize, self.width)
+
+    def others(self, num_tokens: int) -> list[Tiles]:
+        if self.form == "fp8":
+            tiles = FP8_TILES[min(most for most in FP8_TILES if most >= num_tokens)] if num_tokens > 4 else ()
+            return [Tiles(Tile(*up), Tile(*down)) for up, down in tiles]
+        chosen = self.chosen(num_tokens)
+        if chosen.up.rows != 16:
+            return []
+        return [Tiles(Tile(*up), chosen.down) for up in UP] + [Tiles(chosen.up, Tile(*down)) for down in DOWN]
+
+    def run(self, inputs: tuple[torch.Tensor, ...], tiles: Any) -> torch.Tensor:
+        x, weights, ids = inputs
+        if self.form == "fp8":
+            return fp8_fused_moe_triton(x, *self.matrices, weights, ids, shared=None, shared_gate=None, config=tiles)
+        return fused_moe_triton(x, *self.matrices, weights, ids, tiles=tiles)
+
+    def inputs(self, num_tokens: int) -> list[tuple[torch.Tensor, ...]]:
+        found: list[tuple[torch.Tensor, ...]] = []
+        for _ in range(6 if num_tokens <= 32 and ON_GPU else 2):
+            logits = torch.randn(num_tokens, self.experts, device=DEVICE)
+            weights, ids = topk_router_triton(logits, self.top_k, renormalize=True, num_tokens=num_tokens)
+            found.append((torch.randn(num_tokens, self.hidden, device=DEVICE).to(DTYPE), weights, ids))
+        return found
+
+    def floor_us(self, inputs: list[tuple[torch.Tensor, ...]]) -> float:
+        """Microseconds of the weights that these tokens need, or of their arithmetic."""
+        used = sum(len(ids.unique()) for *_, ids in inputs) / len(inputs)
+        size, peak = (1, FP8_FLOP_PER_S) if self.form == "fp8" else (DTYPE.itemsize, MATRIX_FLOP_PER_S)
+        products = 6 * self.hidden * self.width
+        return max(used * products / 2 * size / COPY_BYTES_PER_S, inputs[0][2].numel() * products / peak) * 1e6
+
+
+def measure(layer: Layer, num_tokens: int, *, sweep: bool) -> dict[str, Any]:
     """Microseconds of one layer's experts, and the floor of what these tokens need."""
-    experts, top_k, hidden, width = EXPERTS[name]
-    inputs = []
-    for _ in range(6 if num_tokens <= 32 and ON_GPU else 2):
-        logits = torch.randn(num_tokens, experts, device=DEVICE)
-        weights, ids = topk_router_triton(logits, top_k, renormalize=True, num_tokens=num_tokens)
-        inputs.append((torch.randn(num_tokens, hidden, device=DEVICE).to(DTYPE), weights, ids))
-    used = sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
-    moved, flops = used * 3 * hidden * width * DTYPE.itemsize, num_tokens * top_k * 6 * hidden * width
-    floor = max(moved / COPY_BYTES_PER_S, flops / MATRIX_FLOP_PER_S) * 1e6
-    chosen = moe_tiles(num_tokens * top_k, experts, DTYPE.itemsize, width)
+    inputs = layer.inputs(num_tokens)
 
-    def us(tiles: Tiles) -> float:
-        calls = [partial(fused_moe_triton, x, gate_up, down, w, i, tiles=tiles) for x, w, i in inputs]
-        return round(graph_ms(calls, repeats=7) * 1e3, 1)
+    def us(tiles: Any) -> float:
+        return round(graph_ms([partial(layer.run, each, tiles) for each in inputs], repeats=7) * 1e3, 1)
 
-    row: dict[str, Any] = {"experts": name, "tokens": num_tokens, "floor_us": round(floor, 1), "us": us(chosen)}
-    if sweep and chosen.up.rows == 16:
-        pairs = [Tiles(Tile(*up), chosen.down) for up in UP] + [Tiles(chosen.up, Tile(*down)) for down in DOWN]
-        row["found"] = sorted((us(tiles), [list(tiles.up), list(tiles.down)]) for tiles in pairs)
+    floor, chosen = layer.floor_us(inputs), layer.chosen(num_tokens)
+    row: dict[str, Any] = {"experts": layer.name, "format": layer.form, "tokens": num_tokens, "tiles": chosen}
+    row |= {"floor_us": round(floor, 1), "us": us(chosen)}
+    if sweep:
+        row["found"] = sorted((us(tiles), [list(tiles.up), list(tiles.down)]) for tiles in layer.others(num_tokens))
     return row
+
+
+def compile_all(layer: Layer, tokens: list[int], part: int, parts: int, *, sweep: bool) -> None:
+    """Run a part of the configurations once."""
+    every = [(n, tiles) for n in tokens for tiles in [layer.chosen(n), *(layer.others(n) if sweep else [])]]
+    for num_tokens, tiles in every[part::parts]:
+        layer.run(layer.inputs(num_tokens)[0], tiles)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiles", action="store_true", help="time other tiles of few tokens too")
+    parser.add_argument("--format", choices=["bf16", "fp8"], default="bf16")
+    parser.add_argument("--experts", nargs="+", choices=list(EXPERTS), default=list(EXPERTS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tiles", action="store_true", help="time other tiles too")
+    parser.add_argument("--compile", nargs=2, type=int, metavar=("I", "N"), help="only run part I of N of the kernels")
     parser.add_argument("--seconds", type=float, default=120.0, help="begin no measurement after this time")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     end = time.monotonic() + args.seconds
-    for name, (experts, _, hidden, width) in EXPERTS.items():
-        gate_up = torch.empty(experts, 2 * width, hidden, device=DEVICE, dtype=DTYPE).normal_(std=hidden**-0.5)
-        down = torch.empty(experts, hidden, width, device=DEVICE, dtype=DTYPE).normal_(std=width**-0.5)
-        for num_tokens in itertools.takewhile(lambda _: time.monotonic() < end, TOKENS):
-            rows.append(row := measure(name, gate_up, down, num_tokens, sweep=args.tiles))
+    for name in args.experts:
+        layer = Layer(name, args.format)
+        if args.compile:
+            compile_all(layer, args.tokens, *args.compile, sweep=args.tiles)
+            continue
+        for num_tokens in itertools.takewhile(lambda _: time.monotonic() < end, args.tokens):
+            rows.append(row := measure(layer, num_tokens, sweep=args.tiles))
             share = row["floor_us"] / row["us"] if row["us"] else 0.0
-            print(f"{name:24} {num_tokens:5} {row['us']:9.1f} us, {share:.0%} of the floor", row.get("found", [""])[0])
-            write_json("expert-shapes-h200.json", rows)
+            print(f"{name:24} {num_tokens:5} {row['us']:9.1f} us, {share:.0%} of the floor", *row.get("found", [])[:2])
+            write_json(f"expert-shapes-{args.format}-h200.json", rows)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ not know: routing, sharding, how pairs are grouped (``groups.py``) or summed (``
 The steps are those of ``experts.py``; very few tokens need no grouping (``fp8_pairs.py``). Sums of 128 products are
 scaled and added up in float32. The first launch of the grouping quantises the inputs. In the up product each program
 would repeat the work in every step. Hidden values are rounded to the model's dtype and quantised where one program has
-all values of a scale. That is the end of the up product if its tile is as wide as a block, else the loads of the down
-product.
+all values of a scale. With scales of blocks that is the end of the up product if its tile is as wide as a block, else
+the loads of the down product. With a scale for each row a launch between the products quantises them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weft.ops.backend import launches
 from weft.ops.fp8 import E4M3, Fp8Matrix
-from weft.ops.fp8.quantize import prepare_pass, scale_of, to_e4m3
+from weft.ops.fp8.quantize import prepare_pass, quantize_inputs_triton, scale_of, to_e4m3
 from weft.ops.moe import fp8_fused_moe
 from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, load_tile, run_block
 from weft.ops.moe.combine import sum_experts
@@ -68,22 +68,6 @@ class Fixed(NamedTuple):
 def _block_scale(scale_rows, columns, step, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """``[1]``: the scale of some weight rows, which lie in one block, and one step."""
     return tl.load(scale_rows + tl.min(columns, 0) // BLOCK * GROUPS + step + tl.zeros([1], dtype=tl.int32))
-
-
-@triton.jit
-def _row_scale(rows, input_scale, inside, DEPTH: tl.constexpr, ROWS: tl.constexpr, STATIC: tl.constexpr):
-    """``[ROWS]``: the scale of whole rows: given, or from their largest magnitude."""
-    if STATIC:
-        scale = tl.load(input_scale) + tl.zeros([ROWS], dtype=tl.float32)
-    else:
-        STEP: tl.constexpr = 8192 // ROWS
-        amax = tl.zeros([ROWS], dtype=tl.float32)
-        for start in tl.range(0, DEPTH, STEP):
-            k = start + tl.arange(0, STEP)
-            wide = tl.load(rows + k[None, :], mask=inside[:, None] & (k < DEPTH)[None, :], other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, tl.max(tl.abs(wide), 1))
-        scale = scale_of(amax)
-    return scale
 
 
 @triton.jit
@@ -195,7 +179,7 @@ def _down_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr)
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     of_rows = tl.zeros([ROWS], dtype=tl.float32)
     if not BLOCK:
-        of_rows = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
+        of_rows = tl.load(hidden_scale + places * 0) if FIXED.static else tl.load(hidden_scale + places, mask=inside)
     STRIDE: tl.constexpr = 128 if SPAN == 1 else 1  # counted in elements a single tile takes fewer instructions
     for i in tl.range(0, SPAN * GROUPS * STRIDE, STRIDE, num_stages=FIXED.stages):
         step, behind, k = i // STRIDE, 0, i + inner
@@ -204,13 +188,12 @@ def _down_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr)
             k = step * 128 + inner  # a product: the compiler sees that it is aligned, else no copy is asynchronous
         of_inputs = of_rows
         a = load_tile(hidden_rows, k, inside, WIDTH, 128, False)
-        if not FIXED.quantized:
-            wide = a.to(tl.float32)
-            if BLOCK:
-                of_inputs = scale_of(tl.max(tl.abs(wide), 1))
-            a = to_e4m3(wide, of_inputs[:, None])
-        else:
+        if BLOCK and FIXED.quantized:
             of_inputs = tl.load(hidden_scale + places * GROUPS + step, mask=inside, other=0.0)
+        elif BLOCK:
+            wide = a.to(tl.float32)
+            of_inputs = scale_of(tl.max(tl.abs(wide), 1))
+            a = to_e4m3(wide, of_inputs[:, None])
         b = load_tile(down_rows + behind * WIDTH, k, columns + behind < HIDDEN, WIDTH, 128, FULL)
         sums = tl.dot(a, tl.trans(b))
         if BLOCK:
@@ -332,7 +315,7 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles
     grouping, num_blocks = group_pairs(ids, num_experts, tiles.up.rows, inputs)
     quantize = block > 0 and tiles.up.columns % block == 0
     hidden = torch.empty((ids.numel(), width), dtype=E4M3 if quantize else x.dtype, device=x.device)
-    hidden_scale = scales if down.input_scale is None else down.input_scale
+    hidden_scale = scales  # a stand-in where the up product writes no scales
     if quantize:
         hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
     out = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
@@ -345,6 +328,8 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles
         FIXED=Fixed(*fixed, static, quantize, _TYPES[x.dtype], tile.columns, tile.stages, 1), ROWS=tile.rows,
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
+    if not block:  # each program of the down product would do it again for its columns
+        hidden, hidden_scale = quantize_inputs_triton(hidden, down.input_scale, block=0)
     tile = tiles.down
     _fp8_down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
         hidden, hidden_scale, down.weight, down.scale, out, ids, *grouping,
