@@ -47,6 +47,22 @@ def test_a_returning_prompt_says_what_was_restored() -> None:
     assert after_reset[2] == 0 and after_reset[0] == first[0][0]
 
 
+def test_pages_of_a_broken_step_are_free_when_its_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(**TINY, kv_offloading_size=0.1) as llm:
+        first = [serve(llm, index)[0] for index in range(4)]
+        restores, steps = llm._core.scheduler.restores, llm._core._executor._runner.steps  # type: ignore[attr-defined]
+        assert restores is not None
+        order, broke = list[str](), restores.broke
+        monkeypatch.setattr("weft.executor.in_process.wait_for_steps", lambda: order.append("copies ended"))
+        monkeypatch.setattr(restores, "broke", lambda step: (order.append("pages free"), broke(step)))
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="no step today"):
+            patched.setattr(steps, "prepare", lambda step: (_ for _ in ()).throw(OSError("no step today")))
+            serve(llm, 0)
+        assert order == ["copies ended", "pages free"]
+        assert [serve(llm, index)[0] for index in range(4)] == first
+        restores.check()
+
+
 def test_requests_that_wait_for_a_restore_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(**TINY, kv_offloading_size=0.1) as llm:
         for index in range(4):

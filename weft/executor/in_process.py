@@ -43,7 +43,12 @@ class InProcessExecutor:
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> None:
         with nullcontext() if self._profiler is None else self._profiler.step(scheduler_output):
-            self._pending.append(self._runner.steps.launch(scheduler_output, processors))
+            try:
+                self._pending.append(self._runner.steps.launch(scheduler_output, processors))
+            except BaseException:
+                if self._runner.steps.transfers is not None:
+                    wait_for_steps()  # its copies may be under way, and their pages are free from here on
+                raise
 
     def result(self) -> ModelOutput:
         return self._pending.popleft().result()
