@@ -25,15 +25,24 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "x-matrix": ("tests/gpu/test_x_matrix.py", "-n", "2", "--dist", "loadfile"),
     "parity and precision": ("tests/gpu/test_parity.py", "tests/gpu/test_precision.py", "-n", "3"),
     "engine": ("tests/gpu/test_engine.py", "tests/gpu/test_churn.py", "tests/gpu/test_speculation.py", "-n", "2"),
-    "FP8 and images": ("tests/gpu/test_fp8.py", "tests/gpu/test_vision.py"),
+    "FP8 and images": ("tests/gpu/test_fp8.py", "tests/gpu/test_vision.py", "-n", "2"),
     "4 and 8 bits": ("tests/gpu/test_coded.py",),
-    "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py"),
+    "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py", "-n", "2"),
     "deterministic": ("tests/gpu/test_deterministic.py", "-n", "7", "--dist", "loadgroup"),
     "tiers": ("tests/gpu/test_offload.py",),
     "rollouts": ("tests/gpu/test_rollouts.py",),
     "memory": ("tests/gpu/test_memory.py",),
 }
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def spread(options: tuple[str, ...], num_devices: int) -> list[str]:
+    """Options with twice the workers if there are several devices, which come with more processors."""
+    doubled = list(options)
+    if num_devices > 1 and "-n" in doubled:
+        place = doubled.index("-n") + 1
+        doubled[place] = str(2 * int(doubled[place]))
+    return doubled
 
 
 def outcome(log: str, status: int | None) -> dict[str, Any]:
@@ -61,7 +70,11 @@ def main() -> int:
             device = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count())}
             with log.open("w") as output:
                 child = subprocess.Popen(
-                    [*pytest, *files], stdout=output, stderr=output, cwd=ROOT, env=os.environ | device
+                    [*pytest, *spread(files, torch.cuda.device_count())],
+                    stdout=output,
+                    stderr=output,
+                    cwd=ROOT,
+                    env=os.environ | device,
                 )
             running[name] = (child, log)
         deadline = time.monotonic() + args.seconds
