@@ -156,6 +156,14 @@ DETERMINISM = (
         f"{MATRIX}::test_drafts_that_are_decoded_one_by_one",
     ),
     mutant(
+        "decodes-by-load", "tiles and splits of a decode do not follow the load", "weft/ops/attention/paged.py",
+        "    if fixed:\n", "    if False:\n", "tests/ops/attention/test_triton_attention.py",
+    ),
+    mutant(
+        "experts-by-load", "FP8 experts have one tile", "weft/ops/moe/fp8_experts.py",
+        'invariant={"config": _FIXED}', "invariant={}", "tests/ops/moe/test_triton_fp8_moe.py",
+    ),
+    mutant(
         "one-span", "a weight with few rows is cut into spans", "weft/ops/linear/invariant.py",
         "(blocks * splits < _ENOUGH_PROGRAMS or inner // splits > _LONGEST_SPAN)", "False",
         "tests/ops/linear/test_invariant.py",

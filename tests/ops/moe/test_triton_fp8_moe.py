@@ -221,7 +221,7 @@ def test_a_token_has_the_same_bits_for_any_number_of_tokens(scheme: str) -> None
     counts = (1, 3, 40, 200) if ON_GPU else (1, 3)
     experts, hidden, width, block = 6, 256, 128, block_of(scheme)
     weights, ids = routing(max(counts) + 9, experts, 2, 0)
-    x = torch.randn(max(counts) + 9, hidden, device=DEVICE).to(torch.float16)
+    x = torch.randn(max(counts) + 9, hidden, device=DEVICE).to(torch.bfloat16 if ON_GPU else torch.float32)
     matrices = [Fp8Matrix(*fp8_matrix(*s, block, experts), None, block) for s in ((2 * width, hidden), (hidden, width))]
 
     def run(count: int) -> Tensor:
