@@ -91,7 +91,7 @@ FAMILIES = {
          "qk_rope_head_dim": 64, "v_head_dim": 128}, {}, """
         attention.latent._latent_attention_kernel delta_rule.kda_prefill._gates_kernel
         delta_rule.kda_prefill._prepare_kernel delta_rule.kda_prefill._solve_kernel"""),
-    "windows": Family("GptOssForCausalLM", {"hidden_size": 256, "head_dim": 64}, {}, """
+    "windows": Family("GptOssForCausalLM", {"hidden_size": 256, "head_dim": 64, "sliding_window": 512}, {}, """
         window_attention.kernels._store_windows_kernel window_attention.kernels._window_decode_kernel
         window_attention.kernels._window_merge_kernel window_attention.kernels._window_prefill_kernel"""),
     "RG-LRU": Family("RecurrentGemmaForCausalLM", {"hidden_size": 256, "lru_width": 256, "head_dim": 64}, {}, """

@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from weft.ops.collectives.packets import (
     areas_of,
@@ -44,12 +45,14 @@ from weft.ops.triton.sizes import next_power_of_2
 
 _MOST_POLLS = 1 << 26
 """A minute or more; see ``signalled.py``."""
+_TRAPS = tl.constexpr(not knobs.runtime.interpret)
+"""The interpreter knows no assembly. Triton 3.6 and 3.7 compile no loop of which only one result is used."""
 
 
 @triton.jit
 def _receive(
     area, flag, inside, LANES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-    MOST_POLLS: tl.constexpr, TRAP: tl.constexpr,
+    MOST_POLLS: tl.constexpr,
 ):  # fmt: skip
     """Every rank's packets, ``[LANES, BLOCK]`` int64, once all of them have come."""
     lanes = tl.arange(0, LANES)[:, None]
@@ -63,7 +66,7 @@ def _receive(
         late = wanted & ((packed >> 32).to(tl.int32) != flag)
         missing = tl.max(tl.max(late.to(tl.int32), 1), 0)
         polls += 1
-    if TRAP:  # noqa: SIM102 (known to the compiler)
+    if _TRAPS:  # noqa: SIM102 (known to the compiler)
         if missing > 0:
             tl.inline_asm_elementwise(
                 "{ trap; mov.u32 $0, $1; }", "=r,r", [polls], dtype=tl.int32, is_pure=False, pack=1
@@ -75,7 +78,7 @@ def _receive(
 def _receive_and_norm(
     row, flag, residual, weight, y, total, addresses, eps, stride_residual,
     LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUTE: tl.constexpr, RESIDUAL: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr, TRAP: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr,
 ):  # fmt: skip
     """Compute one row, from its packets on. ``stride_residual`` counts words."""
     element = y.dtype.element_ty
@@ -90,7 +93,7 @@ def _receive_and_norm(
     area = packets_at(addresses, ROUTE.rank, ROUTE) + place_of(flag, 0, row, ROUTE)
     SIZE: tl.constexpr = ROUTE.size
     STRIDE: tl.constexpr = ROUTE.programs * ROUTE.words
-    packets = _receive(area, flag, inside, LANES, SIZE, BLOCK, STRIDE, MOST_POLLS, TRAP)
+    packets = _receive(area, flag, inside, LANES, SIZE, BLOCK, STRIDE, MOST_POLLS)
     first, second = unpack(packets.to(tl.int32), element)
     more_first, more_second = unpack(added, element)
     sums = pack(tl.sum(first, 0) + more_first, tl.sum(second, 0) + more_second, element)
@@ -126,7 +129,7 @@ def _packed_all_reduce_kernel(
     send(mine, columns, row, flag, inside, areas_of(addresses, ROUTE), ROUTE)
     _receive_and_norm(
         row, flag, residual, weight, y, total, addresses, eps, stride_residual,
-        LANES, WIDTH, BLOCK, ROUTE, RESIDUAL, ZERO_CENTERED, MOST_POLLS, EARLY,
+        LANES, WIDTH, BLOCK, ROUTE, RESIDUAL, ZERO_CENTERED, MOST_POLLS,
     )  # fmt: skip
     tl.store(counters + ROUTE.programs + row, flag)
 
@@ -145,7 +148,7 @@ def _receive_norm_kernel(
     flag = flags_of(counters, row, ROUTE)
     _receive_and_norm(
         row, flag, residual, weight, y, total, addresses, eps, stride_residual,
-        LANES, WIDTH, BLOCK, ROUTE, RESIDUAL, ZERO_CENTERED, MOST_POLLS, EARLY,
+        LANES, WIDTH, BLOCK, ROUTE, RESIDUAL, ZERO_CENTERED, MOST_POLLS,
     )  # fmt: skip
     if PASSED_ON:
         wait(EARLY)
