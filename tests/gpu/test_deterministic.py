@@ -40,15 +40,14 @@ COLUMNS = [
     ("RecurrentGemmaForCausalLM", "FULL"), ("Gemma3ForCausalLM", "FULL"), ("qwen3-next-12l with FP8 KV", "FULL"),
     ("granite-4.0-h-tiny drafting guesses", "FULL"), ("kimi-linear-12l drafting guesses", "FULL"),
     ("gpt-oss-20b drafting guesses", "NONE"), ("qwen3-next-12l drafting guesses", "PIECEWISE"),
-    ("qwen3-0.6b traced by eager", "PIECEWISE"), ("qwen3-next-12l traced by eager", "FULL_AND_PIECEWISE"),
-    ("qwen3-0.6b traced by inductor", "PIECEWISE"), ("qwen3-next-12l traced by inductor", "FULL_AND_PIECEWISE"),
+    ("qwen3-next-12l traced by eager", "FULL_AND_PIECEWISE"), ("qwen3-next-12l traced by inductor", "PIECEWISE"),
 ]  # fmt: skip
 """Model and mode. A class names a tiny checkpoint."""
-DRAFTING, FP8, BLOCK = " drafting ", " in FP8", " by block"
+DRAFTING, FP8, BLOCK, TRACED = " drafting ", " in FP8", " by block", " traced by "
 WITH: dict[str, dict[str, Any]] = {
     " with FP8 KV": {"kv_cache_dtype": "fp8"}, FP8: {"quantization": "fp8"},
-    " traced by eager": {"piecewise_cuda_graph_compiler": "eager"},
-    " traced by inductor": {"piecewise_cuda_graph_compiler": "inductor"},
+    f"{TRACED}eager": {"piecewise_cuda_graph_compiler": "eager"},
+    f"{TRACED}inductor": {"piecewise_cuda_graph_compiler": "inductor"},
 }  # fmt: skip
 """The end of a column's name, and what it sets."""
 
@@ -67,7 +66,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def param(name: str, mode: str) -> Any:
     """An engine, for one process of several."""
-    return pytest.param((name, mode), id=f"{name}-{mode}", marks=pytest.mark.xdist_group(f"{name}-{mode}"))
+    marks = [pytest.mark.xdist_group(f"{name}-{mode}")]
+    if TRACED in name:
+        marks.append(pytest.mark.xfail(reason="traced pieces are refused until they have passed here"))
+    return pytest.param((name, mode), id=f"{name}-{mode}", marks=marks)
 
 
 @pytest.fixture(scope="module", params=[param(*column) for column in COLUMNS])
