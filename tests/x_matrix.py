@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from tests.offload.always import AlwaysRestore
 from tests.speculation.conftest import make_repeating_checkpoint
 from tests.tiny import make_model
 from tests.unread import Unread
+from tests.whole import WHOLE
 from weft import LLM, SamplingParams
 from weft.executor.multi_process import MultiProcessExecutor
 from weft.messages import SchedulerOutput
@@ -34,8 +34,6 @@ WITH_HEAD = "with a head"
 """Stands for a Qwen3-Next whose own head drafts, and is often right."""
 PATHS = ["cold", "hit", "branch hit", "preempted"]
 PHASES = ["prefill", "mixed", "decode"]
-WHOLE = bool(os.environ.get("WEFT_WHOLE_MATRIX"))
-"""Whether every case runs (``make test-all``, the GPU tier). Without it each matrix runs the part that it names."""
 ALL_LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
 
 PAGE_SIZE = 4

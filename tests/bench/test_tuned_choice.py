@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tuned_choice import FIXED, TUNED, judge, main, verdict
+from tests.whole import takes_long
 
 RAN = {str(mode): str(mode) for mode in FIXED} | {TUNED: "NONE"}
 
@@ -39,6 +40,7 @@ def test_a_comparison_that_could_not_fail_is_no_success() -> None:
     assert verdict(rows)[0] == 1 and "allowed: prefill of 600." in verdict(rows)[1]
 
 
+@takes_long
 def test_every_mode_at_every_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "choice.json"
     sizes = ["--lengths", "7", "16", "99", "--batches", "1", "2", "9", "--piecewise-cuda-graph-tokens", "8", "16"]

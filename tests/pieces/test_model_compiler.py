@@ -20,6 +20,7 @@ from tests.harness import model_context
 from tests.pieces.fake_model import context_of
 from tests.pieces.test_piecewise import SETTINGS, TOKENS, answers, checkpoint, churn  # noqa: F401
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from weft.config import resolve
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
@@ -125,6 +126,7 @@ def compiled_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return sizes
 
 
+@takes_long
 def test_compiled_forms_do_not_change_the_answers_and_are_kept(
     tmp_path: Path,
     churn: list[int],

@@ -20,12 +20,12 @@ import pytest
 from tests.fp8_checkpoints import GEOMETRY
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
+from tests.whole import WHOLE
 from weft import ops
 from weft.ops.triton.sizes import LEAST_SHARED_BYTES, fitting_stages
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Most shared memory of a program by capability (CUDA programming guide, table of compute capabilities)."""
-WHOLE = bool(os.environ.get("WEFT_WHOLE_MATRIX"))
 CAPABILITIES = list(SHARED_BYTES) if WHOLE else [86]
 NEXT = "Qwen3NextForCausalLM"
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.whole import takes_long
 from weft.platforms.triton_version import is_known
 
 triton = pytest.importorskip("triton")
@@ -363,6 +364,7 @@ def test_only_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch, change: dict
     assert attention_prefill_hopper.takes(q, k_cache) == taken
 
 
+@takes_long
 def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     """For a GPU that is not there, in threads, as the start does."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
