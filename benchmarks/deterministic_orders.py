@@ -1,9 +1,9 @@
-"""Decoding steps of one model without ``deterministic``, with it, and with other orders of sums.
+"""Decoding steps of one model without ``deterministic``, with it, and with other orders of attention's sums.
 
     python -m benchmarks.deterministic_orders --model qwen3-0.6b --json FILE
 
 Milliseconds of a graph's replay by number of sequences, each with 1,088 tokens. An order is the tokens of attention's
-shortest split, and the programs up to which a weight with few rows is cut into spans.
+shortest split. A split's tiles are added one after the other, so short ones may make a step of one sequence shorter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from benchmarks.decode_profile import CONFIGS, decode_orders, fill_caches, graph
 from weft.bench import report
 from weft.config import resolve
 from weft.ops.attention import paged
-from weft.ops.linear import invariant
 from weft.runner.model_runner import ModelRunner
 
 SEQUENCES, CONTEXT = (1, 8, 32), 1088
-ORDERS = [(128, 128), (256, 64), (128, 64), (256, 128)]
-"""Tokens of a split, and programs of spans. The first one is in use."""
+SPLITS = (256, 128, 64)
+"""Tokens. The first one is in use."""
 
 
 def steps(model: str, deterministic: bool) -> dict[str, float]:
@@ -52,10 +51,10 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
     target, rows = report.open_json(args.json), list[dict[str, Any]]()
-    for order in (None, *ORDERS):
-        if order is not None:
-            paged._FIXED_SPLIT, invariant._ENOUGH_PROGRAMS = order
-        rows.append({"order": order, "step_ms": steps(args.model, order is not None)})
+    for split in (None, *SPLITS):
+        if split is not None:
+            paged._FIXED_SPLIT = split
+        rows.append({"split": split, "step_ms": steps(args.model, split is not None)})
         print(args.model, rows[-1], flush=True)
         head = {"benchmark": "deterministic_orders", "model": args.model, "context": CONTEXT}
         report.write_json(target, head | report.provenance("cuda") | {"rows": rows})

@@ -23,7 +23,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +179,7 @@ def traffic(
     aborted: set[str] = set()
     longest = llm.config.max_model_len - 40
     while len(sent) < count or not llm.is_finished():
-        count = count if time.monotonic() < end else len(sent)
+        count = count if time.time() < end else len(sent)
         while len(sent) < count and rng.random() < 0.4:
             if sent and rng.random() < 0.4:
                 request, params = rng.choice(sent)
@@ -197,24 +199,44 @@ def traffic(
     return sent, aborted
 
 
-def work(worker: int, kinds: list[str], args: argparse.Namespace) -> tuple[Counter[str], str]:
-    """Run engines until enough requests are compared or the time is over. Returns what happened, and a failure."""
+_known: dict[str, tuple[References, tempfile.TemporaryDirectory[str]]] = {}
+"""References of this process, by kind, and their folders."""
+
+
+def work(worker: int, kind: str, seed: int, device: str, end: float) -> tuple[Counter[str], str]:
+    """Run one engine in a process of its own kind. Returns what happened, and a failure."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[worker % len(visible)]
-    end, wanted, found = time.monotonic() + args.seconds, -(-args.requests // args.workers), Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        known: dict[str, References] = {}
-        for seed in itertools.count(args.first + 100_000 * worker):
-            if found["requests"] >= wanted or time.monotonic() > end:
-                return found, ""
-            kind = kinds[seed % len(kinds)]
-            try:
-                if kind not in known:
-                    known[kind] = References(kind, args.device, Path(folder) / kind)
-                found += episode(seed, known[kind], args.device, end)
-            except Exception:  # what was compared before it counts
-                return found, f"{kind}, seed {seed}: {traceback.format_exc()}"
-    raise AssertionError
+    if len(visible) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[worker % len(visible)]
+    try:
+        if kind not in _known:
+            folder = tempfile.TemporaryDirectory(prefix="weft-fuzz-")
+            _known[kind] = References(kind, device, Path(folder.name)), folder
+        return episode(seed, _known[kind][0], device, end), ""
+    except Exception:
+        return Counter(), f"{kind}, seed {seed}: {traceback.format_exc()}"
+
+
+def engines(args: argparse.Namespace, kinds: list[str]) -> Iterator[tuple[Counter[str], str]]:
+    """Run engines in ``args.workers`` processes until the time is over, or a failure. Yields what each one did."""
+    end, seeds = time.time() + args.seconds, itertools.count(args.first)
+    with ExitStack() as stack:
+        pools = [
+            stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+            for _ in range(args.workers)
+        ]
+        running: dict[Future[tuple[Counter[str], str]], int] = {}
+        idle = list(range(args.workers))
+        while idle or running:
+            while idle and time.time() < end:
+                worker, seed = idle.pop(), next(seeds)
+                kind = kinds[worker % len(kinds)] if args.workers >= len(kinds) else kinds[seed % len(kinds)]
+                running[pools[worker].submit(work, worker, kind, seed, args.device, end)] = worker
+            if not running:
+                return
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                idle.append(running.pop(done))
+                yield done.result()
 
 
 def main() -> int:
@@ -227,18 +249,16 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes, each with some of the kinds")
     parser.add_argument("--json", help="write the counts there")
     args = parser.parse_args()
-    kinds, workers = list(args.kinds or KINDS[args.device]), args.workers
     target = report.open_json(args.json) if args.json else None
-    shares = [kinds[worker % len(kinds) :: workers] or kinds for worker in range(workers)]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        found, failures = Counter[str](), list[str]()
-        for done in as_completed(pool.submit(work, i, shares[i], args) for i in range(workers)):
-            counts, failure = done.result()
-            found += counts
-            failures += [failure] * bool(failure)
-            if target is not None:
-                totals = {"first": args.first, "failures": failures, **dict(sorted(found.items()))}
-                report.write_json(target, report.provenance(args.device) | totals)
+    found, failures = Counter[str](), list[str]()
+    for counts, failure in engines(args, list(args.kinds or KINDS[args.device])):
+        found += counts
+        failures += [failure] * bool(failure)
+        if target is not None:
+            totals = {"first": args.first, "failures": failures, **dict(sorted(found.items()))}
+            report.write_json(target, report.provenance(args.device) | totals)
+        if found["requests"] >= args.requests or failures:
+            break
     print(f"had the bits of the request alone: {dict(found)}", *failures, sep="\n")
     return int(found["requests"] < args.requests or bool(failures))
 

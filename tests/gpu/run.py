@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "4 and 8 bits": ("tests/gpu/test_coded.py",),
     "compiled pieces": ("tests/gpu/test_compiled_pieces.py", "tests/gpu/test_tune.py", "-n", "2"),
     "deterministic": ("tests/gpu/test_deterministic.py", "-n", "7", "--dist", "loadgroup"),
+    "deterministic traffic": ("tests/gpu/test_deterministic_traffic.py", "-n", "4", "--dist", "loadgroup"),
     "tiers": ("tests/gpu/test_offload.py",),
     "rollouts": ("tests/gpu/test_rollouts.py",),
     "memory": ("tests/gpu/test_memory.py",),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.offload import content, equal, greedy, tokens
-from tests.gpu.test_deterministic import CONFIGS, FEW, SMALL
+from tests.deterministic_cuts import CONFIGS, FEW, SMALL
 from tests.offload.always import AlwaysRestore
 from weft import LLM
 

@@ -68,7 +68,7 @@ def test_rows_do_not_depend_on_their_number(gated: bool, shape: tuple[int, int])
 
 
 def test_spans_follow_from_the_weight_alone() -> None:
-    assert order_of(4096, 1024) == Order(1, 1024) and order_of(1024, 3072) == Order(8, 384)
+    assert order_of(4096, 1024) == Order(1, 1024) and order_of(1024, 3072) == Order(4, 768)
     assert order_of(2048, 4096) == Order(4, 1024), "no span is longer than 1,024"
     assert order_of(520, 2048) == Order(8, 256), "nor shorter than 256"
     assert order_of(96, 200) == Order(1, 256), "the last step of a span may be incomplete"

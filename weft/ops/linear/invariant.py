@@ -255,7 +255,7 @@ def many_rows(
     )  # fmt: skip
 
 
-_FEW_BLOCKS, _ENOUGH_PROGRAMS, _LONGEST_SPAN, _LEAST_SPAN, _STEP = 48, 128, 1024, 256, 128
+_FEW_BLOCKS, _ENOUGH_PROGRAMS, _LONGEST_SPAN, _LEAST_SPAN, _STEP = 48, 64, 1024, 256, 128
 """A weight with fewer blocks of 64 rows is cut into spans: until there are enough programs for one tile of tokens, and
 spans are at most so long. No span is shorter than the last but one number; the last one divides every span."""
 
@@ -285,8 +285,8 @@ class Choice(NamedTuple):
 
 
 _HELD_SPAN, _HELD_BLOCKS, _ONE_WAVE = 512, 96, 132
-"""The longest span that is held for more than four tokens or by many programs, most programs that hold longer ones, and
-programs that run at the same time."""
+"""The longest span that is held for more than four tokens, most programs that hold theirs, and programs that run at the
+same time."""
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, gated: bool) -> Choice:
@@ -318,8 +318,10 @@ _FILLED = 0.8
 def _few_tile(num_tokens: int, order: Order, blocks: int) -> Tile:
     """The tile of programs with a span each."""
     if num_tokens <= 16:
-        longest = _LONGEST_SPAN if num_tokens <= 4 and blocks * order.splits <= _HELD_BLOCKS else _HELD_SPAN
-        if order.span <= longest and blocks * order.splits <= _ONE_WAVE:
+        holds = (
+            order.span <= (_LONGEST_SPAN if num_tokens <= 4 else _HELD_SPAN) and blocks * order.splits <= _HELD_BLOCKS
+        )
+        if holds:
             return Tile(64, 16, 128, 4, 1, held=True)
         if blocks < _ONE_WAVE:
             return Tile(64, 16, 128, 4, 6)
