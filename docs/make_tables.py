@@ -433,6 +433,40 @@ def beside_fp8_table() -> Table:
     return [*names.values()], columns, rows
 
 
+INT4 = {
+    "Qwen3-Next-80B": ("engine-qwen3-next-48l-int4-h200", (1.7, 3.4, 7.5, 14.5), E),
+    "dense hybrid of 27B": ("engine-hybrid-27b-int4-h200", (4.7, 5.2, 6.8), "engine-hybrid-27b-fp8-h200"),
+}
+"""Files of models in INT4, goals of their decode steps, and files of the same models in FP8."""
+
+
+def int4_decode_table() -> Table:
+    """Milliseconds of decode steps, beside FP8."""
+    rows = []
+    for who, (name, goals, fp8) in INT4.items():
+        found, older, batches = decode(name), decode(fp8), (1, 8, 32, 128)
+        of = lambda show, found=found, batches=batches: [show(found[b]) if b in found else "" for b in batches]  # noqa: E731
+        told = [goal(found[b]["step_ms"], g) for b, g in zip(batches, goals, strict=False)]
+        rows += [
+            [f"{who}, INT4", *of(step)], ["goal", *told, *[""] * (len(batches) - len(told))],
+            ["floor", *of(lambda row: shown(row["floor_ms"]))], [f"{who}, FP8", *of(step, older)],
+        ]  # fmt: skip
+    return [file for name, _, fp8 in INT4.values() for file in (name, fp8)], ("ms", "1", "8", "32", "128"), rows
+
+
+def int4_rest_table() -> Table:
+    """First tokens and mixed requests, beside FP8."""
+    rows = []
+    for who, (name, _, fp8) in INT4.items():
+        for form, file in (("INT4", name), ("FP8", fp8)):
+            found = first_token(file)
+            times = [shown(found[length]["first_token_ms"]) if length in found else "" for length in (512, 2048, 8192)]
+            rate = read(file).get("throughput")
+            rows.append([f"{who}, {form}", *times, shown(rate["output_tokens_per_s"]) if rate else ""])
+    columns = ("", "first token, ms, 512", "2,048", "8,192", "256 mixed requests, tokens/s")
+    return [file for name, _, fp8 in INT4.values() for file in (name, fp8)], columns, rows
+
+
 def queue_table() -> Table:
     """Where the time of one run goes, ms."""
     names = [f"step-gaps-{base}-h200" for base in MODELS.values()]
@@ -555,7 +589,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "ranks-decode": ranks_decode_table, "ranks-first-token": ranks_first_token_table, "ranks-start": ranks_start_table,
     "all-reduce": all_reduce_table, "hybrids": hybrids_table, "models": models_table, "e-decode": e_decode_table,
     "e-first-token": e_first_token_table, "e-rest": e_rest_table, "caches": caches_table,
-    "beside-fp8": beside_fp8_table, "queue": queue_table, "readme-one-gpu": readme_one_gpu_table,
+    "beside-fp8": beside_fp8_table, "int4-decode": int4_decode_table,
+    "int4-rest": int4_rest_table, "queue": queue_table, "readme-one-gpu": readme_one_gpu_table,
     "readme-whole": readme_whole_table, "beyond-one-step": beyond_one_step_table,
 }  # fmt: skip
 

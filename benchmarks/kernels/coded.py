@@ -101,43 +101,29 @@ def experts_of(what: Experts, form: str) -> tuple[CodedMatrix, CodedMatrix]:
     return up, matrix_of(what.hidden, what.width, form, what.num)
 
 
-LOOPS: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {
-    8: [(128, 4, 3, (4, 5)), (64, 2, 4, (8,))],
-    16: [(128, 4, 3, (3, 4)), (64, 4, 4, (4,))],
-    32: [(64, 4, 4, (3, 4))],
-    64: [(64, 4, 3, (3,)), (128, 8, 3, (2,))],
-    128: [(128, 8, 3, (1,)), (64, 4, 3, (2,))],
+LOOPS = {
+    8: [(128, 4, 3), (128, 4, 4), (64, 2, 4)],
+    16: [(128, 4, 3), (128, 4, 4), (64, 4, 4)],
+    32: [(64, 4, 4), (128, 4, 4), (128, 8, 4)],
+    64: [(64, 4, 3), (128, 4, 3), (128, 8, 3)],
+    128: [(128, 8, 3), (64, 4, 3), (128, 8, 4)],
 }
-"""Weight rows, warps, stages, and programs of a multiprocessor to try, by lanes of tokens."""
+"""Weight rows, warps and stages to try, by lanes of tokens."""
 
 
 def candidates(size: Size, tokens: int) -> Iterator[CodedTile | Widened]:
-    """Yield the tiles to time for a size."""
+    """Yield the tiles to time for a size: with four and eight programs of each multiprocessor."""
     if not ON_GPU:
-        yield from (CodedTile(64, max(8, tokens), 4, 2), CodedTile(32, max(8, tokens), 4, 2, 1, 3), Widened())
+        yield from (CodedTile(64, max(8, tokens), 4, 2), Widened())
         return
     if tokens > 64:
         yield Widened()
     lanes = min(128, max(8, next_power_of_2(tokens)))
-    if tokens > lanes:
-        yield from (CodedTile(rows, lanes, warps, stages) for rows, warps, stages, _ in LOOPS[lanes])
-        return
-    for rows, warps, stages, programs in LOOPS[lanes]:
-        yield from (CodedTile(rows, lanes, warps, stages, 1, each * MULTIPROCESSORS) for each in programs)
-    rows, warps, stages, _ = LOOPS[lanes][0]
-    yield CodedTile(rows, lanes, warps, stages, even_splits(-(-size.rows // rows), size.inner))
-
-
-def even_splits(blocks: int, inner: int) -> int:
-    """The splits with up to 5 programs for each multiprocessor that leave the least of them without work."""
-    chunks = -(-inner // 128)
-
-    def uneven(splits: int) -> float:
-        share = -(-blocks * splits // MULTIPROCESSORS)
-        work = share * MULTIPROCESSORS * -(-chunks // splits) / (blocks * chunks)
-        return work if share <= 5 else 9.0 + splits
-
-    return min(range(1, max(2, min(16, chunks // 3) + 1)), key=uneven)
+    for rows, warps, stages in LOOPS[lanes]:
+        wanted = {max(1, round(each * MULTIPROCESSORS / -(-size.rows // rows))) for each in (4, 8)}
+        fitting = {min(splits, 16, size.inner // 384) for splits in wanted} if tokens <= lanes else {1}
+        for splits in sorted({max(1, splits) for splits in fitting}):
+            yield CodedTile(rows, lanes, warps, stages, splits)
 
 
 def expert_candidates(experts: Experts, tokens: int) -> Iterator[Tiles]:

@@ -30,8 +30,6 @@ CAPABILITIES = list(SHARED_BYTES) if WHOLE else [86]
 NEXT = "Qwen3NextForCausalLM"
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 _MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
-_WIDE = {"hidden_size": 2048, "shared_expert_intermediate_size": 9216}
-"""Weights large enough to be shared by all multiprocessors."""
 _TWO_RANKS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -64,9 +62,8 @@ FAMILIES = {
         moe.groups._place_kernel moe.groups._rank_kernel moe.router._router_kernel norm.kernels._gated_rms_norm_kernel
         norm.kernels._rms_norm_kernel rotary.kernels._qk_norm_rope_kernel sampling.kernels._choose_kernel
         sampling.kernels._scan_kernel steps.inputs._load_kernel steps.results._store_kernel"""),
-    "int4": Family(NEXT, GEOMETRY | _WIDE, {"quantization": "int4"}, """
-        codes.widen._widen_kernel linear.coded._coded_linear_kernel linear.coded._coded_shares_kernel
-        moe.coded_experts._coded_experts_kernel"""),
+    "int4": Family(NEXT, GEOMETRY, {"quantization": "int4"}, """
+        codes.widen._widen_kernel linear.coded._coded_linear_kernel moe.coded_experts._coded_experts_kernel"""),
     "fp8": Family(NEXT, GEOMETRY, {"quantization": "fp8", "kv_cache_dtype": "fp8", "speculative_config": _NGRAM}, """
         delta_rule.verify._gdn_verify_kernel drafts.kernels._accept_kernel drafts.kernels._follow_kernel
         drafts.ngram._ngram_kernel fp8.quantize._quantize_kernel linear.fp8._many_rows_kernel

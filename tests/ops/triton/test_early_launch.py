@@ -28,7 +28,7 @@ from weft.ops.triton.gluon import GLUON_IS_KNOWN
 
 FOLDER = Path(weft.ops.__path__[0])
 CAREFUL = {
-    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_coded_linear_kernel", "_coded_shares_kernel",
+    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_coded_linear_kernel",
     "_step_kernel", "_gdn_decode_kernel",
     "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel", "_rg_lru_step_kernel", "_group_norm_kernel",

@@ -26,16 +26,17 @@ from weft.ops.linear.few_rows import add_splits, rows_of_block, workspace
 from weft.ops.linear.skinny import linear_into
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import has_table
 
 MAX_TOKENS = 128
 """Most rows of a gated product, and of one that is split."""
 _MOST_PARTS = 4
 """Largest number of partial sums that the following norm adds."""
-_MOST_SPLITS = 16
-_LOOPS = {8: (128, 4, 3, 4), 16: (128, 4, 3, 4), 32: (64, 4, 4, 3), 64: (64, 4, 3, 3), 128: (128, 8, 3, 1)}
-"""Weight rows, warps, stages and programs of a multiprocessor, by lanes of tokens."""
+_PROGRAMS = 528
+"""Four for each multiprocessor of an H200."""
+_LOOPS = {8: (128, 4, 3), 16: (128, 4, 3), 32: (64, 4, 4), 64: (64, 4, 3), 128: (128, 8, 3)}
+"""Weight rows, warps and stages, by lanes of tokens."""
 _WIDENED_TOKENS = 512
 """Rows from which weights are widened for the matrix library, by rule."""
 TABLE_PATH = Path(__file__).with_name("coded_linear_h200.json")
@@ -47,8 +48,7 @@ class CodedTile(NamedTuple):
     Attributes:
         rows, tokens: weight rows and rows of inputs of a program (of a gated product half gate rows, half up rows).
         warps, stages: per program; stages of the pipeline.
-        splits: programs that share the inner dimension of a block.
-        programs: if not 0, so many share all chunks of all blocks evenly, whatever the blocks' ends.
+        splits: programs that share the inner dimension.
     """
 
     rows: int
@@ -56,7 +56,6 @@ class CodedTile(NamedTuple):
     warps: int
     stages: int
     splits: int = 1
-    programs: int = 0
 
 
 class Widened(NamedTuple):
@@ -93,51 +92,8 @@ def _coded_linear_kernel(
     out += split * stride_part + token.to(tl.int64) * stride_out
     add_splits(
         acc, bias, out, partial, arrivals, block, block, split, num_tokens - token, WIDTH, stride_out,
-        ADDED, TOKENS, ROWS, GATED, BIAS, inside=inside[None, :],
+        ADDED, TOKENS, ROWS, GATED, BIAS,
     )  # fmt: skip
-
-
-@jit(do_not_specialize=["num_tokens"])
-def _coded_shares_kernel(
-    x, words, scales, zeros, row_scale, bias, out, partial, arrivals, num_tokens, stride_x, stride_out,
-    FIXED: tl.constexpr, SHARE: tl.constexpr, MOST: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """``SHARE`` chunks of all blocks' chunks, counted through: the end of a block, others, and the begin of one. Up to
-    ``MOST`` programs have a part of a block."""
-    release(EARLY)
-    ROWS: tl.constexpr = FIXED.rows
-    TOKENS: tl.constexpr = FIXED.tokens
-    WIDTH: tl.constexpr = FIXED.width // 2 if GATED else FIXED.width
-    CHUNKS: tl.constexpr = (FIXED.columns + FIXED.span * (16 // FIXED.bits) - 1) // (FIXED.span * (16 // FIXED.bits))
-    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
-    ALL: tl.constexpr = (WIDTH + OUTPUTS - 1) // OUTPUTS * CHUNKS
-    SEGMENTS: tl.constexpr = (SHARE + CHUNKS - 2) // CHUNKS + 1
-    place = tl.program_id(0) * SHARE
-    end = tl.minimum(place + SHARE, ALL)
-    tokens = tl.arange(0, TOKENS)
-    inside = tokens < num_tokens
-    x_rows = x + tokens.to(tl.int64) * stride_x
-    if EARLY:
-        block = place // CHUNKS
-        first = place - block * CHUNKS
-        last = tl.minimum(CHUNKS, first + SHARE)
-        request_words(words, rows_of_block(block, WIDTH, ROWS, GATED), first, last, FIXED)
-    wait(EARLY)
-    for _ in range(SEGMENTS):
-        if place < end:
-            block = place // CHUNKS
-            first = place - block * CHUNKS
-            last = tl.minimum(CHUNKS, first + end - place)
-            rows = rows_of_block(block, WIDTH, ROWS, GATED)
-            acc = coded_product((words, scales, zeros, row_scale), 0, rows, x_rows, inside, first, last, FIXED)
-            begin = block * CHUNKS // SHARE
-            count = (block * CHUNKS + CHUNKS - 1) // SHARE - begin + 1
-            add_splits(
-                acc, bias, out, partial, arrivals, block, block, tl.program_id(0) - begin, num_tokens, WIDTH,
-                stride_out, MOST, TOKENS, ROWS, GATED, BIAS, count=count, inside=inside[None, :],
-            )  # fmt: skip
-            place += last - first
 
 
 @functools.cache
@@ -161,29 +117,14 @@ def choose_config(matrix: CodedMatrix, num_tokens: int, silu_mul: bool) -> Confi
 
 
 def tile_by_rule(rows: int, columns: int, num_tokens: int) -> CodedTile:
-    """The tile for a size that was not measured. Large weights are shared evenly by four programs (with many lanes,
-    three) of each multiprocessor; those of small ones would have too little to do."""
+    """The tile for a size that was not measured: the fastest shape of two large weights, split for four programs of
+    each multiprocessor."""
     if num_tokens > MAX_TOKENS:
         return CodedTile(128, 128, 8, 3)
     tokens = max(8, next_power_of_2(num_tokens))
-    height, warps, stages, programs = _LOOPS[tokens]
-    blocks = cdiv(rows, height)
-    if blocks * cdiv(columns, 128) >= 4 * programs * MULTIPROCESSORS:
-        return CodedTile(height, tokens, warps, stages, 1, programs * MULTIPROCESSORS)
-    return CodedTile(height, tokens, warps, stages, balanced_splits(blocks, columns))
-
-
-def balanced_splits(blocks: int, columns: int) -> int:
-    """Splits that give every multiprocessor as much work, counted in chunks of 128 weights.
-
-    A multiprocessor needs three programs to keep enough loads in flight. Each program costs as much as one more chunk.
-    """
-    chunks = cdiv(columns, 128)
-
-    def cost(splits: int) -> int:
-        return max(3, cdiv(blocks * splits, MULTIPROCESSORS)) * (cdiv(chunks, splits) + 1)
-
-    return min(range(1, max(2, min(_MOST_SPLITS, chunks // 3) + 1)), key=cost)
+    height, warps, stages = _LOOPS[tokens]
+    splits = max(1, min(round(_PROGRAMS / cdiv(rows, height)), columns // 384, 16))
+    return CodedTile(height, tokens, warps, stages, splits)
 
 
 def coded_product_triton(
@@ -195,25 +136,14 @@ def coded_product_triton(
     assert x.stride(1) == 1 and out.stride(-1) == 1
     blocks = cdiv(rows // 2, tile.rows // 2) if silu_mul else cdiv(rows, tile.rows)
     fixed = fixed_of(matrix, x, rows=tile.rows, tokens=tile.tokens, stages=tile.stages)
-    given = (x, *operands_of(matrix), out if bias is None else bias, out)
-    common = {"FIXED": fixed, "GATED": silu_mul, "BIAS": bias is not None, "num_warps": tile.warps}
-    if tile.programs:
-        assert num_tokens <= tile.tokens and out.dim() == 2
-        chunks = matrix.words.shape[0]
-        share = cdiv(blocks * chunks, tile.programs)
-        most = (chunks + share - 2) // share + 1
-        partial, arrivals = workspace(blocks, max(2, most), tile.rows, tile.tokens, out)
-        _coded_shares_kernel[(cdiv(blocks * chunks, share),)](
-            *given, partial, arrivals, num_tokens, x.stride(0), out.stride(0), SHARE=share, MOST=max(2, most), **common,
-            **early_launch(x.device),
-        )  # fmt: skip
-        return
     added = tile.splits if out.dim() == 2 else 1
     assert added == 1 or num_tokens <= tile.tokens
     partial, arrivals = workspace(blocks, added, tile.rows, tile.tokens, out)
     _coded_linear_kernel[(blocks, tile.splits, cdiv(num_tokens, tile.tokens))](
-        *given, partial, arrivals, num_tokens, x.stride(0), out.stride(-2), out.stride(0) if out.dim() == 3 else 0,
-        matrix.words.shape[0], SPLITS=tile.splits, ADDED=added, **common, **early_launch(x.device),
+        x, *operands_of(matrix), out if bias is None else bias, out, partial, arrivals, num_tokens, x.stride(0),
+        out.stride(-2), out.stride(0) if out.dim() == 3 else 0, matrix.words.shape[0],
+        FIXED=fixed, SPLITS=tile.splits, ADDED=added, GATED=silu_mul, BIAS=bias is not None, num_warps=tile.warps,
+        **early_launch(x.device),
     )  # fmt: skip
 
 

@@ -80,26 +80,24 @@ def add_parts(places, inside, stride, PARTS: tl.constexpr):
 def add_splits(
     acc, bias, out, partial, arrivals, place, block, split, num_tokens, width, stride_out,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    sending=None, ROUTE: tl.constexpr = None, count=None, inside=None,
+    sending=None, ROUTE: tl.constexpr = None,
 ):  # fmt: skip
     """Turn a split's sums ``[ROWS, TOKENS]`` into the outputs of its block; ``place``: the programs that share them.
 
     With a route they are sent: ``sending`` is the tokens' rows and flags, ``[1, TOKENS]``, and every rank's area.
-    ``count``: the splits of this block, up to ``SPLITS``; all without. ``inside [1, TOKENS]``: lanes with a token.
     """
     if SPLITS == 1:
         _store_outputs(acc, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS, sending, ROUTE)
     else:
         tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         parts = partial + place * (SPLITS * ROWS * TOKENS)
-        tl.store(parts + split * (ROWS * TOKENS) + tile, acc, mask=inside)
+        tl.store(parts + split * (ROWS * TOKENS) + tile, acc)
         tl.debug_barrier()  # all of this program's sums are written before it is counted
-        splits = SPLITS if count is None else count
-        if tl.atomic_add(arrivals + place, 1, sem="acq_rel") == splits - 1:
+        if tl.atomic_add(arrivals + place, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(arrivals + place, 0)
             total = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
-            for part in range(splits):
-                total += tl.load(parts + part * (ROWS * TOKENS) + tile, mask=inside, cache_modifier=".cg")
+            for part in range(SPLITS):
+                total += tl.load(parts + part * (ROWS * TOKENS) + tile, cache_modifier=".cg")
             _store_outputs(
                 total, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS, sending, ROUTE
             )
