@@ -434,37 +434,31 @@ def beside_fp8_table() -> Table:
 
 
 INT4 = {
-    "Qwen3-Next-80B": ("engine-qwen3-next-48l-int4-h200", (1.7, 3.4, 7.5, 14.5), E),
-    "dense hybrid of 27B": ("engine-hybrid-27b-int4-h200", (4.7, 5.2, 6.8), "engine-hybrid-27b-fp8-h200"),
+    "Qwen3-Next-80B": ("engine-qwen3-next-48l-int4-h200", E),
+    "dense hybrid of 27B": ("engine-hybrid-27b-int4-h200", "engine-hybrid-27b-fp8-h200"),
 }
-"""Files of models in INT4, goals of their decode steps, and files of the same models in FP8."""
+"""Files of models in INT4 and in FP8."""
 
 
 def int4_decode_table() -> Table:
     """Milliseconds of decode steps, beside FP8."""
-    rows = []
-    for who, (name, goals, fp8) in INT4.items():
-        found, older, batches = decode(name), decode(fp8), (1, 8, 32, 128)
-        of = lambda show, found=found, batches=batches: [show(found[b]) if b in found else "" for b in batches]  # noqa: E731
-        told = [goal(found[b]["step_ms"], g) for b, g in zip(batches, goals, strict=False)]
+    rows, batches = [], (1, 8, 32, 128)
+    for who, (name, fp8) in INT4.items():
+        found, older = decode(name), decode(fp8)
         rows += [
-            [f"{who}, INT4", *of(step)], ["goal", *told, *[""] * (len(batches) - len(told))],
-            ["floor", *of(lambda row: shown(row["floor_ms"]))], [f"{who}, FP8", *of(step, older)],
-        ]  # fmt: skip
-    return [file for name, _, fp8 in INT4.values() for file in (name, fp8)], ("ms", "1", "8", "32", "128"), rows
+            [f"{who}, INT4", *(step(found[b]) if b in found else "" for b in batches)],
+            ["floor", *(shown(found[b]["floor_ms"]) if b in found else "" for b in batches)],
+            [f"{who}, FP8", *(step(older[b]) if b in older else "" for b in batches)],
+        ]
+    return [file for files in INT4.values() for file in files], ("ms", "1", "8", "32", "128"), rows
 
 
 def int4_rest_table() -> Table:
-    """First tokens and mixed requests, beside FP8."""
-    rows = []
-    for who, (name, _, fp8) in INT4.items():
-        for form, file in (("INT4", name), ("FP8", fp8)):
-            found = first_token(file)
-            times = [shown(found[length]["first_token_ms"]) if length in found else "" for length in (512, 2048, 8192)]
-            rate = read(file).get("throughput")
-            rows.append([f"{who}, {form}", *times, shown(rate["output_tokens_per_s"]) if rate else ""])
-    columns = ("", "first token, ms, 512", "2,048", "8,192", "256 mixed requests, tokens/s")
-    return [file for name, _, fp8 in INT4.values() for file in (name, fp8)], columns, rows
+    """First tokens of Qwen3-Next-80B, beside FP8."""
+    (name, fp8), lengths = INT4["Qwen3-Next-80B"], (512, 2048, 8192)
+    times = {form: first_token(file) for form, file in (("INT4", name), ("FP8", fp8))}
+    rows = [[form, *(shown(found[length]["first_token_ms"]) for length in lengths)] for form, found in times.items()]
+    return [name, fp8], ("first token, ms", "512", "2,048", "8,192"), rows
 
 
 def queue_table() -> Table:

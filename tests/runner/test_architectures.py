@@ -88,6 +88,13 @@ FAMILIES = {
          "qk_rope_head_dim": 64, "v_head_dim": 128}, {}, """
         attention.latent._latent_attention_kernel delta_rule.kda_prefill._gates_kernel
         delta_rule.kda_prefill._prepare_kernel delta_rule.kda_prefill._solve_kernel"""),
+    "GLM": Family(
+        "Glm5NextForConditionalGeneration",
+        {"hidden_size": 256, "linear_head_dim": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128,
+         "index_head_dim": 128}, {}, """
+        indexed_attention.attend._indexed_attention_kernel indexed_attention.select._best_kernel
+        indexed_attention.select._scores_kernel streams.kernels._read_streams_kernel
+        streams.kernels._write_streams_kernel"""),
     "windows": Family("GptOssForCausalLM", {"hidden_size": 256, "head_dim": 64, "sliding_window": 512}, {}, """
         window_attention.kernels._store_windows_kernel window_attention.kernels._window_decode_kernel
         window_attention.kernels._window_merge_kernel window_attention.kernels._window_prefill_kernel"""),
@@ -97,8 +104,11 @@ FAMILIES = {
         vision.kernels._add_kernel vision.kernels._add_layer_norm_kernel vision.kernels._bounded_attention_kernel
         vision.kernels._grid_positions_kernel vision.kernels._rotate_kernel"""),
 }  # fmt: skip
-ELSEWHERE = {"attention.record_kernel._record_kernel"}
-"""Kernels that no start compiles: copies between the tiers of the cache."""
+ELSEWHERE = {
+    "attention.record_kernel._record_kernel", "indexed_attention.attend._merge_splits_kernel",
+    "linear.by_head._head_kernel",
+}  # fmt: skip
+"""Kernels that none of these starts compiles: copies between the tiers of the cache, and those of other sizes."""
 HOPPER = re.compile("hopper|gluon")
 """Modules of kernels for Hopper alone (``tests/ops/attention/test_gluon_attention.py``). Others run elsewhere."""
 
