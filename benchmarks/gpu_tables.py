@@ -120,7 +120,8 @@ def _hybrids() -> list[Job]:
     flags = ("--batches", "1", "32", "128", "--lengths", "512", "4096", "--repeats", "3")
     settings = {"max_model_len": 8192, "max_num_seqs": 128}
     models = {"nemotron-h-8b": 75, "gpt-oss-20b": 60, "granite-4.0-h-tiny": 50, "jamba-mini-8l": 50,
-              "kimi-linear-12l": 35, "lfm2-8b-a1b": 30, "ling-3.0-flash-12l": 45}  # fmt: skip
+              "kimi-linear-12l": 35, "lfm2-8b-a1b": 30, "ling-3.0-flash-12l": 45,
+              "glm-5.3-flash-8l": 60, "qwen4-exp-12l": 50}  # fmt: skip
     return [_report(f"engine-{model}-h200", seconds, model, settings, *flags) for model, seconds in models.items()]
 
 

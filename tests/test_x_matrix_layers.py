@@ -12,7 +12,7 @@ from tests.x_matrix import BUDGET, PATHS, PHASES, WHOLE, Poisoned, Reference, ch
 COLUMNS = [("Lfm2ForCausalLM", mode) for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE"), ("GptOssForCausalLM", "FULL_AND_PIECEWISE")]
 COLUMNS += [(f"{name}ForCausalLM", "FULL") for name in ("KimiLinear", "Mamba2", "Jamba", "MiniMax", "RecurrentGemma")]
-COLUMNS += [("Glm5NextForConditionalGeneration", "FULL")]
+COLUMNS += [("Glm5NextForConditionalGeneration", "FULL"), ("Qwen4ExpForCausalLM", "FULL")]
 VARIANTS = [(f"{name}ForCausalLM", "FULL") for name in ("BailingHybrid", "Lfm3", "Mamba")]
 """Families whose layers differ little from the others': CI runs the cells that reuse states, and not all phases."""
 

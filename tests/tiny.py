@@ -35,6 +35,8 @@ ARCHITECTURES = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 )
@@ -282,6 +284,28 @@ _VISION = {
     "num_position_embeddings": 16,
 }
 
+_QWEN4_EXP = {
+    "layer_types": ["linear_attention", "linear_attention", "indexed_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "hc_count": 3,
+    "hc_lowrank": 10,
+    "ple_layer_ids": [1, 4],
+    "ple_embed_dim": 24,
+    "ple_conv_kernel_size": 3,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 3,
+    "seed": 77,
+    "eos_token_id": 5,
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 72,
+    "indexer_budget": 40,
+    "indexer_compress_ratio": 4,
+    "pad_token_id": None,
+}
 _WITHOUT_HEAD_DIM = {key: value for key, value in _BASE.items() if key != "head_dim"}
 
 _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -321,10 +345,15 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", _BASE | _LINEAR | _MOE | _SHARED),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5Config", _BASE | _LINEAR),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeConfig", _BASE | _LINEAR | _MOE | _SHARED),
+    "Qwen4ExpForCausalLM": ("Qwen4ExpTextConfig", _BASE | _LINEAR | _MOE | _SHARED | _QWEN4_EXP),
+    "Qwen4ExpForConditionalGeneration": ("Qwen4ExpConfig", _BASE | _LINEAR | _MOE | _SHARED | _QWEN4_EXP),
     "Qwen3VLForConditionalGeneration": ("Qwen3VLConfig", _BASE),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeConfig", _BASE | _MOE),
 }
-_WITHOUT_DENSE_MLP = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+_WITHOUT_DENSE_MLP = (
+    "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration",
+)  # fmt: skip
 
 
 def make_config(arch: str, **overrides: Any) -> Any:
@@ -358,10 +387,22 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
     _clamp_by_config(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("hc.base", "hc.scale", "compress_ape", "compress_gate", "hc.fn")):
+            if name.endswith(("hc.base", "hc.scale", "compress_ape", "compress_gate", "hc.fn", "ple.conv1d.weight")):
                 parameter.copy_(torch.empty_like(parameter).uniform_(-0.5, 0.5, generator=generator))
             if name.endswith(
-                ("norm.weight", "layernorm.weight", "norm_f.weight", "dt_bias", "proj_bias", ".bias", ".D", "sinks")
+                (
+                    "norm.weight",
+                    "layernorm.weight",
+                    "norm_key.weight",
+                    "norm_query.weight",
+                    "norm_conv.weight",
+                    "norm_f.weight",
+                    "dt_bias",
+                    "proj_bias",
+                    ".bias",
+                    ".D",
+                    "sinks",
+                )
             ):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
         for name, buffer in model.named_buffers():

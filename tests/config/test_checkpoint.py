@@ -52,6 +52,8 @@ READ_BELOW = (
     "KimiLinearForCausalLM",
     "BailingHybridForCausalLM",
     "Glm5NextForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
 )

@@ -132,6 +132,9 @@ def run_layer(name: str) -> Run:
         ("Glm5NextForConditionalGeneration", "model.layers.3.self_attn", {}),
         ("Glm5NextForConditionalGeneration", "model.layers.0.mlp", {}),
         ("Glm5NextForConditionalGeneration", "model.layers.3.mlp", {}),
+        ("Qwen4ExpForCausalLM", "model.layers.1.linear_attn", LINEAR),
+        ("Qwen4ExpForCausalLM", "model.layers.2.self_attn", LINEAR | {"num_key_value_heads": 1}),
+        ("Qwen4ExpForCausalLM", "model.layers.2.mlp", LINEAR),
         ("BailingHybridForCausalLM", "model.layers.0.self_attn", {}),
         ("BailingHybridForCausalLM", "model.layers.2.self_attn", {}),
         (
@@ -173,6 +176,20 @@ def test_layers_with_sums_inside(arch: str, name: str, overrides: dict[str, Any]
     whole = run_layer(name)(Harness(folder))
     sharded = run_sharded(folder, size, run_layer(name), sums=[])
     torch.testing.assert_close(sharded[: sum(LENGTHS)], whole[: sum(LENGTHS)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_embeddings_of_ngrams(size: int, tmp_path: Path) -> None:
+    """Tables are split by row, in a file of three tensors; what is added to the streams is whole on every rank."""
+    folder = make_checkpoint("Qwen4ExpForCausalLM", tmp_path, **LINEAR)
+    ids, streams = torch.arange(30) % 9, torch.randn(30, 3, 48, generator=torch.Generator().manual_seed(0))
+
+    def run(harness: Harness) -> Tensor:
+        layer: Callable[[Tensor, Tensor], Tensor] = harness.model.get_submodule("model.layers.3.ple")
+        with forward_context(harness.context_for([(harness.sequence(ids.tolist()), 30)])), torch.no_grad():
+            return layer(streams, ids).flatten(1) / harness.context.tp.size
+
+    torch.testing.assert_close(run_sharded(folder, size, run, sums=[]), run(Harness(folder)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -51,6 +51,8 @@ OTHERS: dict[str, Any] = {
     "mlp_only_layers": lambda v: [0],
     "q_lora_rank": lambda v: 18,
     "full_attn_idxs": lambda v: [1],
+    "output_gate_type": lambda v: "sigmoid",
+    "ple_layer_ids": lambda v: [2],
 }
 
 

@@ -33,6 +33,7 @@ HYBRID = (
                 "KimiLinear",
                 "BailingHybrid",
                 "Glm5Next",
+                "Qwen4Exp",
                 "Gemma3",
                 "GptOss",
                 "RecurrentGemma",
@@ -43,7 +44,7 @@ HYBRID = (
 )
 LEAVE_NO_SUMS = (
     "FalconH1", "FalconMamba", "Gemma3", "Glm5Next", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid",
-    "RecurrentGemma",
+    "Qwen4Exp", "RecurrentGemma",
 )  # fmt: skip
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
 mixers that leave no sums."""
@@ -175,6 +176,7 @@ LFM3_ROPE = {
     "sliding_attention": {"rope_type": "linear", "rope_theta": 70.0, "factor": 4.0},
 }
 KIMI, LING = "KimiLinearForCausalLM", "BailingHybridForCausalLM"
+QWEN4 = "Qwen4ExpForCausalLM"
 GLM5_NEXT = "Glm5NextForConditionalGeneration"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
@@ -239,6 +241,11 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (GLM5_NEXT, {"index_kpool": 16, "index_topk": 32, "num_attention_heads": 3, "num_key_value_heads": 3,
                  "hc_sinkhorn_iters": 1, "swiglu_limit": 10.0, "n_group": 1, "topk_group": 1, "index_n_heads": 16}),
     (GLM5_NEXT, {"layer_types": ["full_attention", "linear_attention"] * 2, "norm_topk_prob": False}),
+    (QWEN4, {"ple_layer_ids": [], "hc_count": 2, "indexer_compress_ratio": 1, "indexer_budget": 17}),
+    (QWEN4, {"ple_layer_ids": [2], "ngram_size": 4, "heads_per_ngram": 1, "split_ngram_parts": 1, "seed": 5,
+             "ple_conv_kernel_size": 4, "num_key_value_heads": 1, "indexer_n_heads": 16, "eos_token_id": [7, 9]}),
+    (QWEN4, {"layer_types": ["full_attention", "linear_attention"] * 2, "ple_layer_ids": [2, 4], "ple_embed_dim": None,
+             "num_experts": 7, "num_experts_per_tok": 3, "tie_word_embeddings": True, "output_gate_type": "silu"}),
     (OLMO, {"linear_allow_neg_eigval": False, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 51}),
     (OLMO, {"rope_parameters": NO_ROPE, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
     (OLMO, {"attention_bias": True, "layer_types": ["full_attention"] * 2 + ["linear_attention", "full_attention"]}),

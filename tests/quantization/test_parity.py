@@ -22,7 +22,7 @@ ARCHITECTURES = [
 JOINED = {"shared_expert_intermediate_size": 128}
 """As wide as the others: then the shared expert is one of them, unless inputs' scales are static."""
 CASES = [(arch, "block") for arch in ARCHITECTURES] + [("Qwen3NextForCausalLM", scheme) for scheme in SCHEMES[1:]]
-CASES += [("BailingHybridForCausalLM", "channel-token")]
+CASES += [("BailingHybridForCausalLM", "channel-token"), ("Qwen4ExpForCausalLM", "channel-token")]
 LENGTHS = (1, 65, 130)
 ALONE = [("Qwen3NextForCausalLM", "block"), ("Qwen3NextForCausalLM", "tensor-token")]
 EQUAL_ROWS = 0.05 if sums_in_order() else 0.2

@@ -26,6 +26,7 @@ from weft.config.lfm3 import LFM3
 from weft.config.mamba_families import MAMBA_FAMILIES
 from weft.config.model import Multipliers
 from weft.config.moe import read_gpt_oss_moe, read_kimi_moe, read_lfm2_moe, read_moe, read_renormalised_moe
+from weft.config.qwen4_exp import qwen4_exp
 from weft.config.recurrent_gemma import RECURRENT_GEMMA
 from weft.config.short_conv import read_short_conv
 from weft.config.sliding_window import (
@@ -248,6 +249,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe(),
     "Qwen3_5ForConditionalGeneration": _qwen3_5(multimodal=True, vision=_qwen3_5_vision),
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True, vision=_qwen3_5_vision),
+    # Qwen4-Exp: Gated DeltaNet, attention over selected tokens, residual streams, n-gram embeddings, experts.
+    "Qwen4ExpForCausalLM": qwen4_exp(),
+    "Qwen4ExpForConditionalGeneration": qwen4_exp(multimodal=True),
     # Qwen3-VL (arXiv 2511.21631): Qwen3's decoder with a vision tower.
     "Qwen3VLForConditionalGeneration": _qwen3_vl(),
     "Qwen3VLMoeForConditionalGeneration": _qwen3_vl(moe=read_renormalised_moe),

@@ -1,11 +1,12 @@
 """Attention over tokens that an indexer selects, as a kind of layer: geometry, cache and costs.
 
-Job: the numbers of an indexer, and of latent attention with one (GLM-5.3). Does not know: scores, kernels
-(``ops/indexed_attention``).
+Job: the numbers of an indexer, and of attention (Qwen4-Exp) and latent attention (GLM-5.3) with one. Does not know:
+scores, kernels (``ops/indexed_attention``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from weft.config.attention import AttentionConfig
 from weft.config.kimi import LatentAttentionConfig
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 
@@ -65,3 +66,27 @@ class IndexedLatentConfig:
     def check_shares(self, tp_size: int) -> None:
         """Heads are split."""
         self.latent.check_shares(tp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedAttentionConfig:
+    """Geometry of grouped-query attention over selected tokens in the whole model."""
+
+    attention: AttentionConfig
+    indexer: IndexerConfig
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """The tensors of attention in the model's dtype, and those of the indexer."""
+        indexer = self.indexer
+        whole = self.attention.layer_spec(hidden_size, replace(dtypes, kv=dtypes.model))
+        return LayerSpec(
+            paged=(*whole.paged, *indexer.paged(dtypes)),
+            page_multiple=indexer.pool,
+            num_weights=whole.num_weights + indexer.num_weights,
+            flops_per_token=whole.flops_per_pair * indexer.count * indexer.pool,
+            flops_per_pair=indexer.flops_per_pair,
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        """As of attention."""
+        self.attention.check_shares(tp_size)

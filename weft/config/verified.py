@@ -51,6 +51,8 @@ VERIFIED: dict[str, Verified] = {
     "Qwen3_5MoeForCausalLM": Verified(True, Ranks.ENGINE),
     "Qwen3_5ForConditionalGeneration": Verified(True, Ranks.LAYERS),
     "Qwen3_5MoeForConditionalGeneration": Verified(True, Ranks.LAYERS),
+    "Qwen4ExpForCausalLM": Verified(False, Ranks.LAYERS),
+    "Qwen4ExpForConditionalGeneration": Verified(False, Ranks.LAYERS),
     "Qwen3VLForConditionalGeneration": Verified(True, Ranks.LAYERS),
     "Qwen3VLMoeForConditionalGeneration": Verified(True, Ranks.LAYERS),
     "Lfm2ForCausalLM": Verified(True, Ranks.LAYERS),

@@ -49,12 +49,20 @@ def tower_bytes(model: ModelConfig, dtype: str) -> int:
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
     """Bytes of all weights, each counted once."""
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
-    plain = (tables + router_weights(model)) * DTYPE_BYTES[dtype]
+    tables += sum(spec.num_table_weights for spec in model.layer_specs(CacheDtypes()).values())
+    plain = (tables + router_weights(model) + _stream_weights(model)) * DTYPE_BYTES[dtype]
     return tower_bytes(model, dtype) + plain + round(sum(_linear_bytes(model, dtype)))
 
 
+def _stream_weights(model: ModelConfig) -> int:
+    """Weights of the connections of all blocks with the residual streams, which are never quantised."""
+    if model.streams is None:
+        return 0
+    return (2 * model.num_hidden_layers + 1) * model.streams.num_weights(model.hidden_size)
+
+
 def _linear_weights(model: ModelConfig) -> int:
-    """Weights of all linear layers and experts, without tables and routers."""
+    """Weights of all linear layers and experts, without tables, routers and connections of streams."""
     mixers = sum(spec.num_weights for spec in model.layer_specs(CacheDtypes()).values())
     joint = 2 * model.hidden_size**2 if model.runs_mtp else 0
     return mixers + joint + mlp_weights(model, 0 if model.moe is None else model.moe.num_experts)

@@ -15,8 +15,10 @@ from weft.config.model import ModelConfig
 from weft.forward_context import Batch, LayerCache
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear, PackedLinear
+from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, whole, whole_rows
 from weft.ops.indexed_attention import pool_entries, select_pools, store_index_keys
+from weft.ops.rotary import apply_rotary
 
 _NORM_EPS = 1e-6
 """Epsilon of the keys' norm, whatever the model's is."""
@@ -96,3 +98,52 @@ class WeightedIndexer(WeightModule):
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"index_kpool_compress_ape": whole(self.places)},)
+
+
+class MeanIndexer(WeightModule):
+    """The indexer of Qwen4-Exp: heads count alike, and the key of a pool is the mean of its tokens' keys.
+
+    Queries, and means, are normalised and rotated, the mean as the first token of its pool.
+    """
+
+    def __init__(self, geometry: IndexerConfig, cos_sin: Tensor, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        self.geometry, self._backend, self._cos_sin = geometry, context.backend, cos_sin
+        self.widths = [geometry.num_heads * geometry.dim, geometry.dim]
+        columns = {"": whole_rows(sum(self.widths))}
+        self.index_qk_proj = PackedLinear(config.hidden_size, columns, bias=False, context=context)
+        self.q_layernorm, self.k_layernorm = (
+            RMSNorm(geometry.dim, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm) for _ in "qk"
+        )
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """``[T, hidden_size] -> [T, queries | key]``."""
+        projected: Tensor = self.index_qk_proj(hidden_states)
+        return projected
+
+    def select(self, projected: Tensor, cache: LayerCache, batch: Batch) -> Tensor:
+        """Store this step's keys, and select pools for each token: ``[T, count]`` int32."""
+        geometry, slots = self.geometry, batch.slot_mapping
+        q, key = projected.split(self.widths, dim=-1)
+        entries = cache["index_entries"]
+        entries.flatten(0, 1).index_copy_(0, slots, key.to(entries.dtype))
+        means = pool_entries(entries, slots, geometry.pool).float().mean(1).to(key.dtype)
+        firsts = (batch.positions - (geometry.pool - 1)).clamp(min=0)
+        keys = self._rotate(self.k_layernorm(means)[:, None], firsts)[:, 0]
+        store_index_keys(keys, cache["index_keys"], slots, geometry.pool)
+        q = self.q_layernorm(q.unflatten(-1, (geometry.num_heads, geometry.dim)))
+        return select_pools(
+            self._rotate(q, batch.positions).contiguous(),
+            None,
+            cache["index_keys"],
+            batch,
+            pool=geometry.pool,
+            count=geometry.count,
+            backend=self._backend,
+        )
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        return apply_rotary(x, x[:, :0], positions, self._cos_sin)[0]
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({},)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from weft.config.model import ModelConfig
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_parameter, whole
@@ -30,6 +31,20 @@ class RMSNorm(WeightModule):
     def initial_range(self, name: str) -> tuple[float, float]:
         centre = 0.0 if self._zero_centered else 1.0
         return centre - 0.1, centre + 0.1
+
+
+class StreamsNorm(RMSNorm):
+    """RMSNorm of several streams ``[T, N, hidden_size]``, with weights ``[N * hidden_size]``."""
+
+    def __init__(self, count: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(
+            count * config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.float().view(x.shape[1:]) + (1.0 if self._zero_centered else 0.0)
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps) * scale).to(x.dtype)
 
 
 class ResidualRMSNorm(RMSNorm):

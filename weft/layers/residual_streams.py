@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
 from weft.config.residual_streams import StreamsConfig
 from weft.layers.context import ModelContext
-from weft.layers.norm import ResidualRMSNorm
+from weft.layers.linear import MergedReplicatedLinear
+from weft.layers.norm import ResidualRMSNorm, RMSNorm, StreamsNorm
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, whole
 from weft.ops.streams import read_streams, write_streams
 
@@ -73,6 +74,38 @@ class SinkhornConnection(StreamConnection):
         return {"base": (-0.1, 0.1), "scale": (0.9, 1.1)}.get(name) or super().initial_range(name)
 
 
+class GatedConnection(StreamConnection):
+    """Gates of low rank for every channel of every stream (Qwen4-Exp). The block reads the mean of the gated streams.
+
+    Args:
+        writes: False at the end of the streams, where there is no block.
+    """
+
+    def __init__(
+        self, streams: StreamsConfig, config: ModelConfig, context: ModelContext, *, writes: bool = True
+    ) -> None:
+        super().__init__()
+        self._count, self._rank = streams.count, streams.rank
+        width = streams.count * config.hidden_size
+        self.hc_norm = StreamsNorm(streams.count, config, context)
+        outputs = [streams.rank, streams.count] if writes else [streams.rank]
+        self.mix_down = MergedReplicatedLinear(width, outputs, context=context)
+        self.mix_up = MergedReplicatedLinear(streams.rank, [width], context=context)
+
+    def read(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        normed = self.hc_norm(streams)
+        down = self.mix_down(normed.flatten(1)) / self._count
+        gates = self.mix_up(F.silu(down[:, : self._rank])).sigmoid()[:, : normed[0].numel()]
+        x = (gates.view(normed.shape) * normed).mean(1)
+        return x, (2.0 * down[:, self._rank : self._rank + self._count].sigmoid(),)
+
+    def write(self, streams: Tensor, output: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        return torch.addcmul(streams, output[:, None], weights[0][..., None])
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({},)
+
+
 class MeanOfStreams(ResidualRMSNorm):
     """The final norm, of the mean of the streams."""
 
@@ -82,14 +115,33 @@ class MeanOfStreams(ResidualRMSNorm):
         return self(residual.mean(1)), residual
 
 
+class GatedEnd(GatedConnection):
+    """The gated mean of the streams, which the head reads in place of a norm's output."""
+
+    def add(self, x: Any, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As ``MeanOfStreams.add``."""
+        assert residual is not None, "the streams begin in the first layer"
+        return self.read(residual)[0], residual
+
+
 def stream_connection(config: ModelConfig, context: ModelContext) -> StreamConnection:
     """A connection of the model's form."""
     assert config.streams is not None, "the family has residual streams"
-    return SinkhornConnection(config.streams, config, context)
+    return (GatedConnection if config.streams.form == "gated" else SinkhornConnection)(config.streams, config, context)
 
 
-def end_of_streams(config: ModelConfig, context: ModelContext) -> ResidualRMSNorm:
+def block_norm(config: ModelConfig, context: ModelContext) -> nn.Module:
+    """The norm of a block's input; gated streams are normalised already."""
+    if config.streams is not None and config.streams.form == "gated":
+        return nn.Identity()
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm)
+
+
+def end_of_streams(config: ModelConfig, context: ModelContext) -> MeanOfStreams | GatedEnd:
     """The model's final norm."""
+    assert config.streams is not None, "the family has residual streams"
+    if config.streams.form == "gated":
+        return GatedEnd(config.streams, config, context, writes=False)
     return MeanOfStreams(
         config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm, partial=False
     )

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from weft.config.attention import AttentionConfig
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.config.indexed_attention import IndexedLatentConfig
+from weft.config.indexed_attention import IndexedAttentionConfig, IndexedLatentConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.lightning_attention import LightningAttentionConfig
 from weft.config.mamba import MambaConfig
 from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig, layer_name
+from weft.config.ngram import NGramConfig
 from weft.config.recurrent_gemma import RgLruConfig
 from weft.config.short_conv import ShortConvConfig
 from weft.config.sliding_window import SlidingWindowConfig
@@ -28,6 +29,7 @@ from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from weft.layers.gated_delta_net import GatedDeltaNet
+from weft.layers.indexed_attention import IndexedAttention
 from weft.layers.indexed_latent import IndexedLatentAttention
 from weft.layers.kimi_delta import KimiDelta
 from weft.layers.latent_attention import LatentAttention
@@ -36,8 +38,9 @@ from weft.layers.mamba import Mamba
 from weft.layers.mamba2 import Mamba2
 from weft.layers.mlp import dense_mlp
 from weft.layers.moe import SparseMoe, sparse_moe
+from weft.layers.ngram import NGramEmbedding
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
-from weft.layers.residual_streams import end_of_streams, stream_connection
+from weft.layers.residual_streams import GatedEnd, block_norm, end_of_streams, stream_connection
 from weft.layers.rg_lru import RgLru
 from weft.layers.short_conv import ShortConv
 from weft.layers.sliding_window import SlidingWindowAttention
@@ -48,7 +51,9 @@ MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] =
     AttentionConfig: Attention,
     SlidingWindowConfig: SlidingWindowAttention,
     LatentAttentionConfig: LatentAttention,
+    IndexedAttentionConfig: IndexedAttention,
     IndexedLatentConfig: IndexedLatentAttention,
+    NGramConfig: NGramEmbedding,
     GatedDeltaNetConfig: GatedDeltaNet,
     KimiDeltaConfig: KimiDelta,
     LightningAttentionConfig: LightningAttention,
@@ -226,18 +231,24 @@ class StreamsLayer(DecoderLayer):
 
     partial_output = False
 
+    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace) -> None:
+        super().__init__(config, context, place)
+        self._mixers = tuple(name for name in self._mixers if not isinstance(getattr(self, name), NGramEmbedding))
+
     def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
         assert config.streams is not None
         self._count = config.streams.count
         self._input = ResidualSum(config.hidden_size, context, partial=partial_input)
         self._block = ResidualSum(config.hidden_size, context, partial=True)
-        self.input_layernorm = residual_norm(config, context, partial=False)
-        self.post_attention_layernorm = residual_norm(config, context, partial=False)
+        self.input_layernorm, self.post_attention_layernorm = (block_norm(config, context) for _ in range(2))
         self.attn_hc, self.ffn_hc = (stream_connection(config, context) for _ in range(2))
 
+    def begin(self, x: Tensor) -> Tensor:
+        """Begin the streams with the embeddings ``[T, hidden_size]``."""
+        return self._input(x, None)[:, None].expand(-1, self._count, -1)
+
     def forward(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            residual = self._input(x, None)[:, None].expand(-1, self._count, -1)
+        residual = self.begin(x) if residual is None else residual
         x, weights = self.attn_hc.read(residual)
         mixed = self._block(self.mixer_output(self.input_layernorm(x), rows), None)
         if rows is None:
@@ -277,7 +288,7 @@ def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool =
     )
 
 
-def final_norm(config: ModelConfig, context: ModelContext, *, partial: bool) -> ResidualRMSNorm:
+def final_norm(config: ModelConfig, context: ModelContext, *, partial: bool) -> ResidualRMSNorm | GatedEnd:
     """The norm after the last layer, which also ends residual streams."""
     if config.streams is not None:
         return end_of_streams(config, context)
@@ -311,9 +322,15 @@ class Decoder(nn.Module):
         rows, last = get_forward_context().batch.logits_rows, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             selected = rows if index == last else None
-            x, residual = layer(x, residual, selected)
+            x, residual = layer(*self.before_layer(index, x, residual, input_ids), selected)
             residual = self.after_layer(index, residual, input_ids, selected)
         return self.norm.add(x, residual)[0]
+
+    def before_layer(
+        self, index: int, x: Tensor, residual: Tensor | None, input_ids: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's input and residual; ``input_ids [T]``."""
+        return x, residual
 
     def after_layer(self, index: int, residual: Tensor, input_ids: Tensor, rows: LogitsRows | None) -> Tensor:
         """The residual after a layer, of ``rows`` alone if there are any; ``input_ids [T]``."""

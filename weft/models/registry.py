@@ -1,9 +1,11 @@
 """From a model config to a model."""
 
 from weft.config.model import ModelConfig
+from weft.config.ngram import NGramConfig
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM
 from weft.models.mtp import MultiTokenPredictor
+from weft.models.ngram import NGramModel
 from weft.models.vision_language import VisionLanguageModel
 from weft.quantization import create_weights
 
@@ -14,8 +16,15 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
     Raises:
         ConfigError: a dimension does not divide over the tensor-parallel group, or not into blocks of FP8 weights.
     """
-    model = (VisionLanguageModel if config.runs_vision else CausalLM)(config, context).eval()
+    model = _model_class(config)(config, context).eval()
     if config.runs_mtp:
         model.add_module("mtp", MultiTokenPredictor(config, context).eval())
     create_weights(model, config.quantization, context)
     return model
+
+
+def _model_class(config: ModelConfig) -> type[CausalLM]:
+    if config.runs_vision:
+        return VisionLanguageModel
+    has_ngrams = any(isinstance(g, NGramConfig) for modules in config.mixers.values() for g in modules.values())
+    return NGramModel if has_ngrams else CausalLM

@@ -35,6 +35,21 @@ _QWEN3_5 = WeightTable(
     renames={"model.language_model.": "model."},
     ignorable=("mtp.*", "model.visual.*"),
 )
+_QWEN4_EXP = WeightTable(
+    _QWEN3_5.packed
+    | {
+        "attn_hc.mix_down": ("input_mix_weight_down", "block_inject_weight"),
+        "ffn_hc.mix_down": ("input_mix_weight_down", "block_inject_weight"),
+        "norm.mix_down": ("input_mix_weight_down",),
+        "mix_up": ("input_mix_weight_up",),
+        "ple.in_proj": ("key_proj", "value_proj"),
+    },
+    renames=_QWEN3_5.renames,
+    modules={"attn_hc": "attn_hyper_connection", "ffn_hc": "mlp_hyper_connection"},
+    patterns={r"\.hyper_connection_mixer\.": ".norm.", r"\.ple_embedding\.ngram_embedding\.": ".ngram_embedding."},
+    # Buffers, which follow from the geometry, and the head and the tower, which do not run.
+    ignorable=(*_QWEN3_5.ignorable, "*.layer_multipliers", "*.ngram_heads_vocab_sizes", "*.ngram_heads_offsets"),
+)
 _QWEN3_VL = WeightTable(_PLAIN, renames={"model.language_model.": "model."}, ignorable=("model.visual.*",))
 
 _LFM2 = WeightTable(
@@ -198,6 +213,8 @@ WEIGHT_TABLES = {
     "Qwen3_5MoeForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+    "Qwen4ExpForCausalLM": _QWEN4_EXP,
+    "Qwen4ExpForConditionalGeneration": _QWEN4_EXP,
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": replace(_QWEN3_VL, packed=_PLAIN | _ROUTER),
     "BambaForCausalLM": _BAMBA,

@@ -66,7 +66,7 @@ def select_pools(
     """
     page_size, dim = cache.shape[1], q.shape[2]
     per_page = page_size // pool
-    pages, positions = _token_rows(batch, q.shape[0])
+    pages, positions = token_rows(batch, q.shape[0])
     num_pools = _longest(batch, page_size) // pool
     selected = torch.full((q.shape[0], count), -1, dtype=torch.int32, device=q.device)
     if not num_pools:
@@ -113,7 +113,7 @@ def indexed_attention(
     """
     num_rows, num_heads, _ = q.shape
     page_size, num_kv_heads, value_dim = v_cache.shape[1:]
-    pages, positions = _token_rows(batch, num_rows)
+    pages, positions = token_rows(batch, num_rows)
     out = q.new_zeros(num_rows, num_heads, value_dim)
     tail = (positions + 1) // pool * pool
     own = torch.arange(pool, device=q.device)
@@ -135,7 +135,7 @@ def indexed_attention(
     return out
 
 
-def _token_rows(batch: Batch, num_rows: int) -> tuple[Tensor, Tensor]:
+def token_rows(batch: Batch, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return page tables of the tokens' sequences ``[T, max_pages]``, and positions ``[T]``, both int64.
 
     No number is read on the host, so that a captured graph serves every batch of its size. Padding rows read page 0.
