@@ -18,7 +18,7 @@ from weft.engine.input_processor import InputProcessor
 from weft.engine.output_processor import OutputStream
 from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import ResponseStream
-from weft.errors import EngineDeadError, RequestError, WeftError
+from weft.errors import ConfigError, EngineDeadError, RequestError, UnavailableError, WeftError
 from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
@@ -78,6 +78,8 @@ class AsyncEngine:
         self._inspection_numbers = itertools.count() if inspection_numbers is None else inspection_numbers
         self._inspections: dict[int, asyncio.Future[wire.Inspected]] = {}
         self._pending_resets: list[asyncio.Future[bool]] = []
+        self._controls: dict[int, asyncio.Future[wire.Controlled]] = {}
+        self._unavailable = ""
 
     @property
     def num_open(self) -> int:
@@ -105,9 +107,12 @@ class AsyncEngine:
         Raises:
             RequestError: the id is in use, or the parameters do not fit the model.
             EngineDeadError: the engine has died.
+            UnavailableError: the engine is asleep, or has no valid weights.
         """
         if self._death is not None:
             raise self._death
+        if self._unavailable:
+            raise UnavailableError(self._unavailable)
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
         resolved = self.inputs.sampling.resolve(params, grammar)
@@ -234,6 +239,33 @@ class AsyncEngine:
         if not pending.done():
             pending.set_result(message.done)
 
+    async def control(self, action: str, mode: str = "wait", **arguments: Any) -> wire.Controlled:
+        """Have the engine carry out a command; see ``wire.Control``.
+
+        Raises:
+            ConfigError: the command was refused or failed. The message says whether the old weights are served on.
+            EngineDeadError: the engine has died.
+        """
+        if self._death is not None:
+            raise self._death
+        number = next(self._inspection_numbers)
+        pending = self._controls[number] = asyncio.get_running_loop().create_future()
+        self._link.send(wire.Control(number, action, mode, arguments))
+        try:
+            answer = await pending
+        finally:
+            del self._controls[number]
+        if answer.error:
+            raise ConfigError(answer.error)
+        return answer
+
+    def on_controlled(self, message: wire.Controlled) -> None:
+        """Pass on the answer to a command, and refuse or accept requests from now on."""
+        self._unavailable = message.unavailable
+        pending = self._controls.get(message.number)
+        if pending is not None and not pending.done():
+            pending.set_result(message)
+
     def fail_later_than(self, moment: float, error: WeftError) -> None:
         """Fail the streams that were submitted after ``moment`` (of ``time.monotonic()``) and have no token yet."""
         for stream in self._streams.values():
@@ -246,7 +278,11 @@ class AsyncEngine:
         self._death = EngineDeadError(reason)
         for stream in self._streams.values():
             stream.fail(self._death)
-        waiting: list[asyncio.Future[Any]] = [*self._inspections.values(), *self._pending_resets]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._inspections.values(),
+            *self._pending_resets,
+            *self._controls.values(),
+        ]
         for pending in waiting:
             if not pending.done():
                 pending.set_exception(self._death)

@@ -35,6 +35,8 @@ from weft.request import FinishReason, Request, RequestSpec
 from weft.stats import EngineStats
 
 if TYPE_CHECKING:
+    from weft.engine.controls import Controls
+    from weft.engine.rollouts import Rollouts
     from weft.engine.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -61,18 +63,32 @@ class Core(Protocol):
     def shutdown(self) -> None: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def rollouts(self) -> Rollouts: ...
 
 
 class EngineLoop:
     """The loop: receive messages, run steps, send messages."""
 
-    def __init__(self, core: Core, channel: EngineChannel, *, reports_prefixes: bool = False) -> None:
+    def __init__(
+        self, core: Core, channel: EngineChannel, *, reports_prefixes: bool = False, enables_sleep: bool = False
+    ) -> None:
         self._core = core
         self._prefixes_due = 0.0 if reports_prefixes else math.inf
         self._prefixes_version = -1
         self._channel = channel
         self._sent: dict[str, tuple[int, int]] = {}  # tokens and prompt log probabilities sent, by open request
         self._broken_steps = 0
+        self._enables_sleep = enables_sleep
+        self._controls: Controls | None = None
+
+    def _control(self, message: wire.Control) -> None:
+        if self._controls is None:
+            from weft.engine.controls import Controls
+
+            send, changed = self._channel.send, self._send_changed
+            self._controls = Controls(self._core, send, changed, enables_sleep=self._enables_sleep)
+        self._controls.begin(message)
 
     def run(self) -> None:
         """Run until ``Shutdown``. Raises the exception of a step if ``MAX_BROKEN_STEPS`` steps failed in a row, or if
@@ -86,6 +102,8 @@ class EngineLoop:
                 self._handle(message)
             if self._core.has_work:
                 self._step()
+            if self._controls is not None:
+                self._controls.poll()
             if time.monotonic() >= self._prefixes_due:
                 self._report_prefixes()
 
@@ -99,7 +117,9 @@ class EngineLoop:
         now = time.monotonic()
         self._prefixes_due = now + max(PREFIXES_EVERY_S, 100 * (now - began))
 
-    def _handle(self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache) -> None:
+    def _handle(
+        self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache | wire.Control
+    ) -> None:
         """Handle a message. A message that fails must not end the running requests."""
         try:
             self._apply(message)
@@ -115,12 +135,17 @@ class EngineLoop:
         self._sent.pop(request_id, None)
         self._channel.send(wire.Outputs([wire.Update(request_id, [], finish_reason="error")], self._core.stats()))
 
-    def _apply(self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache) -> None:
+    def _apply(
+        self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache | wire.Control
+    ) -> None:
         if isinstance(message, wire.Inspect):
             self._channel.send(wire.Inspected(message.number, self._core.snapshot(message.tokens_per_node)))
             return
         if isinstance(message, wire.ResetPrefixCache):
             self._channel.send(wire.PrefixCacheReset(self._reset_prefix_cache()))
+            return
+        if isinstance(message, wire.Control):
+            self._control(message)
             return
         if isinstance(message, RequestSpec):
             self._sent[message.request_id] = (0, 0)
@@ -151,6 +176,9 @@ class EngineLoop:
             return
         if any(request.finish_reason != "error" for request in changed):
             self._broken_steps = 0
+        self._send_changed(changed)
+
+    def _send_changed(self, changed: list[Request]) -> None:
         updates = [self._update(request) for request in changed if request.request_id in self._sent]
         if updates:
             self._channel.send(wire.Outputs(updates, self._core.stats()))
@@ -179,6 +207,7 @@ class EngineLoop:
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
             no_drafts_because=request.no_drafts_because,
+            weight_version=request.weight_spans[-1][1],
         )
 
 
@@ -239,7 +268,8 @@ def main(make: Start = start_core) -> int:
         gc.freeze()  # permanent objects need not be scanned by every collection
         channel.send(wire.Ready(capacity))
         reports_prefixes = (start.settings.get("data_parallel_size") or 1) > 1
-        EngineLoop(core, channel, reports_prefixes=reports_prefixes).run()
+        enables_sleep = bool(start.settings.get("enable_sleep_mode"))
+        EngineLoop(core, channel, reports_prefixes=reports_prefixes, enables_sleep=enables_sleep).run()
     except Exception as error:
         if not isinstance(error, WeftError):
             logger.exception("the engine ends")

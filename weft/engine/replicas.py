@@ -157,6 +157,8 @@ class ReplicaSet:
                 self._obey(message, why_not_start, self._restart)
             case wire.ResetPrefixCache():
                 self._reset_prefix_cache(message)
+            case wire.Control():
+                raise AssertionError("a server with replicas has no administrator's commands")
             case wire.Shutdown():
                 for member in self.members:
                     if member.process is not None:
@@ -218,6 +220,8 @@ class ReplicaSet:
                 self._on_message(replace(message, replica=member.index))
             case wire.PrefixCacheReset():
                 self._resets.answered(member.index, message.done)
+            case wire.Controlled():
+                raise AssertionError("replicas get no administrator's commands")
             case _:
                 assert_never(message)
 

@@ -3,16 +3,17 @@
 Job: the messages as msgspec structs, and their bytes (msgpack with a type tag, never pickle). Owns: their fields. Does
 not know: sockets (``channel.py``), or who reads them.
 
-Messages to the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``ResetPrefixCache``, ``Shutdown``;
-to several replicas also ``DrainReplica`` and ``StartReplica``.
+Messages to the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``ResetPrefixCache``, ``Control``,
+``Shutdown``; to several replicas also ``DrainReplica`` and ``StartReplica``.
 
 Messages from the engine, in this order: ``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs`` for each step
-that changed something. An ``Inspected`` answers each ``Inspect``, a ``PrefixCacheReset`` each ``ResetPrefixCache``. A
-replica also sends ``CachedPrefixes``. ``Failed`` says that the engine cannot start or go on. Moments are seconds of
-``time.monotonic()``, which all processes of a machine share on Linux.
+that changed something. An ``Inspected`` answers each ``Inspect``, a ``PrefixCacheReset`` each ``ResetPrefixCache``, a
+``Controlled`` each ``Control``. A replica also sends ``CachedPrefixes``. ``Failed`` says that the engine cannot start
+or go on. Moments are seconds of ``time.monotonic()``, which all processes of a machine share on Linux.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -66,11 +67,25 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
     """Drop every cached prefix, and answer with ``PrefixCacheReset`` whether that was possible."""
 
 
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """A command of an administrator; see ``engine/controls.py``. Not for replicas.
+
+    Attributes:
+        action: pause, resume, sleep, wake_up, state, load, receive, join or leave.
+        mode: what open requests do.
+    """
+
+    number: int
+    action: str
+    mode: str = "wait"
+    arguments: dict[str, Any] = {}
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit with status 0."""
 
 
-ToEngine = RequestSpec | FinishRequests | Inspect | ResetPrefixCache | DrainReplica | StartReplica | Shutdown
+ToEngine = RequestSpec | FinishRequests | Inspect | ResetPrefixCache | DrainReplica | StartReplica | Control | Shutdown
 
 
 class Configured(msgspec.Struct, frozen=True, tag="configured"):
@@ -134,9 +149,11 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     no_drafts_because: str = ""
+    weight_version: int = 0
 
     def apply(self, request: Request) -> None:
         """Bring the server's copy of the request up to date."""
+        request.note_version(self.weight_version)
         request.output_token_ids += self.token_ids
         if self.logprobs:
             request.logprobs += self.logprobs
@@ -179,6 +196,22 @@ class Inspected(msgspec.Struct, frozen=True, tag="inspected"):
     replica: int | None = None
 
 
+class Controlled(msgspec.Struct, frozen=True, tag="controlled"):
+    """The answer to the ``Control`` of this number, and the engine's state.
+
+    Attributes:
+        unavailable: the reason why no request can run; empty if requests can run.
+        error: the reason why the command failed; empty if it succeeded.
+    """
+
+    number: int
+    is_sleeping: bool
+    is_paused: bool
+    weight_version: int
+    unavailable: str = ""
+    error: str = ""
+
+
 class CachedPrefixes(msgspec.Struct, frozen=True, tag="prefixes"):
     """The prefixes that a replica has cached; see ``weft/engine/prefix_hashes.py``.
 
@@ -193,7 +226,7 @@ class CachedPrefixes(msgspec.Struct, frozen=True, tag="prefixes"):
     price: float = 1.0
 
 
-FromEngine = Configured | Stage | Ready | Failed | Outputs | Inspected | CachedPrefixes | PrefixCacheReset
+FromEngine = Configured | Stage | Ready | Failed | Outputs | Inspected | CachedPrefixes | PrefixCacheReset | Controlled
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode

@@ -69,5 +69,7 @@ class InProcessExecutor:
         if self._profiler is not None:
             self._profiler.close()
         wait_for_steps()
+        if self._runner.sleep is not None:
+            self._runner.sleep.close()
         del self._runner
         release_workspaces()

@@ -56,6 +56,8 @@ class Rank:
     def close(self) -> None:
         """Free weights and caches, and leave the group."""
         self.__dict__.pop("control", None)
+        if self.runner.sleep is not None:
+            self.runner.sleep.close()
         del self.runner
         gc.collect()  # captured graphs before the memory that they use
         self.group.close()

@@ -44,6 +44,7 @@ class SleepMemory:
         self._number = next(_NUMBERS)  # the library knows tags of the whole process
         self._storages: dict[Tag, list[torch.UntypedStorage]] = {}
         self._saved: _HostCopy | None = None
+        self._away: set[Tag] = set()
 
     def move(self, tag: Tag, tensors: Iterable[Tensor]) -> None:
         """Move the memory of ``tensors`` to where it can be given back. All views of it move too. Nobody may know
@@ -64,14 +65,11 @@ class SleepMemory:
     def _name(self, tag: Tag) -> str:
         return f"weft {self._number} {tag}"
 
-    def __del__(self) -> None:
-        """Drop the pools, which the library would keep with their memory until the process ends."""
-        self._storages.clear()
-        implementation = getattr(self._saver, "_impl", None)
-        pools = implementation._mem_pools if implementation is not None else {}
-        names = {self._name(tag) for tag in TAGS}
-        for key in [key for key in pools if names & set(key)]:
-            del pools[key]
+    def close(self) -> None:
+        """Give back, at the end of the engine, what is not given back yet."""
+        for tag in self._storages if self._saver is not None else ():
+            if tag not in self._away:
+                self.give_back(tag)
 
     def save(self) -> None:
         """Copy the weights to host memory, which is pinned on a GPU."""
@@ -84,6 +82,7 @@ class SleepMemory:
 
     def give_back(self, tag: Tag) -> None:
         """Give the memory of a tag back. Its content is lost."""
+        self._away.add(tag)
         if self._saver is None:
             for storage in self._storages[tag]:
                 _discard(storage)
@@ -93,6 +92,7 @@ class SleepMemory:
 
     def restore(self, tag: Tag) -> None:
         """Get the memory of a tag back: weights as they were saved, everything else zero."""
+        self._away.discard(tag)
         if self._saver is not None:
             self._saver.resume(self._name(tag))
         if tag == "weights" and self._saved is not None:
@@ -133,6 +133,8 @@ def _saver() -> Any:
         ) from error
     with suppress(AttributeError):  # somebody else in this process has chosen already
         torch_memory_saver.hook_mode = "torch"
+    # Its pools are never destroyed. Freed by torch, they ended the process on an H200 (torch 2.11).
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch_memory_saver))
     return torch_memory_saver
 
 

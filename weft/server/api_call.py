@@ -127,6 +127,8 @@ def _prompt_report(output: OutputStream) -> dict[str, Any]:
     return {
         "cache": None if report is None else str(report),
         "cached_tokens": result.num_cached_tokens,
+        "weight_version": result.weight_version,
+        "weight_spans": [completion.weight_spans for completion in result.outputs],
         "num_preemptions": metrics.num_preemptions,
         "time_in_queue_s": _rounded(metrics.time_in_queue),
         "time_to_first_token_s": _rounded(metrics.time_to_first_token),

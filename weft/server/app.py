@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.server import page, utility
+from weft.server import admin, page, utility
 from weft.server.anthropic_messages import CountTokensRequest, MessagesRequest, count_tokens, messages
 from weft.server.api_call import Context
 from weft.server.authentication import AuthenticationMiddleware
@@ -110,6 +110,10 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
         except Exception as error:
             return _failure(error, request.url.path)
 
+    async def read(request: Request) -> bytes:
+        headers = dict(request.scope["headers"])
+        return await read_body(request.scope, request.receive, headers, settings.max_body_bytes)
+
     inspector = Inspector(service)
 
     async def inspect(request: Request) -> Response:
@@ -127,6 +131,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/inspect", inspect, methods=["GET"]),
         Route(utility.CHANGE_PATH, change_replica, methods=["POST"]),
+        *admin.routes(context, read, _json, _failure),
         *page.routes(),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})

@@ -3,7 +3,14 @@
 import msgspec
 from starlette.responses import Response
 
-from weft.errors import ContextLengthError, EngineDeadError, EngineFrozenError, RequestError, WeftError
+from weft.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineFrozenError,
+    RequestError,
+    UnavailableError,
+    WeftError,
+)
 
 FROZEN_RETRY_S = 5
 """Seconds after which a caller may try an engine again that stood still."""
@@ -52,6 +59,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, "the body is nested too deeply")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), type="server_error", code="engine_dead")
+    if isinstance(error, UnavailableError):
+        return ApiError(503, str(error), type="server_error", code="unavailable")
     if isinstance(error, EngineFrozenError):
         return ApiError(503, str(error), type="server_error", code="frozen", retry_after_s=FROZEN_RETRY_S)
     return ApiError(500, "the server made a mistake; its log says more", type="server_error")

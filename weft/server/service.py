@@ -222,6 +222,9 @@ class Service:
             case wire.Inspected():
                 assert self._engine is not None
                 self._engine.on_inspected(message)
+            case wire.Controlled():
+                assert self._engine is not None
+                self._engine.on_controlled(message)
             case wire.Configured():
                 self._config = message.config
                 self.keeps_states = message.config.keeps_states

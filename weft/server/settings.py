@@ -34,6 +34,9 @@ class ServerSettings:
         action="append", metavar="KEY",
     )  # fmt: skip
     admin_key: str | None = _option(None, "a further key, which may also look into the engine", metavar="KEY")
+    enable_admin_api: bool = _option(
+        False, "endpoints for training loops (sleep, new weights), for callers with the admin key"
+    )
     allow_unauthenticated: bool = _option(False, "listen beyond this machine without a key")
     allowed_hosts: tuple[str, ...] = _option(
         (), "a further name in the Host header, when listening on loopback", "--allowed-host", action="append",
@@ -99,6 +102,11 @@ class ServerSettings:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; allowed: 1 or more")
         if any(not key or not key.isascii() for key in (*self.api_keys, self.admin_key or "x")):
             raise ConfigError("an API key is empty or not ASCII; give keys that fit into an HTTP header")
+        if self.enable_admin_api and (self.admin_key is None or self.api_server_count > 1):
+            raise ConfigError(
+                "enable_admin_api=True needs --admin-key, which its callers present, and one API process "
+                f"(--api-server-count is {self.api_server_count})"
+            )
         if not (self.is_loopback or self.api_keys or self.allow_unauthenticated):
             raise ConfigError(
                 f"host={self.host!r} lets other machines in, but there is no API key; set --api-key, listen on "
