@@ -173,7 +173,7 @@ def sample(engine: InProcess | Server, tokenizer: Any, problems: list[Any], grou
     answers = engine.sample([prompt for prompt, _ in problems], group, seed)
     for (prompt, right), found in zip(problems, answers, strict=True):
         for tokens, logprobs in found:
-            reward = 1.0 if extract_answer(tokenizer.decode(tokens)) == str(right) else 0.0
+            reward = 1.0 if extract_answer(tokenizer.decode(tokens, skip_special_tokens=True)) == str(right) else 0.0
             samples.append(Sample(prompt, tokens, logprobs, reward))
     return samples
 
@@ -267,7 +267,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--problems", type=int, default=4)
     parser.add_argument("--group", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--noise", type=float, default=0.44)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server", action="store_true", help="generate in a server's process")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -415,3 +416,17 @@ def test_versions(pair: tuple[Path, Path], llm: LLM) -> None:
 def test_a_folder_without_weights(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"holds no .*safetensors files"):
         llm.update_weights_from_path(tmp_path)
+
+
+def test_memory_does_not_grow(pair: tuple[Path, Path], llm: LLM) -> None:
+    """200 updates with requests between them."""
+    tensors = [tensors_of(folder) for folder in pair]
+    sizes = []
+    for number in range(200):
+        llm.update_weights(tensors[number % 2])
+        llm.generate(PROMPTS[1], PARAMS[0], use_tqdm=False)
+        if number in (49, 199):
+            gc.collect()
+            (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmRSS")]
+            sizes.append(int(line.split()[1]))
+    assert sizes[1] - sizes[0] < 4000, f"{sizes} KiB"

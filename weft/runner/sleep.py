@@ -67,9 +67,10 @@ class SleepMemory:
 
     def close(self) -> None:
         """Give back, at the end of the engine, what is not given back yet."""
-        for tag in self._storages if self._saver is not None else ():
-            if tag not in self._away:
-                self.give_back(tag)
+        with suppress(RuntimeError):  # the device has failed, and the process will end
+            for tag in self._storages if self._saver is not None else ():
+                if tag not in self._away:
+                    self.give_back(tag)
 
     def save(self) -> None:
         """Copy the weights to host memory, which is pinned on a GPU."""
