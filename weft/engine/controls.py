@@ -119,7 +119,7 @@ class Controls:
 
 
 def fields_of(message: wire.Controlled) -> dict[str, Any]:
-    """What a caller learns of the engine's state."""
+    """The part of an answer that a caller gets."""
     return {
         "is_sleeping": message.is_sleeping,
         "is_paused": message.is_paused,
