@@ -8,7 +8,7 @@ from weft.config import resolve
 from weft.errors import ConfigError
 
 
-@pytest.fixture(params=[(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+@pytest.fixture(params=[(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     found: tuple[int, int] = request.param
     monkeypatch.setattr("weft.config.resolution.cuda_available", lambda: True)
@@ -22,7 +22,7 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_fp8(capability: tuple[int, int], setting: str, remedy: str) -> None:
     settings = {"skip_tokenizer_init": True, setting: "fp8"}
-    if capability >= (8, 9):
+    if capability >= (8, 9) and (setting, capability[0]) != ("kv_cache_dtype", 10):
         assert getattr(resolve(device="cuda", **settings), setting) == "fp8"
     else:
         with pytest.raises(ConfigError, match=remedy) as refusal:

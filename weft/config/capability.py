@@ -1,6 +1,7 @@
-"""Number formats that a GPU lacks: FP8 (e4m3) before compute capability 8.9.
+"""Number formats that a GPU lacks: FP8 (e4m3) before compute capability 8.9, and an FP8 KV cache on 10.x.
 
-Job: refuse FP8 weights and an FP8 KV cache there, where Triton converts no e4m3. Does not know: kernels.
+Job: refuse them there. Triton converts no e4m3 on the first, and does not compile the prefill over such a cache on the
+second: its pipeline cannot hold the assembly that widens values. Does not know: kernels.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ def check_fp8(values: dict[str, Any], model: ModelConfig) -> None:
         return
     import torch
 
-    if not torch.cuda.is_available() or has_fp8(capability := torch.cuda.get_device_capability()):
+    if not torch.cuda.is_available():
         return
-    what, remedy = (
-        ("weights in FP8 (e4m3)", "an unquantised checkpoint, with quantization='int4' if it is large")
-        if weights
-        else ("kv_cache_dtype='fp8'", "kv_cache_dtype='auto'")
-    )
-    raise ConfigError(
-        f"{what}: this GPU has compute capability {'.'.join(map(str, capability))}, and e4m3 needs "
-        f"{'.'.join(map(str, _LEAST_FP8))}; use {remedy}"
-    )
+    capability = torch.cuda.get_device_capability()
+    here = f"this GPU has compute capability {'.'.join(map(str, capability))}"
+    if weights and not has_fp8(capability):
+        raise ConfigError(
+            f"weights in FP8 (e4m3): {here}, and e4m3 needs 8.9; use an unquantised checkpoint, with "
+            "quantization='int4' if it is large"
+        )
+    if cache and (not has_fp8(capability) or capability[0] == 10):
+        raise ConfigError(
+            f"kv_cache_dtype='fp8': {here}, and its kernels run on 8.9, 9.0 and 12.0; use kv_cache_dtype='auto'"
+        )
