@@ -43,7 +43,7 @@ class Family(NamedTuple):
     Attributes:
         sizes, settings: of the checkpoint and of the engine.
         kernels: what it adds, by module and name.
-        capabilities: those of the GPUs that run it; others refuse it by name.
+        capabilities: GPUs that run the model. Other GPUs refuse its settings by name.
     """
 
     architecture: str
