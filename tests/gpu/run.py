@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--json")
     parser.add_argument("--seconds", type=float, default=540.0, help="end groups that run longer")
     parser.add_argument("--logs", help="folder for the output of each group")
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="default: all")
     args = parser.parse_args()
     target = report.open_json(args.json)
     pytest = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-q", "-rf", "--tb=short"]
@@ -66,12 +67,12 @@ def main() -> int:
         logs = Path(args.logs or folder)
         logs.mkdir(parents=True, exist_ok=True)
         running = {}
-        for number, (name, files) in enumerate(GROUPS.items()):
+        for number, name in enumerate(args.groups):
             log = logs / f"{number}-{name.replace(' ', '-').replace(',', '')}.log"
             device = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count())}
             with log.open("w") as output:
                 child = subprocess.Popen(
-                    [*pytest, *spread(files, torch.cuda.device_count())],
+                    [*pytest, *spread(GROUPS[name], torch.cuda.device_count())],
                     stdout=output,
                     stderr=output,
                     cwd=ROOT,
