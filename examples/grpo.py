@@ -1,6 +1,6 @@
 """GRPO with Weft as the generator: a small hybrid model learns arithmetic again after its weights were damaged.
 
-    python examples/grpo.py --steps 200 --json FILE
+    python examples/grpo.py --steps 60 --json FILE
     python examples/grpo.py --steps 20 --server
 
 With --server the generator is ``weft serve`` in a process of its own, and weights reach it through files.
@@ -227,6 +227,7 @@ def resident_mib() -> int:
 def train(engine: InProcess | Server, model: Any, tokenizer: Any, args: argparse.Namespace) -> list[Step]:
     """Run the loop."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+    rate = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.steps)  # a constant one forgets again
     problems, steps = Problems(tokenizer, args.seed), []
     engine.update(model)
     for number in range(args.steps):
@@ -234,6 +235,7 @@ def train(engine: InProcess | Server, model: Any, tokenizer: Any, args: argparse
         stale = engine.cached_tokens(batch[0][0])  # nothing of these weights is cached yet
         samples = sample(engine, tokenizer, batch, args.group, number)
         mean_difference, largest = differences(samples, learn(model, optimizer, samples, args.group))
+        rate.step()
         updating = time.monotonic()
         engine.update(model)
         update_ms = 1e3 * (time.monotonic() - updating)
@@ -264,7 +266,7 @@ def summary(steps: list[Step]) -> dict[str, Any]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--problems", type=int, default=4)
     parser.add_argument("--group", type=int, default=6)
     parser.add_argument("--lr", type=float, default=2e-4)
