@@ -15,6 +15,7 @@ from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.process import main
+from weft.engine.rollouts import Rollouts
 from weft.engine.snapshot import PoolView, Snapshot
 from weft.messages import TokenLogprobs
 from weft.request import FinishReason, Request
@@ -56,6 +57,10 @@ class FakeCore:
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def rollouts(self) -> Rollouts:
+        raise NotImplementedError
 
     def step(self) -> list[Request]:
         self.num_steps += 1

@@ -75,10 +75,9 @@ class NGramEmbedding(WeightModule):
         self.width = geometry.channels
         place = geometry.layers.index(int(name.split(".")[-2]))
         sizes = torch.tensor(geometry.table_sizes(place))
-        self._hash = tuple(
-            numbers.to(context.device)
-            for numbers in (torch.tensor(geometry.multipliers(place)), sizes, sizes.cumsum(0) - sizes)
-        )
+        multipliers = torch.tensor(geometry.multipliers(place))
+        self._multipliers, self._sizes = multipliers.to(context.device), sizes.to(context.device)
+        self._offsets = (sizes.cumsum(0) - sizes).to(context.device)
         rows = -(-int(sizes.sum()) // geometry.multiple) * geometry.multiple
         self.ngram_embedding = NGramTables(rows, geometry, context)
         self._all_reduce = AllReduce.inside_a_layer(geometry.width, context)
@@ -112,7 +111,8 @@ class NGramEmbedding(WeightModule):
         """``[T] -> [T, width]``."""
         geometry = self._geometry
         tokens = last_tokens(input_ids, cache, batch, geometry.order, geometry.eos)
-        embedded = self.ngram_embedding(ngram_rows(tokens, *self._hash, geometry.heads)).flatten(1)
+        rows = ngram_rows(tokens, self._multipliers, self._sizes, self._offsets, geometry.heads)
+        embedded = self.ngram_embedding(rows).flatten(1)
         return embedded if self._all_reduce is None else self._all_reduce(embedded)
 
     def _convolve(self, x: Tensor, state: Tensor, batch: Batch) -> Tensor:

@@ -236,6 +236,8 @@ class StreamsLayer(DecoderLayer):
         self._mixers = tuple(name for name in self._mixers if not isinstance(getattr(self, name), NGramEmbedding))
 
     def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
+        self.input_layernorm: nn.Module  # type: ignore[assignment]  # it adds nothing
+        self.post_attention_layernorm: nn.Module
         assert config.streams is not None
         self._count = config.streams.count
         self._input = ResidualSum(config.hidden_size, context, partial=partial_input)
