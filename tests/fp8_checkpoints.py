@@ -50,7 +50,8 @@ GEOMETRY: dict[str, Any] = {
 """Widths that blocks of 128 divide, projection by projection."""
 
 _PLAIN = re.compile(
-    r".*(norm|embed|lm_head|conv1d|\.gate\.weight|router|shared_expert_gate|in_proj_(ba|a|b)\.|kv_b_proj|visual).*"
+    r".*(norm|embed|lm_head|conv1d|\.gate\.weight|router|shared_expert_gate|in_proj_(ba|a|b)\.|kv_b_proj|visual"
+    r"|hyper_connection).*"
 )
 
 

@@ -42,6 +42,15 @@ def engine(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), skip_tokenizer_init=True, cuda_graph_bs=(1, 4), **sizes | {"dtype": "bfloat16"} | settings)
 
 
+def gives_memory_back(llm: LLM) -> bool:
+    """Sleep and wake up. Returns whether the GPU had more memory meanwhile."""
+    free = torch.cuda.mem_get_info()[0]
+    llm.sleep()
+    more = torch.cuda.mem_get_info()[0] > free
+    llm.wake_up()
+    return more
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_update_sleep_and_wake(way: str, pairs: dict[str, tuple[Path, Path]]) -> None:
     arch, settings = WAYS[way]
@@ -52,10 +61,7 @@ def test_update_sleep_and_wake(way: str, pairs: dict[str, tuple[Path, Path]]) ->
         before = answers(llm)
         llm.update_weights({name: tensor.cuda() for name, tensor in tensors_of(new).items()})
         assert answers(llm) == want != before
-        free = torch.cuda.mem_get_info()[0]
-        llm.sleep()
-        assert torch.cuda.mem_get_info()[0] > free
-        llm.wake_up()
+        assert any(gives_memory_back(llm) for _ in range(4))  # other processes take memory too
         assert answers(llm) == want
         llm.sleep(2)
         llm.wake_up(["weights"])

@@ -61,4 +61,5 @@ def test_logits(arch: str, scheme: str, tmp_path: Path, monkeypatch: pytest.Monk
     left = leave_parts(monkeypatch)
     steps = torch.cat(harness.run([(s, 1) for s in sequences], pad_tokens=2, pad_seqs=2))
     want = torch.stack([reference.logits(s.tokens)[-1] for s in sequences])
-    assert errors(steps, want).median() < unrounded / 2 and left
+    leaves_sums = arch != "Qwen4ExpForCausalLM"  # residual streams take whole sums
+    assert errors(steps, want).median() < unrounded / 2 and bool(left) == leaves_sums

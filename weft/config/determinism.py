@@ -29,8 +29,6 @@ _MIXERS = (
     AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MambaConfig, LightningAttentionConfig, ShortConvConfig,
     SlidingWindowConfig, KimiDeltaConfig, LatentAttentionConfig, RgLruConfig,
 )  # fmt: skip
-UNPROVEN_ON_GPU: tuple[str, ...] = ("pieces",)
-"""Settings that no test has run on a GPU in this mode."""
 _COST = (
     "the same bits whatever else runs; slower products, reuse up to multiples of 64 prompt tokens, none of generated "
     "tokens"
@@ -78,11 +76,12 @@ def _problems_of_settings(values: Mapping[str, Any]) -> Iterator[str]:
         yield "mamba_ssm_dtype='bfloat16': a step's end would round the state; use float32"
     if values["enable_torch_compile"]:
         yield "enable_torch_compile=True: compiled decodes round elsewhere than other steps; leave it out"
-    traces = values["enable_piecewise_cuda_graph"] and values["piecewise_cuda_graph_compiler"] != "capture"
-    if traces and (values["device"] == "cpu" or "pieces" in UNPROVEN_ON_GPU):
+    sources = ("capture",) if values["device"] == "cpu" else ("capture", "eager")
+    source = values["piecewise_cuda_graph_compiler"]
+    if values["enable_piecewise_cuda_graph"] and source not in sources:
         yield (
-            f"piecewise_cuda_graph_compiler={values['piecewise_cuda_graph_compiler']!r}: traced pieces may round "
-            "elsewhere than other steps; use capture"
+            f"piecewise_cuda_graph_compiler={source!r}: such pieces round elsewhere than other steps; "
+            f"use {' or '.join(sources)}"
         )
 
 

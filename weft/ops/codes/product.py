@@ -3,9 +3,9 @@
 Job: the loop that dense layers and experts share. Does not know: outputs, tokens' experts, grids.
 
 A program multiplies ``ROWS`` weight rows with up to ``TOKENS`` rows of inputs, chunk by chunk. A shift and a mask take
-the codes of one span out of all words of a chunk. In two bytes a code is put below the exponent of a constant, so that
-one instruction makes two numbers out of a word and another subtracts the zero from both. All numbers of a group are
-multiplied at once, so that the tensor cores are awaited once, and the scale is applied to the sums.
+the codes of one span out of all words of a chunk. In two bytes a code is put below the exponent of a constant: one
+instruction makes two numbers out of a word, and another subtracts the zero from both. All numbers of a group are then
+multiplied at once, so that the tensor cores are awaited once. The scale is applied to the sums.
 """
 
 from __future__ import annotations
@@ -242,7 +242,9 @@ def coded_product(matrix, expert, rows, x_rows, inside, first, last, FIXED: tl.c
     words += expert * (CHUNKS * FIXED.width * SPAN // 2)
     base = expert * (GROUPS * FIXED.width)
     places = rows[:, None] * (SPAN // 2) + tl.arange(0, SPAN // 2)[None, :]
-    inner = tl.arange(0, SHARED * SPAN)
+    # Products of float32 keep both operands in shared memory, which has no room for a group.
+    SPANS: tl.constexpr = SHARED if DTYPE.primitive_bitwidth == 16 else 1
+    inner = tl.arange(0, SPANS * SPAN)
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
     shared = shared_at(scales, zeros, base, first, rows, FIXED)
     for chunk in tl.range(first, last, num_stages=FIXED.stages):
@@ -250,10 +252,10 @@ def coded_product(matrix, expert, rows, x_rows, inside, first, last, FIXED: tl.c
         following = shared_at(
             scales, zeros, base, chunk + 1, rows, FIXED
         )  # the pipeline fetches operands of products alone
-        for begin in tl.static_range(0, SHIFTS, SHARED):
+        for begin in tl.static_range(0, SHIFTS, SPANS):
             scale, zero = shared[begin // SHARED], shared[4 + begin // SHARED]
             inputs = _inputs_at(x_rows, inside, chunk * CHUNK + begin * SPAN + inner, FIXED, CHUNK)
-            numbers = numbers_of(tile, zero, begin, SHARED, FIXED, DTYPE)
+            numbers = numbers_of(tile, zero, begin, SPANS, FIXED, DTYPE)
             acc += tl.dot(numbers, inputs, input_precision=FIXED.precision) * scale[:, None]
         shared = following
     if row_scale is not None:
