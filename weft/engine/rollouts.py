@@ -1,4 +1,4 @@
-"""What a training loop asks of an engine between two steps: a pause, and new weights.
+"""Pauses, new weights and sleep between two steps of an engine, as a training loop needs them.
 
 Job: bring the engine to rest, run a command on all ranks, drop what old weights computed, count versions. Owns: the
 version, the pause, the requests that arrive during it. Does not know: text, HTTP, tensors' names.

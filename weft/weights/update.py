@@ -44,7 +44,7 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A tensor of an update: its name in the checkpoint, its shape, and its dtype as safetensors writes it."""
+    """A tensor of an update. ``name`` is that of the checkpoint, ``dtype`` as safetensors writes it."""
 
     name: str
     shape: tuple[int, ...]
