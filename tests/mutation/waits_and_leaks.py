@@ -255,7 +255,8 @@ WAITS_AND_LEAKS = (
     ),
     mutant(
         "late-looks-break", "the answer to a look that nobody waits for is dropped", _ENGINE,
-        "if pending is not None and not pending.done():", "if pending is not None:", _ENGINE_TESTS,
+        "pending = self._inspections.get(message.number)\n        if pending is not None and not pending.done():",
+        "pending = self._inspections.get(message.number)\n        if pending is not None:", _ENGINE_TESTS,
     ),
     mutant(
         "resets-swap-answers", "resets are answered in their order", _ENGINE,
