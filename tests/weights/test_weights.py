@@ -78,7 +78,7 @@ def test_every_parameter_is_filled_and_every_tensor_used(checkpoint: Path) -> No
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     stored = load_file(checkpoint / "model.safetensors")
     assert report.num_tensors + sum(report.ignored.values()) == len(stored)
-    text = sum(t.numel() for name, t in stored.items() if "visual" not in name)
+    text = sum(t.numel() for name, t in stored.items() if "visual" not in name and t.is_floating_point())
     assert sum(p.numel() for p in model.parameters()) - padding_elements(model) == text
     assert report.num_bytes == 4 * (text + padding_elements(model))
 
@@ -169,12 +169,15 @@ def test_shards_hold_half_the_rows_and_no_more(arch: str, tmp_path: Path) -> Non
             rows = vocab_rows if name in ("model.embed_tokens.weight", "lm_head.weight") else None
             assert parameter[:rows].isfinite().all(), name
         assert shard_report.num_tensors == report.num_tensors
-        name = f"model.layers.3.self_attn.{'out_proj' if arch.startswith(('Kimi', 'Bailing')) else 'o_proj'}.weight"
+        name = [n for n in parameters(whole) if n.endswith((".self_attn.o_proj.weight", ".self_attn.out_proj.weight"))][
+            -1
+        ]
         full = parameters(whole)[name]
         half = full.shape[1] // 2
         got = parameters(shard)[name]
         assert torch.equal(got, full[:, rank * half : (rank + 1) * half])
-    assert shard_report.num_bytes < 0.6 * report.num_bytes
+    share = 0.7 if arch.startswith("Qwen4") else 0.6  # the mixers of its streams are on every rank
+    assert shard_report.num_bytes < share * report.num_bytes
 
 
 # --- accounting -------------------------------------------------------------------------------------------------------
