@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.test_weight_updates import HYBRID, answers, engine, tensors_of
+from tests.patience import GUARD_S
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
 from weft.errors import ConfigError, WeightsError
@@ -72,7 +73,7 @@ def test_a_trainer_broadcasts(tp: int, pair: tuple[Path, Path]) -> None:
         assert llm.update_weights_from_distributed(**given) == 1
         assert answers(llm) == want or tp == 2
         llm.destroy_weights_update_group()
-    trainer.join(30)
+    trainer.join(GUARD_S)
     assert trainer.exitcode == 0
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.test_weight_updates import HYBRID, MOE, answers, tensors_of
+from tests.patience import GUARD_S
 from tests.tiny import make_checkpoint
 from weft import LLM
 from weft.errors import WeightsError
@@ -92,5 +93,5 @@ def test_tensors_of_another_process(pairs: dict[str, tuple[Path, Path]]) -> None
         llm.update_weights_from_ipc(link.recv_bytes())
         assert answers(llm) == want
     link.send(None)
-    other.join(20)
+    other.join(GUARD_S)
     assert other.exitcode == 0

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.patience import GUARD_S
 from tests.server.running import RunningServer, wait_until
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
@@ -106,8 +107,8 @@ def test_pause_and_resume(server: RunningServer) -> None:
         other.join(0.3)
         assert not later, "a paused engine computes nothing"
         assert not post(server, "/resume")["is_paused"]
-        thread.join(30)
-        other.join(30)
+        thread.join(GUARD_S)
+        other.join(GUARD_S)
         assert later == [want]
         (choice,) = answers[0].json()["choices"]
         assert choice["finish_reason"] == ("abort" if mode == "abort" else "length")
