@@ -3,7 +3,7 @@
     python -m benchmarks.deterministic_orders --model qwen3-0.6b --json FILE
 
 Milliseconds of a graph's replay by number of sequences, each with 1,088 tokens. An order is the tokens of attention's
-shortest split. A split's tiles are added one after the other, so short ones may make a step of one sequence shorter.
+shortest split. The tiles of a split are added one after the other, so a step of one sequence may prefer short splits.
 """
 
 from __future__ import annotations

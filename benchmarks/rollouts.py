@@ -3,8 +3,8 @@
     python -m benchmarks.rollouts --model qwen3-next-12l --json FILE
 
 The engine has dummy weights. A second process makes random tensors under the checkpoint's names, and shares them by
-handles. Figures are written to the file as they come: memory as nvidia-smi reports it, seconds and bytes of
-each update beside a plain copy of as many bytes, and whether tokens are equal where they have to be.
+handles. Every figure is written to the file at once. Memory is what nvidia-smi reports. Updates stand beside a plain
+copy of as many bytes. The file also says whether tokens are equal where they have to be.
 """
 
 from __future__ import annotations

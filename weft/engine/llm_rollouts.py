@@ -57,8 +57,8 @@ class RolloutMethods:
         Args:
             items: tensors under the names of the checkpoint, whole, in any order; or some of them. A collection is
                 checked before anything changes. An iterator is checked as it is read, and copies are taken back.
-            mode: "wait" runs open requests to their end first. "abort" ends them with the tokens that they have. "keep"
-                continues them with the new weights, from the next token on.
+            mode: "wait" runs open requests to their end first. "abort" ends open requests with the tokens so far.
+                "keep" continues open requests with the new weights, from the next token on.
             weight_version: version of the new weights, above the present one; None: one more.
 
         Returns:
