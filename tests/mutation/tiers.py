@@ -22,7 +22,7 @@ TIERS = (
     ),
     mutant(
         "tier-no-pin-while-evicting", "making room for a restore evicts nothing that it reads",
-        "weft/offload/restores.py", "        self.tier.pin(_entries(below))  #", "        #", FUZZ, TIER,
+        "weft/offload/restores.py", "        self.tier.pin(entries)  #", "        #", FUZZ, TIER,
     ),
     mutant(
         "tier-tail-page-lost", "a state comes with the KV of its partial page", "weft/offload/restores.py",

@@ -44,19 +44,20 @@ class NGramTables(VocabParallelEmbedding):
 
 
 class SpacedConv(WeightModule):
-    """Taps ``[C, kernel]`` of a depthwise convolution that are ``spacing`` tokens apart."""
+    """Taps ``[C, kernel]`` of a depthwise convolution that are ``spacing`` tokens apart.
+
+    Attributes:
+        weight: the taps of a dense convolution: zeros between ``taps``, which are a view.
+    """
+
+    weight: Tensor
 
     def __init__(self, channels: int, kernel: int, spacing: int, context: ModelContext) -> None:
         super().__init__()
-        self.taps = empty_parameter(channels, kernel, dtype=context.dtype, device=context.device)
-        self._spacing = spacing
-
-    @property
-    def weight(self) -> Tensor:
-        """The taps of a dense convolution: zeros between those of this one."""
-        spread = self.taps.new_zeros(*self.taps.shape, self._spacing)
-        spread[..., 0] = self.taps
-        return spread.flatten(1)[:, : 1 - self._spacing].contiguous()
+        dense = torch.zeros(channels, (kernel - 1) * spacing + 1, dtype=context.dtype, device=context.device)
+        self.register_buffer("weight", dense, persistent=False)
+        place = dense[:, ::spacing]
+        self.taps = empty_parameter(channels, kernel, dtype=context.dtype, device=context.device, place=place)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": whole_rows(self.taps.shape[0]).piece(self.taps, middle=(1,))},)

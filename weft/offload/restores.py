@@ -164,22 +164,23 @@ class Restores:
             self.tier.counts.num_refused_restores += 1
             self._had[request.request_id] = None
             return False
-        if any(isinstance(entry, DiskEntry) for entry in _entries(below)):
+        entries = _entries(below)
+        if any(isinstance(entry, DiskEntry) for entry in entries):
             self._deadlines.setdefault(request.request_id, time.monotonic() + (below.compute_s or FILES_S))
-            if not self._is_late(request) and (self._loads.is_active or self._loads.begin(request, _entries(below))):
+            if not self._is_late(request) and (self._loads.is_active or self._loads.begin(request, entries)):
                 return True
             self._had[request.request_id] = None
             return False
-        if self._is_full or any(not active.entries.isdisjoint(_entries(below)) for active in self._active):
+        if self._is_full or any(not active.entries.isdisjoint(entries) for active in self._active):
             return True
-        self.tier.pin(_entries(below))  # making room on the device evicts entries of the host too
+        self.tier.pin(entries)  # making room on the device evicts entries of the host too
         lease = begin_lease(self._manager, match, below, request.num_tokens, num_running)
         if lease is None:
-            self.tier.unpin(_entries(below))
+            self.tier.unpin(entries)
             return False
         self._had[request.request_id] = None
-        entries = set(_entries(below))
-        self._active.append(Restore(request.request_id, lease, below, entries, time.monotonic(), match.num_tokens))
+        restore = Restore(request.request_id, lease, below, set(entries), time.monotonic(), match.num_tokens)
+        self._active.append(restore)
         self.tier.counts.num_restores += 1
         self._order_slices()
         return True
@@ -348,7 +349,7 @@ class Restores:
         self._wake()
         self._manager.restored(active.lease, keep=not active.failed)
         self.tier.touch(active.below)
-        self.tier.unpin(_entries(active.below))
+        self.tier.unpin(active.entries)
         seconds = time.monotonic() - active.begun
         if active.failed:
             self.tier.counts.num_failed_restores += 1
