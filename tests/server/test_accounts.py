@@ -115,10 +115,14 @@ def test_a_call_is_logged_when_it_has_ended(lines: list[dict[str, Any]], monkeyp
 
 def test_the_field_weft_tells_where_the_time_went() -> None:
     metrics = SimpleNamespace(num_preemptions=1, time_in_queue=2.0, time_to_first_token=None, e2e_latency=4.00000049)
-    result = SimpleNamespace(cache_report=REPORT, num_cached_tokens=7, metrics=metrics)
+    completions = [SimpleNamespace(weight_spans=[(2, 0)]), SimpleNamespace(weight_spans=[(2, 0), (3, 5)])]
+    result = SimpleNamespace(
+        cache_report=REPORT, num_cached_tokens=7, metrics=metrics, weight_version=3, outputs=completions
+    )
     output: Any = SimpleNamespace(output=lambda: result)
     assert _prompt_report(output) == {
-        "cache": str(REPORT), "cached_tokens": 7, "num_preemptions": 1, "time_in_queue_s": 2.0,
+        "cache": str(REPORT), "cached_tokens": 7, "weight_version": 3,
+        "weight_spans": [[(2, 0)], [(2, 0), (3, 5)]], "num_preemptions": 1, "time_in_queue_s": 2.0,
         "time_to_first_token_s": None, "e2e_latency_s": 4.0,
     }  # fmt: skip
 
@@ -172,7 +176,7 @@ STATS = EngineStats(
     num_free_pages=10, num_evictable_pages=15, num_free_slots=3, num_evictable_slots=4, num_evicted_pages=5,
     num_evicted_states=6, num_waiting=7, num_running=8, num_preemptions=9, num_stalls=11, num_steps=12,
     num_prefill_tokens=13, num_decode_tokens=14, num_padding_tokens=16, steps_by_mode={"NONE": 17, "FULL": 18},
-    num_encoder_queries=21, num_encoder_hits=22, encoder_seconds=0.5, encoder_cache_tokens=23,
+    num_encoder_queries=21, num_encoder_hits=22, encoder_seconds=0.5, encoder_cache_tokens=23, weight_version=24,
 )  # fmt: skip
 
 
@@ -190,7 +194,7 @@ def test_every_figure_of_the_engine_has_its_name(config: EngineConfig) -> None:
         "weft:evicted_pages_total": 5, "weft:evicted_states_total": 6, "weft:engine_steps_total": 12,
         "weft:steps_total NONE": 17, "weft:steps_total FULL": 18, "weft:step_tokens_total prefill": 13,
         "weft:step_tokens_total decode": 14, "weft:step_tokens_total padding": 16,
-        "weft:graph_profile_info NONE none": 1, "weft:open_completions": 19,
+        "weft:graph_profile_info NONE none": 1, "weft:open_completions": 19, "weft:weight_version": 24,
     }  # fmt: skip
     assert values(_images(STATS, MODEL)) == {
         "weft:encoder_queries_total": 21, "weft:encoder_hits_total": 22, "weft:encoder_seconds_total": 0.5,

@@ -23,7 +23,7 @@ from weft.cli.serve import server_settings
 
 DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "weft.json").read_text(encoding="utf-8"))
-UNSHOWN = {"weft:graph_profile_info"} | {
+UNSHOWN = {"weft:graph_profile_info", "weft:weight_version"} | {
     f"vllm:{name}"
     for name in (
         "cache_config_info",
