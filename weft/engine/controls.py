@@ -47,11 +47,11 @@ class Controls:
         enables_sleep: bool,
     ) -> None:
         self._core, self._send, self._changed, self._enables_sleep = core, send, changed, enables_sleep
-        self._waiting: deque[tuple[wire.Control, bool]] = deque()  # and whether the pause ends with the command
+        self._waiting: deque[wire.Control] = deque()
+        self._stays_paused = False  # by "pause"; other commands pause the engine until the last of them has run
 
     def begin(self, command: wire.Control) -> None:
         """Take a command. It runs in ``poll``, once the engine rests."""
-        rollouts = self._core.rollouts
         try:
             mode = checked_mode(command.mode)
             if command.action in ("sleep", "wake_up") and not self._enables_sleep:
@@ -59,22 +59,33 @@ class Controls:
         except WeftError as error:
             self._answer(command, error)
             return
-        ends_pause = not rollouts.is_paused and command.action != "pause"
         if command.action == "resume":
-            rollouts.resume()
+            self._resume()
         elif command.action not in ("wake_up", "state"):
-            self._changed(rollouts.pause(mode))
-            self._waiting.append((command, ends_pause))
+            self._stays_paused |= command.action == "pause"
+            self._changed(self._core.rollouts.pause(mode))
+            self._waiting.append(command)
             return
-        self._run(command, ends_pause=False)
+        self._run(command)
+
+    def _resume(self) -> None:
+        """End the pause, at once or after the commands that wait for the engine to rest."""
+        self._stays_paused = False
+        pauses = [command for command in self._waiting if command.action == "pause"]
+        self._waiting = deque(command for command in self._waiting if command.action != "pause")
+        if not self._waiting:
+            self._core.rollouts.resume()
+        for command in pauses:
+            self._answer(command)
 
     def poll(self) -> None:
         """Run the commands that waited for the engine to rest."""
         while self._waiting and self._core.rollouts.is_quiet:
-            command, ends_pause = self._waiting.popleft()
-            self._run(command, ends_pause=ends_pause and not self._waiting)
+            command = self._waiting.popleft()
+            ends_pause = not (self._waiting or self._stays_paused)
+            self._run(command, ends_pause=ends_pause)
 
-    def _run(self, command: wire.Control, *, ends_pause: bool) -> None:
+    def _run(self, command: wire.Control, *, ends_pause: bool = False) -> None:
         failure: WeftError | None = None
         try:
             self._act(command)
