@@ -11,6 +11,7 @@ import pytest
 
 from tests.cache.fake_memory import FakeMemory, Running
 from tests.cache.test_manager_fuzz import make_spec
+from tests.patience import stretched
 from weft.cache.manager import Lease, Manager
 from weft.cache.nodes import as_tokens
 
@@ -344,7 +345,10 @@ def test_disabled_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 40])
 def test_long_prompts_are_cheap(depth: int) -> None:
-    """32,768 tokens: a match in 1 ms of processor time, an insert in 3 ms; in one node, or as 40 turns."""
+    """32,768 tokens: a match in 1 ms of processor time, an insert in 3 ms; in one node, or as 40 turns.
+
+    A busy machine takes more processor time too, since its cores share caches.
+    """
     manager, _ = make(pages=3 * 4200, slots=3 * (2 * depth + 4))
     tokens = np.random.default_rng(0).integers(0, 50000, 32768).astype(np.int32)
     token_ids = tokens.tolist()
@@ -364,11 +368,11 @@ def test_long_prompts_are_cheap(depth: int) -> None:
         start = time.thread_time()
         match = manager.match(token_ids)
         matches.append(time.thread_time() - start)
-        if matches[-1] < 1e-3:
+        if matches[-1] < stretched(1e-3):
             break
     assert match.num_tokens >= 32767 - 32768 // depth
     # The best of many: what other work does to the processor's caches is not what is measured.
-    assert min(matches) < 1e-3 and min(inserts) < 3e-3, (min(matches), min(inserts))
+    assert min(matches) < stretched(1e-3) and min(inserts) < stretched(3e-3), (min(matches), min(inserts))
 
 
 def test_a_prompt_of_text_is_its_own_keys_beside_one_with_images() -> None:
