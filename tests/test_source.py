@@ -1,4 +1,4 @@
-"""What may not stand in the package: ways to run data as code."""
+"""What may not stand in the package: ways to run data as code, long files, and long signatures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "weft"
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "code", "codeop"}
+MOST_LINES, MOST_ARGUMENTS = 400, 10
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
@@ -33,6 +34,34 @@ def offences(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_runs_data_as_code(path: Path) -> None:
     assert offences(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+def long_signatures(tree: ast.AST) -> list[str]:
+    """Host functions that take more arguments than allowed. ``self`` and ``cls`` do not count, nor do kernels."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        decorators = " ".join(map(ast.unparse, node.decorator_list))
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        count = sum(argument.arg not in ("self", "cls") for argument in given)
+        if count > MOST_ARGUMENTS and not any(name in decorators for name in ("jit", "GluonKernel")):
+            found.append(f"{node.name}: {count}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_signatures_are_short(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    lines = len(source.splitlines())
+    assert lines < MOST_LINES
+    assert long_signatures(ast.parse(source)) == []
+
+
+def test_the_check_of_signatures_finds_long_ones() -> None:
+    ten = "a, b, c, d, e, *, f, g, h, i, j"
+    source = f"def few(self, {ten}): ...\nasync def many({ten}, k): ...\n@triton.jit\ndef kernel({ten}, k): ..."
+    assert long_signatures(ast.parse(source)) == ["many: 11"]
 
 
 def test_the_check_finds_what_it_looks_for() -> None:

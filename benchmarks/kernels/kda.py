@@ -34,6 +34,7 @@ from weft.ops.delta_rule.decode import Shape, kda_decode_triton
 from weft.ops.delta_rule.gdn_prefill import chunk_gated_delta_rule_triton
 from weft.ops.delta_rule.kda_prefill import kda_gates_triton
 from weft.ops.triton.chunk_scan import Tile
+from weft.ops.window_attention import Windows
 from weft.ops.window_attention.kernels import window_attention_decode_triton, window_attention_triton
 
 H, K, W = (32, 128, 4) if ON_GPU else (2, 16, 4)
@@ -93,6 +94,11 @@ def decode_arguments(rows: int, slots: int, dtype: torch.dtype) -> dict[str, Any
     }
 
 
+def choice(shape: Shape | None) -> Callable[[int], Shape] | None:
+    """Choose ``shape`` for any number of programs; None leaves the choice to the operation."""
+    return None if shape is None else lambda _: shape
+
+
 def check_decode(dtype: torch.dtype) -> dict[str, float]:
     arguments, slots = decode_arguments(5, 12, dtype), torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
     upcast = wide(arguments)
@@ -100,7 +106,7 @@ def check_decode(dtype: torch.dtype) -> dict[str, float]:
     errors = {}
     for shape in SHAPES:
         given: dict[str, Any] = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-        out = kda_decode_triton(**given, state_slots=slots, geometry=GEOMETRY, shape=shape)
+        out = kda_decode_triton(**given, state_slots=slots, geometry=GEOMETRY, choose=choice(shape))
         errors[f"out {shape_name(shape)}"] = error(out, want)
         errors[f"state {shape_name(shape)}"] = error(given["state"][1:], upcast["state"][1:])
     return errors
@@ -140,7 +146,7 @@ def time_decode(rows: int) -> dict[str, float]:
     run = partial(kda_decode_triton, **arguments, geometry=GEOMETRY)
     calls = [partial(run, state_slots=order[i * rows : (i + 1) * rows].contiguous()) for i in range(sets)]
     moved = rows * (2 * H * K * K * 4 + H * K * (3 * 2 * (2 * W - 1) + 6))
-    times = {shape_name(shape): time_us([partial(call, shape=shape) for call in calls]) for shape in SHAPES}
+    times = {shape_name(shape): time_us([partial(call, choose=choice(shape)) for call in calls]) for shape in SHAPES}
     floor = moved / COPY_BYTES_PER_S * 1e6
     return times | {"floor": floor, "share": floor / times["chosen"] if ON_GPU else 0.0}
 
@@ -174,7 +180,7 @@ def time_window(name: str, rows: int, length: int) -> dict[str, float]:
         slots = torch.arange(1, rows + 1, dtype=torch.int32, device=DEVICE)
         positions = torch.full((rows,), length, device=DEVICE)
         decode = partial(window_attention_decode_triton, scale=0.1, sinks=sinks)
-        calls = [partial(decode, *x, *windows, slots, positions) for x in sets]
+        calls = [partial(decode, *x, Windows(*windows), slots, positions) for x in sets]
         floor = rows * 2 * window * kv_heads * dim * 2 / COPY_BYTES_PER_S * 1e6
         return {"us": time_us(calls), "floor": floor}
     batch, run = make_batch([length]), partial(window_attention_triton, scale=0.1, sinks=sinks)

@@ -19,7 +19,7 @@ from weft.ops.norm import rms_norm_reference
 from weft.ops.norm.kernels import rms_norm_triton
 from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads
 from weft.ops.rotary.kernels import qk_norm_rope_triton
-from weft.ops.sampling import sample
+from weft.ops.sampling import SamplingFlags, sample
 from weft.ops.sampling.kernels import sample_triton
 
 VOCAB = 151936 if ON_GPU else 1500
@@ -49,14 +49,9 @@ def sampling_rows(num_rows: int, spread: float) -> list[dict[str, Any]]:
             "positions": torch.arange(num_rows),
         }
         given = {key: value.to(DEVICE) for key, value in given.items()}
-        flags: dict[str, Any] = {
-            "all_greedy": temperature == 0.0,
-            "candidates": VOCAB if top_k or top_p < 1 else 0,
-            "uses_min_p": min_p > 0,
-        }
-
-        call = partial(sample_triton, logits, **given, **flags)
-        want, _ = sample.reference(logits, **given, **flags)
+        flags = SamplingFlags(temperature == 0.0, VOCAB if top_k or top_p < 1 else 0, min_p > 0)
+        call = partial(sample_triton, logits, **given, flags=flags)
+        want, _ = sample.reference(logits, **given, flags=flags)
         differ = (call()[0] != want).float().mean().item()
         ms = graph_ms([call] * 3, repeats=9)
         floor = logits.numel() * 4 / COPY_BYTES_PER_S * 1e6

@@ -56,8 +56,8 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "min-p-alone-unfiltered", "min-p alone is a filter", "weft/ops/sampling/kernels.py",
-        "filtered = not all_greedy and (candidates > 0 or uses_min_p)",
-        "filtered = not all_greedy and candidates > 0", "tests/ops/sampling/test_triton_sampling.py",
+        "filtered = not flags.all_greedy and (flags.candidates > 0 or flags.uses_min_p)",
+        "filtered = not flags.all_greedy and flags.candidates > 0", "tests/ops/sampling/test_triton_sampling.py",
     ),
     mutant(
         "held-though-too-few", "a threshold below what is held draws from the whole row",

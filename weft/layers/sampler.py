@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend
-from weft.ops.sampling import apply_penalties_, sample
+from weft.ops.sampling import SamplingFlags, apply_penalties_, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ class Sampler:
     def __call__(self, logits: Tensor, batch: SamplingMetadata) -> SamplerOutput:
         """Sample one token per row of ``logits [N, V]`` (any float dtype, not modified)."""
         edited = _edit(logits.to(torch.float32, copy=True), batch) if batch.edits_logits else logits
-        all_greedy, candidates, uses_min_p = batch.all_greedy, batch.candidates, batch.uses_min_p
+        flags = SamplingFlags(batch.all_greedy, batch.candidates, batch.uses_min_p)
         if self._backend.is_invariant:  # rows of any batch take the same way through the same kernel
-            edited, all_greedy, candidates, uses_min_p = edited.float(), False, logits.shape[1], True
+            edited, flags = edited.float(), SamplingFlags(False, logits.shape[1], True)
         token_ids, nan_rows = sample(
             edited,
             batch.temperature,
@@ -162,9 +162,7 @@ class Sampler:
             batch.min_p,
             batch.seeds,
             batch.positions,
-            all_greedy=all_greedy,
-            candidates=candidates,
-            uses_min_p=uses_min_p,
+            flags,
             backend=self._backend,
         )
         return SamplerOutput(token_ids, nan_rows)

@@ -18,7 +18,7 @@ from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.recurrent import mix_rows
 from weft.ops.activation import sigmoid_mul
-from weft.ops.window_attention import window_attention, window_attention_decode
+from weft.ops.window_attention import Windows, window_attention, window_attention_decode
 
 
 class SlidingWindowAttention(Attention):
@@ -41,7 +41,7 @@ class SlidingWindowAttention(Attention):
         k, v = (qkv.new_empty(rows, 1, *cache[name].shape[2:]) for name in ("k", "v"))
         own_pages = torch.arange(rows, device=qkv.device)
         q, gate = self._rotate(qkv, batch.positions, k, v, own_pages, scaled=False)
-        windows = cache["k"], cache["v"]
+        windows = Windows(cache["k"], cache["v"])
         options: dict[str, Any] = {"scale": self._scale, "sinks": self.sinks, "backend": self._backend}
         attended = mix_rows(
             [q, k.squeeze(1), v.squeeze(1), batch.positions],
@@ -49,7 +49,7 @@ class SlidingWindowAttention(Attention):
             batch,
             q.shape[1:],
             lambda q, k, v, positions, *, slots, out: window_attention_decode(
-                q, k, v, *windows, slots, positions, out=out, **options
+                q, k, v, windows, slots, positions, out=out, **options
             ),
             lambda q, k, v, _: window_attention(q, k, v, *windows, batch, **options),
         ).flatten(1)

@@ -23,6 +23,7 @@ from weft.layers.norm import RMSNorm
 from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace, residual_norm
 from weft.ops.backend import Backend
 from weft.ops.drafts import places_ahead
+from weft.ops.drafts.types import PageTable
 
 
 class MultiTokenPredictor(nn.Module):
@@ -126,8 +127,7 @@ class MtpDrafter:
             ends,
             batch.positions,
             seq_lens,
-            page_table,
-            page_size,
+            PageTable(page_table, page_size),
             num_ahead,
             longest,
             backend=self._backend,

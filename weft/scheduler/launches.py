@@ -1,7 +1,7 @@
 """Launched steps: from a plan to the scheduler output, and what is in flight.
 
 Job: turn each planned request into a message, with new pages, state slots and checkpoints. Count its tokens as computed
-from then on. Owns: the numbers of steps, and the records of steps in flight.
+from then on. Give a request the tokens that came back. Owns: the numbers of steps, and the records of steps in flight.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weft.cache.manager import Manager
-from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
+from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import Request
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.running import EMPTY, Launched, Planned, Running, RunningRequests
@@ -104,3 +104,30 @@ class LaunchedSteps:
             running.row, start, num_tokens, new_pages, state_slot, samples, checkpoints, lease.write_start, drafts,
             media, plan.follows,
         )  # fmt: skip
+
+
+def extend_request(
+    running: Running, output: ModelOutput, sampled: list[int], failed: bool, exclusion: tuple[int, str] | None
+) -> int:
+    """Give a request what a step has sampled and drafted for it. End it if the step has failed.
+
+    Args:
+        exclusion: as ``no_token_left`` of ``Scheduler.update`` returns it. The tokens before that position count.
+
+    Returns:
+        The number of new tokens.
+    """
+    request, logprobs = running.request, output.logprobs.get(running.row, ())
+    num_output_tokens = len(request.output_token_ids)
+    request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
+    if exclusion is not None:
+        num_tokens, reason = exclusion
+        request.extend(sampled[:num_tokens], logprobs)
+        if request.finish_reason is None:  # none of these tokens was the last one
+            request.finish_reason, request.stop_reason = "error", reason
+    elif failed:
+        request.finish_reason = "error"
+    else:
+        request.extend(sampled, logprobs)
+        request.draft_token_ids = output.draft_token_ids.get(running.row, EMPTY)
+    return len(request.output_token_ids) - num_output_tokens

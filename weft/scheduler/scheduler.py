@@ -50,7 +50,7 @@ from weft.scheduler.draft_steps import (
 )  # fmt: skip
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.fair_order import FairOrder
-from weft.scheduler.launches import LaunchedSteps
+from weft.scheduler.launches import LaunchedSteps, extend_request
 from weft.scheduler.lookups import PrefixLookups
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue
 from weft.scheduler.running import Planned, Running, RunningRequests
@@ -330,51 +330,37 @@ class Scheduler:
         Returns:
             The requests that got a token or ended. Tokens of requests that had ended before are dropped.
         """
-        results = dict(zip(output.rows, output.token_ids, strict=True))  # of a row with drafts, the last token only
         if self.encoder is not None:
             self.encoder.seconds += output.encoder_seconds
         if self.restores is not None:
             self.restores.done(output.transfers)
             if output.files:
                 self.restores.files_done(output.files)
-        runs = tokens_by_row(output) if self.drafts is not None else {}
+        tokens = tokens_by_row(output)
         changed: list[Request] = []
         charges: dict[str, int] = {}
         for launched in self.steps.in_flight.pop(output.step):
             running, request = launched.running, launched.running.request
+            sampled = tokens.get(running.row, [])
             running.in_flight -= 1
             request.num_pending -= launched.samples + launched.num_drafts
             failed, exclusion = running.row in output.failed_rows, None
             if failed and launched.samples and no_token_left is not None and request.finish_reason is None:
-                exclusion = no_token_left(request, runs.get(running.row, []))
+                exclusion = no_token_left(request, sampled)
             if failed and exclusion is None:
                 running.failed = True
             elif not running.failed:
                 self.manager.confirm(running.lease, launched.num_tokens)
             if self.drafts is not None and launched.num_drafts:
-                apply_acceptance(self.drafts, self.manager, launched, len(runs.get(running.row, ())))
+                apply_acceptance(self.drafts, self.manager, launched, len(sampled))
             if failed and exclusion is None and launched.num_drafts and retry_without_drafts(running):
                 self._rows.leave(running)
             if request.finish_reason is not None or running.retries:
                 if self._rows.release_if_idle(running) and running.retries and request.finish_reason is None:
                     self._wait_again(request)
                 continue
-            num_output_tokens = len(request.output_token_ids)
-            request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
-            if exclusion is not None:
-                num_tokens, reason = exclusion
-                request.extend(runs.get(running.row, [])[:num_tokens], output.logprobs.get(running.row, ()))
-                if request.finish_reason is None:  # none of these tokens was the last one
-                    request.finish_reason, request.stop_reason = "error", reason
-            elif failed:
-                request.finish_reason = "error"
-            elif self.drafts is not None:
-                request.extend(runs.get(running.row, ()), output.logprobs.get(running.row, ()))
-                request.draft_token_ids = output.draft_token_ids.get(running.row, [])
-            elif launched.samples:
-                request.append(results[running.row], *output.logprobs.get(running.row, (None,)))
-            computed = len(request.output_token_ids) - num_output_tokens
-            charges[request.caller] = charges.get(request.caller, 0) + computed
+            num_new = extend_request(running, output, sampled, failed, exclusion)
+            charges[request.caller] = charges.get(request.caller, 0) + num_new
             if request.finish_reason is not None:
                 self._leave(running)
             if launched.samples or request.finish_reason is not None:

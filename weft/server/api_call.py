@@ -27,7 +27,7 @@ from weft.server.client import Client
 from weft.server.errors import ApiError
 from weft.server.large_bodies import is_large
 from weft.server.metrics import Metrics
-from weft.server.protocol import Body, BodyReader
+from weft.server.protocol import Body, BodyReader, SamplingFields
 from weft.server.requestlog import RequestLog
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
@@ -196,14 +196,13 @@ def _is_for_workers(context: Context, body: bytes) -> bool:
 async def submit_call(
     context: Context,
     client: Client,
+    request: SamplingFields,
     prefix: str,
     params: SamplingParams,
     num_prompts: int,
     prepare: Callable[[AsyncEngine], Awaitable[Sequence[PreparedPrompt]]],
     *,
     model: str,
-    request_id: str | None = None,
-    priority: int | None = None,
     constraint: Constraint | WholeGrammar | None = None,
     operation: str = "chat",
 ) -> ApiCall:
@@ -219,13 +218,15 @@ async def submit_call(
     leave = service.admission.enter(num_prompts * params.n)
     try:
         prompts = await prepare(engine)
-        call_id = f"{prefix}-{_check_id(request_id)}"
+        call_id = f"{prefix}-{_check_id(request.request_id)}"
         grammar = None
         if constraint is not None:
             in_reasoning = opens_reasoning(prompts[0])
             grammar = constraint.grammar(end_of_reasoning(need_tokenizer(engine)) if in_reasoning else None)
             await service.grammars.check(grammar, constraint.param)
-        stream = engine.submit(call_id, prompts, params, priority=priority or 0, grammar=grammar, caller=client.queue)
+        stream = engine.submit(
+            call_id, prompts, params, priority=request.priority or 0, grammar=grammar, caller=client.queue
+        )
     except BaseException:
         leave()
         raise

@@ -168,13 +168,12 @@ async def start_chat(
     call = await submit_call(
         context,
         client,
+        request,
         prefix,
         params,
         1,
         prepare,
         model=model,
-        request_id=request.request_id,
-        priority=request.priority,
         constraint=constraint,
     )
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None

@@ -49,13 +49,12 @@ async def completions(context: Context, body: bytes, client: Client) -> JsonResp
     call = await submit_call(
         context,
         client,
+        request,
         "cmpl",
         params,
         len(given if read is None else read),
         prepare,
         model=model,
-        request_id=request.request_id,
-        priority=request.priority,
         constraint=constraint_of(request, context.settings.max_schema_bytes),
         operation="text_completion",
     )

@@ -117,8 +117,8 @@ def test_decode_step(heads: tuple[int, int], given_out: bool, floor: float, rows
     assert (out[last] == (7.0 if given_out else 0.0)).all()
     for prefetch in (False, True):  # tiles of part of the columns
         states = conv_before.clone(), before.clone()
-        shape = Shape(16, 4, prefetch, None)
-        tiled = kda_decode_triton(projected, f, gate, DeltaWeights(*weights), *states, slots, geometry, shape=shape)
+        given = projected, f, gate, DeltaWeights(*weights), *states, slots, geometry
+        tiled = kda_decode_triton(*given, choose=lambda _, prefetch=prefetch: Shape(16, 4, prefetch, None))
         close(tiled[:last], expected[0][:last], dtype)
         close(states[1][1:], expected[2][1:], dtype)
     close(out, expected[0], dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
 from weft.ops.drafts import NgramRule, accept_drafts, follow_step, ngram_drafts, places_ahead
-from weft.ops.drafts.types import FROM_LAST_TOKEN, NO_DRAFT, AcceptanceRule, RowState
+from weft.ops.drafts.types import FROM_LAST_TOKEN, NO_DRAFT, AcceptanceRule, PageTable, RowState
 
 ROWS, PAGE, PAGES = 9, 4, 12
 CASES = [(1, 2), (5, 2), (7, 4), (3, 1), (4, 17)]
@@ -48,7 +48,7 @@ def test_follow_step(num_seqs: int, query_len: int) -> None:
     arguments = (
         ids, integers(50, 90, tokens), integers(20, 30, tokens), lengths, rows,
         integers(0, 2, num_seqs), integers(1, 99, num_seqs, query_len, dtype=torch.int32),
-        integers(1, 50, ROWS, PAGES + 10, dtype=torch.int32), PAGE, state,
+        PageTable(integers(1, 50, ROWS, PAGES + 10, dtype=torch.int32), PAGE), state,
     )  # fmt: skip
     want, found = (follow_step(*arguments, backend=backend) for backend in (Backend.TORCH, Backend.TRITON))
     assert_equal(found, want)
@@ -81,9 +81,9 @@ def test_places_ahead(num_seqs: int, num_ahead: int) -> None:
     ends = (torch.arange(1, num_seqs + 1, device=DEVICE) * query_len).int()
     last = ends - 1 - integers(0, query_len, num_seqs).int()
     lengths = integers(query_len, PAGE * PAGES, num_seqs, dtype=torch.int32)
-    table = integers(1, 50, num_seqs, PAGES, dtype=torch.int32)
+    table = PageTable(integers(1, 50, num_seqs, PAGES, dtype=torch.int32), PAGE)
     positions = integers(0, PAGE * PAGES, num_seqs * query_len)
-    arguments = (last.long(), ends, positions, lengths, table, PAGE, num_ahead, PAGE * PAGES)
+    arguments = (last.long(), ends, positions, lengths, table, num_ahead, PAGE * PAGES)
     want, found = (places_ahead(*arguments, backend=backend) for backend in (Backend.TORCH, Backend.TRITON))
     assert_equal(found, want)
 

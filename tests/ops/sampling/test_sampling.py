@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.ops.backend import Backend
 from weft.ops.sampling import (
+    SamplingFlags,
     apply_penalties_,
     apply_top_k_top_p_min_p_,
     exponential_noise,
@@ -55,9 +56,7 @@ def draw(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: flo
         torch.full((n,), min_p),
         torch.arange(n),
         torch.zeros(n, dtype=torch.long),
-        all_greedy=temperature == 0,
-        candidates=filter_candidates([top_k], [top_p], logits.shape[1]),
-        uses_min_p=min_p > 0,
+        SamplingFlags(temperature == 0, filter_candidates([top_k], [top_p], logits.shape[1]), min_p > 0),
         backend=TORCH,
     )
     return tokens
@@ -227,9 +226,11 @@ def run(rows: dict[str, Tensor]) -> list[int]:
     candidates = filter_candidates(rows["top_k"].tolist(), rows["top_p"].tolist(), rows["logits"].shape[1])
     tokens, _ = sample(
         **rows,
-        all_greedy=bool((rows["temperature"] == 0).all()),
-        candidates=candidates,
-        uses_min_p=bool((rows["min_p"] > 0).any()),
+        flags=SamplingFlags(
+            all_greedy=bool((rows["temperature"] == 0).all()),
+            candidates=candidates,
+            uses_min_p=bool((rows["min_p"] > 0).any()),
+        ),
         backend=TORCH,
     )
     return tokens.tolist()

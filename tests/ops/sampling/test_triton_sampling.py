@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.sampling.test_sampling import check_distribution, reference_filter
-from weft.ops.sampling import exponential_noise, kernels, random_numbers, random_words, sample
+from weft.ops.sampling import SamplingFlags, exponential_noise, kernels, random_numbers, random_words, sample
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -73,9 +73,9 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
     values = MIXTURES[mixture]
     given = arguments(num_rows, vocab, **values)
     candidates = vocab if values.keys() & {"top_k", "top_p"} else 0
-    flags = {"all_greedy": mixture == "greedy", "candidates": candidates, "uses_min_p": "min_p" in values}
-    out = kernels.sample_triton(logits, **given, **flags)
-    want = sample.reference(logits, **given, **flags)
+    flags = SamplingFlags(mixture == "greedy", candidates, "min_p" in values)
+    out = kernels.sample_triton(logits, **given, flags=flags)
+    want = sample.reference(logits, **given, flags=flags)
     assert torch.equal(out[0], want[0]) and torch.equal(out[1], want[1])
 
 
@@ -87,8 +87,8 @@ def test_tokens_follow_the_distribution(filters: dict[str, float]) -> None:
     count, row = 40_000, torch.randn(13, generator=torch.Generator().manual_seed(2)) * 1.5
     given = arguments(count, 13, **{name: [value] for name, value in filters.items()})
     given["seeds"], given["positions"] = torch.arange(count, device=DEVICE), given["positions"] * 0
-    flags = {"all_greedy": False, "candidates": 0 if "min_p" in filters else 13, "uses_min_p": "min_p" in filters}
-    sampled = kernels.sample_triton(row.expand(count, -1).to(DEVICE).contiguous(), **given, **flags)[0].cpu()
+    flags = SamplingFlags(False, 0 if "min_p" in filters else 13, "min_p" in filters)
+    sampled = kernels.sample_triton(row.expand(count, -1).to(DEVICE).contiguous(), **given, flags=flags)[0].cpu()
     keep = reference_filter(row, int(filters.get("top_k", 0)), filters.get("top_p", 1.0), filters.get("min_p", 0.0))
     check_distribution(sampled, torch.where(keep, row.softmax(-1), 0.0))
 
@@ -102,16 +102,16 @@ def test_the_best_token_need_not_have_the_smallest_bound() -> None:
     rows = misled.nonzero()[:4, 0]
     assert len(rows) == 4
     given, logits = {name: values[rows] for name, values in given.items()}, logits[rows]
-    flags = {"all_greedy": False, "candidates": 0, "uses_min_p": False}
-    want = sample.reference(logits, **given, **flags)[0]
-    assert torch.equal(kernels.sample_triton(logits, **given, **flags)[0], want)
+    flags = SamplingFlags(False, 0, False)
+    want = sample.reference(logits, **given, flags=flags)[0]
+    assert torch.equal(kernels.sample_triton(logits, **given, flags=flags)[0], want)
 
 
 def kept(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
     """Which tokens the kernel's threshold keeps."""
     thresholds = torch.empty(logits.shape[0], device=DEVICE)
-    flags = {"all_greedy": False, "candidates": logits.shape[1], "uses_min_p": True}
-    kernels.sample_triton(logits, **given, **flags, thresholds=thresholds)
+    flags = SamplingFlags(False, logits.shape[1], True)
+    kernels.sample_triton(logits, **given, flags=flags, thresholds=thresholds)
     return logits / given["temperature"][:, None] >= thresholds[:, None]
 
 
@@ -155,12 +155,12 @@ def test_flat_rows_are_sampled_as_a_whole() -> None:
     logits = torch.randn(1, 10_000, device=DEVICE) * 0.1
     logits[:, :1800] -= 0.3
     many = arguments(200, 10_000, top_k=[9500])
-    flags = {"all_greedy": False, "candidates": 10_000, "uses_min_p": False}
-    want, _ = sample.reference(logits.expand(200, -1), **many, **flags)
+    flags = SamplingFlags(False, 10_000, False)
+    want, _ = sample.reference(logits.expand(200, -1), **many, flags=flags)
     rare = (want < 1800).nonzero()[:2, 0]
     assert len(rare) == 2
     given = {name: values[rare] for name, values in many.items()}
-    assert torch.equal(kernels.sample_triton(logits.expand(2, -1), **given, **flags)[0], want[rare])
+    assert torch.equal(kernels.sample_triton(logits.expand(2, -1), **given, flags=flags)[0], want[rare])
 
 
 def test_ties_at_the_threshold_all_stay() -> None:
@@ -174,20 +174,20 @@ def test_low_temperatures_leave_equal_logits_to_chance(filters: dict[str, list[f
     given = arguments(12, 4100, temperature=[1.1e-5], **filters)
     logits = torch.randn(12, 4100, device=DEVICE)
     logits[:, [7, 9, 4000]] = 200.0
-    flags = {"all_greedy": False, "candidates": 4100 * bool(filters), "uses_min_p": False}
-    want = sample.reference(logits, **given, **flags)[0]
+    flags = SamplingFlags(False, 4100 * bool(filters), False)
+    want = sample.reference(logits, **given, flags=flags)[0]
     assert want.unique().numel() == 3
-    assert torch.equal(kernels.sample_triton(logits, **given, **flags)[0], want)
+    assert torch.equal(kernels.sample_triton(logits, **given, flags=flags)[0], want)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(6, 700, device=DEVICE)
     given = arguments(6, 700, top_p=[0.9], top_k=[0, 30], temperature=[0.8, 0.0, 1.3])
-    flags = {"all_greedy": False, "candidates": 700, "uses_min_p": False}
-    together, _ = kernels.sample_triton(logits, **given, **flags)
+    flags = SamplingFlags(False, 700, False)
+    together, _ = kernels.sample_triton(logits, **given, flags=flags)
     for row in range(6):
         of_row = {n: t[row : row + 1] for n, t in given.items()}
-        alone, _ = kernels.sample_triton(logits[row : row + 1], **of_row, **flags)
+        alone, _ = kernels.sample_triton(logits[row : row + 1], **of_row, flags=flags)
         assert alone[0] == together[row]
 
 
@@ -199,6 +199,6 @@ def test_broken_rows_are_named_and_give_an_id_inside_the_vocabulary() -> None:
     logits[3, 7] = torch.inf
     logits[4, :99] = -torch.inf
     given = arguments(5, 100, top_p=[0.9], top_k=[10])
-    out, nan_rows = kernels.sample_triton(logits, **given, all_greedy=False, candidates=100, uses_min_p=False)
+    out, nan_rows = kernels.sample_triton(logits, **given, flags=SamplingFlags(False, 100, False))
     assert ((out >= 0) & (out < 100)).all()
     assert nan_rows.tolist() == [True, True, True, True, False]

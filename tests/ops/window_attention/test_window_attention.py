@@ -10,7 +10,7 @@ from tests.ops.delta_rule.test_triton_gdn import DTYPES, TOLERANCE, mixed_batch,
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from weft.ops.backend import Backend
-from weft.ops.window_attention import window_attention, window_attention_decode
+from weft.ops.window_attention import Windows, window_attention, window_attention_decode
 
 pytest.importorskip("triton")
 from weft.ops.window_attention.kernels import window_split  # isort: skip
@@ -67,7 +67,8 @@ def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int,
             row, position = slice(t, t + 1), torch.tensor([t], device=DEVICE)
             slots = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
             x = (y[row] for y in (q, k, v))
-            one = window_attention_decode(*x, *windows, slots, position, scale=scale, sinks=sinks, backend=backend)
+            options = {"scale": scale, "sinks": sinks, "backend": backend}
+            one = window_attention_decode(*x, Windows(*windows), slots, position, **options)
             torch.testing.assert_close(one, want[row], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(torch.cat(got), want[:start], rtol=2e-5, atol=2e-5)
 
@@ -112,7 +113,7 @@ def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_ou
         windows = [w.clone() for w in before]
         out = torch.full_like(x[0], 7.0) if given_out else None
         out = window_attention_decode(
-            *x, *windows, slots, positions, scale=0.2, sinks=sinks, out=out, backend=backend
+            *x, Windows(*windows), slots, positions, scale=0.2, sinks=sinks, out=out, backend=backend
         )  # fmt: skip
         results[backend] = (out, *windows)
     (out, *windows), (want, *wanted) = results[Backend.TRITON], results[Backend.TORCH]

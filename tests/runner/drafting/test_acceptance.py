@@ -14,7 +14,7 @@ from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.drafts import accept_drafts, right_drafts
 from weft.ops.drafts.types import NO_DRAFT, AcceptanceRule
-from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
+from weft.ops.sampling import SamplingFlags, apply_top_k_top_p_min_p_, filter_candidates, sample
 from weft.runner.drafting.acceptance import Acceptance, accept, sampled_positions
 from weft.scheduler.draft_planner import LOG_EVERY, AcceptanceLog, DraftPlanner
 
@@ -143,9 +143,7 @@ def test_distribution(option: str, draft: int) -> None:
         *(torch.full((2 * DRAWS,), value) for value in (temperature, top_k, top_p, min_p)),
         seeds.repeat_interleave(2),
         torch.tensor([5, 6]).repeat(DRAWS),
-        all_greedy=False,
-        candidates=filter_candidates([top_k], [top_p], 8),
-        uses_min_p=min_p > 0,
+        SamplingFlags(False, filter_candidates([top_k], [top_p], 8), min_p > 0),
         backend=Backend.TORCH,
     )
     acceptance = judged(tokens, torch.tensor([draft, NO_DRAFT]).repeat(DRAWS), 2 * torch.arange(DRAWS))

@@ -19,6 +19,7 @@ Graph-safe: the grid is the padded number of rows; rows with slot 0 write zeros 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -347,7 +348,7 @@ _CONVOLUTIONS = Shape(64, 4, False, None)
 """Shape of programs that read no states."""
 
 
-@launches(kda_decode, invariant={"alone": True})
+@launches(kda_decode, invariant={"choose": choose_kda_shape})
 def kda_decode_triton(
     projected,
     f,
@@ -359,13 +360,12 @@ def kda_decode_triton(
     geometry,
     *,
     out,
-    shape: Shape | None = None,
-    alone: bool = False,
+    choose: Callable[[int], Shape] | None = None,
 ) -> Tensor:
     """``kda_decode``, in one launch, or in two where ``launch_of_states`` has one for states.
 
-    ``shape`` overrides the choice of ``choose_kda_shape`` (tests and measurements). ``alone``: any number of rows runs
-    in one launch, whose shapes all sum in the same order.
+    ``choose`` gives the shape for a number of programs, and any number of rows then runs in one launch. The shapes all
+    sum in the same order.
     """
     heads, dim, num_rows = geometry.num_heads, geometry.head_dim, projected.shape[0]
     conv_weight, A_log, dt_bias, norm_weight, eps = weights
@@ -373,12 +373,11 @@ def kda_decode_triton(
     assert state.is_contiguous() and conv_state.is_contiguous() and conv_weight.is_contiguous()
     assert out is None or out.is_contiguous()
     launch_states = None
-    if out is None and shape is None and not alone:
+    if out is None and choose is None:
         launch_states = launch_of_states(state, projected.dtype, num_rows, 1)
     keep, out = out is not None, projected.new_empty(num_rows, geometry.width) if out is None else out
     if num_rows:
-        if shape is None:
-            shape = _CONVOLUTIONS if launch_states is not None else choose_kda_shape(num_rows * heads)
+        shape = _CONVOLUTIONS if launch_states is not None else (choose or choose_kda_shape)(num_rows * heads)
         block = next_power_of_2(dim)
         places = vectors_of(1, dim, dim, channels=dim)
         vectors = projected.new_empty(num_rows, heads, places.size, dtype=torch.float32)

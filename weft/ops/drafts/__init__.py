@@ -23,6 +23,7 @@ from weft.ops.drafts.types import (
     AcceptanceRule,
     AcceptedDrafts,
     FollowedStep,
+    PageTable,
     PlacesAhead,
     RowState,
 )
@@ -38,8 +39,7 @@ def follow_step(
     rows: Tensor,
     follows: Tensor,
     slots: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    page_table: PageTable,
     state: RowState,
     *,
     backend: Backend,
@@ -56,7 +56,7 @@ def follow_step(
             begins earlier by the rejected drafts. With 0 the layout stays.
         slots: ``[S, Q]`` int32, where the states after each token go. A step that follows stores into the slots of the
             previous step. It reads the slot that holds the state after the last accepted token.
-        page_table: ``[R, P]`` int32 of all rows.
+        page_table: of all R rows.
         state: of the rows.
     """
     query_len = slots.shape[1]
@@ -68,12 +68,12 @@ def follow_step(
     lengths = seq_lens - rejected.int()
     # While a graph is captured, the step buffers may hold padding for fewer drafts, shorter than a sequence's tokens.
     places = (torch.arange(-query_len, 0, device=rows.device) + lengths[:, None]).clamp(min=0)
-    pages = page_table.index_select(0, rows).gather(1, places // page_size)
+    pages = page_table.pages.index_select(0, rows).gather(1, places // page_table.page_size)
     return FollowedStep(
         torch.where(is_following, held, torch.where(given == FROM_LAST_TOKEN, last, given)).flatten(),
         (positions.view(-1, query_len) - behind).flatten(),
         (sample_positions.view(-1, query_len) - behind).flatten(),
-        (pages * page_size + places % page_size).flatten(),
+        (pages * page_table.page_size + places % page_table.page_size).flatten(),
         lengths,
         slots.gather(1, query_len - 1 - behind)[:, 0],
     )
@@ -147,8 +147,7 @@ def places_ahead(
     ends: Tensor,
     positions: Tensor,
     seq_lens: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    page_table: PageTable,
     num_ahead: int,
     max_len: int,
     *,
@@ -161,15 +160,15 @@ def places_ahead(
         ends: ``[N]`` int32, index behind the sequence's last token there.
         positions: ``[T]`` int64, rotary positions; with images in the prompt they are not the places in the sequence.
         seq_lens: ``[N]`` int32, with all tokens of the step.
-        page_table: ``[N, P]`` int32.
+        page_table: of the N sequences.
         max_len: tokens beyond this many are placed at the last place.
     """
     ahead = torch.arange(1, num_ahead + 1, device=last.device)[:, None]
     places = (seq_lens - ends + last + ahead).clamp(min=0, max=max_len - 1)
-    pages = page_table.gather(1, (places // page_size).T).T.long()
+    pages = page_table.pages.gather(1, (places // page_table.page_size).T).T.long()
     return PlacesAhead(
         (positions[last] + ahead).clamp(max=max_len - 1),
-        pages * page_size + places % page_size,
+        pages * page_table.page_size + places % page_table.page_size,
         (places + 1).int(),
     )
 

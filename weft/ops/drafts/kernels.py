@@ -63,16 +63,17 @@ def _follow_kernel(
 
 @launches(follow_step, invariant={})
 def follow_step_triton(
-    input_ids, positions, sample_positions, seq_lens, rows, follows, slots, page_table, page_size, state
+    input_ids, positions, sample_positions, seq_lens, rows, follows, slots, page_table, state
 ) -> FollowedStep:
     num_seqs, query_len = slots.shape
-    assert slots.is_contiguous() and page_table.is_contiguous() and state.drafts.is_contiguous()
+    pages, page_size = page_table
+    assert slots.is_contiguous() and pages.is_contiguous() and state.drafts.is_contiguous()
     assert query_len <= _BLOCK
     flat = [new_indices(num_seqs * query_len, device=rows.device) for _ in range(4)]
     each = [new_indices(num_seqs, dtype=torch.int32, device=rows.device) for _ in range(2)]
     _follow_kernel[(num_seqs,)](
-        input_ids, positions, sample_positions, seq_lens, rows, follows, slots, page_table, *state, *flat, *each,
-        query_len, BLOCK=_BLOCK, PAGE=page_size, NUM_PAGES=page_table.shape[1], HELD=state.drafts.shape[1], num_warps=1,
+        input_ids, positions, sample_positions, seq_lens, rows, follows, slots, pages, *state, *flat, *each,
+        query_len, BLOCK=_BLOCK, PAGE=page_size, NUM_PAGES=pages.shape[1], HELD=state.drafts.shape[1], num_warps=1,
     )  # fmt: skip
     return FollowedStep(*flat, *each)
 
@@ -152,15 +153,15 @@ def _ahead_kernel(
 
 
 @launches(places_ahead, invariant={})
-def places_ahead_triton(last, ends, positions, seq_lens, page_table, page_size, num_ahead, max_len) -> PlacesAhead:
-    count, device = len(last), last.device
-    assert page_table.is_contiguous()
+def places_ahead_triton(last, ends, positions, seq_lens, page_table, num_ahead, max_len) -> PlacesAhead:
+    (pages, page_size), count, device = page_table, len(last), last.device
+    assert pages.is_contiguous()
     assert num_ahead <= _BLOCK
     stride = 4 * cdiv(count, 4)  # every pass finds its part where kernels expect it, at a multiple of 16 bytes
     flat = [new_indices(num_ahead, stride, device=device) for _ in range(2)]
     lengths = new_indices(num_ahead, stride, dtype=torch.int32, device=device)
     _ahead_kernel[(count,)](
-        last, ends, positions, seq_lens, page_table, *flat, lengths, num_ahead, page_table.shape[1], max_len, stride,
+        last, ends, positions, seq_lens, pages, *flat, lengths, num_ahead, pages.shape[1], max_len, stride,
         BLOCK=_BLOCK, PAGE=page_size, num_warps=1,
     )  # fmt: skip
     return PlacesAhead(*(part[:, :count] for part in (*flat, lengths)))

@@ -31,6 +31,18 @@ class RowState(NamedTuple):
     num_rejected: Tensor
 
 
+class PageTable(NamedTuple):
+    """The pages of sequences or rows.
+
+    Attributes:
+        pages: ``[N, P]`` int32, page ids.
+        page_size: tokens of a page.
+    """
+
+    pages: Tensor
+    page_size: int
+
+
 class FollowedStep(NamedTuple):
     """``input_ids``, ``positions``, ``sample_positions``, ``slot_mapping``: ``[T]`` int64; ``seq_lens``,
     ``state_slots``: ``[S]`` int32."""

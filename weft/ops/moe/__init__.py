@@ -322,7 +322,7 @@ def fp8_fused_moe(
         ``[T, H]`` in x's dtype, as ``fused_moe``.
     """
     # The experts are one operation to the dispatcher, as in ``fused_moe``.
-    out = torch.ops.weft.fp8_experts_reference(x, *gate_up, *down, weights, ids)
+    out = torch.ops.weft.fp8_experts_reference(x, *gate_up[:3], *down, weights, ids)
     return add_shared(out, shared, shared_gate)
 
 
@@ -349,7 +349,6 @@ def _fp8_experts(
     gate_up: Tensor,
     gate_up_scale: Tensor,
     gate_up_input_scale: Tensor | None,
-    _block: int,
     down: Tensor,
     down_scale: Tensor,
     down_input_scale: Tensor | None,
@@ -369,7 +368,6 @@ def _fp8_experts(
 
 _LIBRARY.define(
     "fp8_experts_reference(Tensor x, Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_input_scale, "
-    "int gate_up_block, Tensor down, Tensor down_scale, Tensor? down_input_scale, int down_block, Tensor weights, "
-    "Tensor ids) -> Tensor"
+    "Tensor down, Tensor down_scale, Tensor? down_input_scale, int block, Tensor weights, Tensor ids) -> Tensor"
 )
 _LIBRARY.impl("fp8_experts_reference", _fp8_experts, "CompositeExplicitAutograd")

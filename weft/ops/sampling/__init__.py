@@ -21,6 +21,7 @@ need not be normalised (the Gumbel-max trick in exponential form).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,6 +170,20 @@ def _top_k_top_p_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, candida
     return torch.where(filtered, likeliest.gather(1, last), -torch.inf)
 
 
+class SamplingFlags(NamedTuple):
+    """The host's knowledge of the rows to sample.
+
+    Attributes:
+        all_greedy: every temperature is 0; the random numbers are then skipped.
+        candidates: from ``filter_candidates``.
+        uses_min_p: some row has a min-p above 0.
+    """
+
+    all_greedy: bool
+    candidates: int
+    uses_min_p: bool
+
+
 @with_kernel(
     "weft.ops.sampling.kernels", by_row("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions")
 )
@@ -180,10 +195,8 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    flags: SamplingFlags,
     *,
-    all_greedy: bool,
-    candidates: int,
-    uses_min_p: bool,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row. Each row's token depends on that row's arguments alone.
@@ -194,20 +207,17 @@ def sample(
         top_k: ``[N]`` integers, 0 for all.
         seeds: ``[N]`` int64, the bits of an unsigned 64-bit seed.
         positions: ``[N]`` integers, tokens generated so far.
-        all_greedy: every temperature is 0 (host flag; the random numbers are then skipped).
-        candidates: from ``filter_candidates``.
-        uses_min_p: some row has a min-p above 0 (host flag).
 
     Returns:
         The tokens, ``[N]`` int64, and ``[N]`` bool: whose largest logit is NaN or infinite, so that the token is a
         meaningless id below V.
     """
     greedy, nan_rows = logits.argmax(-1), ~logits.amax(-1).isfinite()
-    if all_greedy:
+    if flags.all_greedy:
         return greedy, nan_rows
     is_greedy = temperature < GREEDY_BELOW
     scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
-    apply_top_k_top_p_min_p_(scaled, top_k, top_p, min_p if uses_min_p else None, candidates=candidates)
+    apply_top_k_top_p_min_p_(scaled, top_k, top_p, min_p if flags.uses_min_p else None, candidates=flags.candidates)
     rates = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
     sampled = exponential_noise(seeds, positions, logits.shape[1]).div_(rates).argmin(-1)
     return torch.where(is_greedy, greedy, sampled), nan_rows

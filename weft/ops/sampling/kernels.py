@@ -357,10 +357,8 @@ def sample_triton(
     min_p,
     seeds,
     positions,
+    flags,
     *,
-    all_greedy,
-    candidates,
-    uses_min_p,
     thresholds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sample`` of ``weft/ops/sampling``; logits may have any float dtype.
@@ -371,7 +369,7 @@ def sample_triton(
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    filtered = not all_greedy and (candidates > 0 or uses_min_p)
+    filtered = not flags.all_greedy and (flags.candidates > 0 or flags.uses_min_p)
     block = min(_DRAW_BLOCK, max(_GROUP.value, next_power_of_2(vocab_size)))
     blocks = cdiv(vocab_size, block)
     num_groups = blocks * (block // _GROUP.value)
@@ -385,7 +383,7 @@ def sample_triton(
     parameters = (temperature, top_k, top_p, min_p, seeds, positions)
     _scan_kernel[(blocks, num_rows)](
         logits, *parameters, group_max, block_max, block_mass, finite, scores, tokens, largest, logits.stride(0),
-        ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, BLOCKS=blocks, BLOCK=block,
+        ALL_GREEDY=flags.all_greedy, FILTERED=filtered, VOCAB=vocab_size, BLOCKS=blocks, BLOCK=block,
         num_warps=4, maxnreg=_SCAN_REGISTERS, **early_launch(logits.device),
     )  # fmt: skip
     _choose_kernel[(num_rows,)](

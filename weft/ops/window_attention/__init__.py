@@ -9,6 +9,7 @@ learned score per head that takes part in the softmax and has no value (arXiv 23
 """
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +21,19 @@ from weft.ops.padding import settle_padding
 from weft.ops.rows import by_chunk, by_row
 
 
+class Windows(NamedTuple):
+    """The keys and the values of all windows, ``[num_slots, window, Hkv, D]`` each."""
+
+    k: Tensor
+    v: Tensor
+
+
 @with_kernel("weft.ops.window_attention.kernels", by_row("q", "k", "v", "state_slots", "positions"))
 def window_attention_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_window: Tensor,
-    v_window: Tensor,
+    windows: Windows,
     state_slots: Tensor,
     positions: Tensor,
     *,
@@ -40,7 +47,6 @@ def window_attention_decode(
     Args:
         q: ``[N, Hq, D]``; Hq is a multiple of Hkv, and query head h reads key head ``h // (Hq / Hkv)``.
         k, v: ``[N, Hkv, D]``, the token's own.
-        k_window, v_window: ``[num_slots, window, Hkv, D]``.
         state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, or as it is in a given ``out``;
             only the reserved slot's window may change. Other slots occur once.
         positions: ``[N]`` int64, of the tokens in their sequences.
@@ -51,13 +57,13 @@ def window_attention_decode(
     Returns:
         ``[N, Hq, D]`` in q's dtype.
     """
-    rows, window = q.shape[0], k_window.shape[1]
+    rows, window = q.shape[0], windows.k.shape[1]
     slots = state_slots.long()
-    for new, windows in ((k, k_window), (v, v_window)):
-        windows[slots, positions % window] = new.to(windows.dtype)
+    for new, kept in zip((k, v), windows, strict=True):
+        kept[slots, positions % window] = new.to(kept.dtype)
     valid = torch.arange(window, device=q.device) <= positions[:, None]
     keys, values = (
-        torch.where(valid[:, :, None, None], windows.index_select(0, slots), 0.0) for windows in (k_window, v_window)
+        torch.where(valid[:, :, None, None], kept.index_select(0, slots), 0.0) for kept in windows
     )
     grouped = q.view(rows, keys.shape[2], -1, q.shape[2])
     scores = torch.einsum("nhgd,nwhd->nhgw", grouped.float(), keys.float()) * scale

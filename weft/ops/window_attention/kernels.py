@@ -305,9 +305,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, k_window: Tensor, v_window: Tensor) 
 
 @launches(window_attention_decode, invariant={"fixed": True})
 def window_attention_decode_triton(
-    q, k, v, k_window, v_window, state_slots, positions, *, scale, sinks, out, fixed: bool = False
+    q, k, v, windows, state_slots, positions, *, scale, sinks, out, fixed: bool = False
 ) -> Tensor:
     """``fixed``: splits do not follow the rows."""
+    k_window, v_window = windows
     _check(q, k, v, k_window, v_window)
     keep, out = out is not None, torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     head_dim, element = q.shape[2], q.element_size()

@@ -18,7 +18,7 @@ from weft.graph.batch_descriptor import BatchDescriptor
 from weft.messages import NewRequest, ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.drafts import accept_drafts, follow_step, right_drafts
-from weft.ops.drafts.types import NO_DRAFT, AcceptanceRule, RowState
+from weft.ops.drafts.types import NO_DRAFT, AcceptanceRule, PageTable, RowState
 from weft.runner.buffers import device_ints
 from weft.runner.drafting.acceptance import Acceptance, accept
 from weft.runner.rows import RowTable
@@ -137,8 +137,7 @@ class StepDrafts(ABC):
             inputs.rows,
             follows,
             batch.verification.slots,
-            self._rows.device_page_table,
-            self._page_size,
+            PageTable(self._rows.device_page_table, self._page_size),
             self.state,
             backend=self._backend,
         )
