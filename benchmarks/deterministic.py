@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,13 +22,13 @@ from typing import Any
 
 import torch
 
-from weft import LLM, RequestOutput, SamplingParams
+from benchmarks.scoring import Prompts, logprobs_of, scoring
+from weft import LLM, SamplingParams
 from weft.bench import latency, prefill, report, throughput
 
 CONFIGS = Path(__file__).parent / "configs"
 PROMPT_TOKENS, NEW_TOKENS, NUM_PROMPTS = 700, 32, 8
 CHUNK = 256
-Prompts = list[list[int]]
 
 
 def make(model: str, deterministic: bool, args: argparse.Namespace) -> LLM:
@@ -68,12 +67,6 @@ def generate(llm: LLM, prompts: Prompts, new_tokens: int, salt: str) -> list[lis
     return [logprobs_of(output) for output in llm.generate(given, params, use_tqdm=False)]
 
 
-def logprobs_of(output: RequestOutput) -> list[float]:
-    completion = output.outputs[0]
-    assert completion.logprobs is not None
-    return [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
-
-
 def equal_share(found: Sequence[Sequence[float]], alone: Sequence[Sequence[float]]) -> float:
     pairs = [(a, b) for x, y in zip(found, alone, strict=True) for a, b in zip(x, y, strict=True)]
     return round(sum(a == b for a, b in pairs) / len(pairs), 4)
@@ -96,31 +89,6 @@ def company(llm: LLM, prompts: Prompts, new_tokens: int) -> dict[str, float]:
         "batch_of_8": equal_share(batch, alone), "prefix_hit": equal_share(hit, alone),
         "chunks_of_256": equal_share(chunks, alone),
     }  # fmt: skip
-
-
-def scoring(llm: LLM, prompts: Prompts, new_tokens: int) -> dict[str, float]:
-    """Generated log probabilities beside those of scoring."""
-    params = SamplingParams(
-        temperature=1.0, seed=3, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
-    )
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
-    asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    scored = llm.generate(texts, asked, use_tqdm=False)
-    differences = []
-    for output, score, text in zip(outputs, scored, texts, strict=True):
-        entries = score.prompt_logprobs
-        assert entries is not None
-        for at, made in enumerate(logprobs_of(output), start=len(text) - new_tokens):
-            entry = entries[at]
-            assert entry is not None
-            differences.append(entry[text[at]].logprob - made)
-    return {
-        "equal_share": round(sum(d == 0.0 for d in differences) / len(differences), 4),
-        "mean_difference": sum(map(abs, differences)) / len(differences),
-        "largest_difference": max(map(abs, differences)),
-        "kl": sum(math.expm1(d) - d for d in differences) / len(differences),
-    }
 
 
 def measure(model: str, deterministic: bool, args: argparse.Namespace) -> dict[str, Any]:
