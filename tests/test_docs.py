@@ -83,6 +83,51 @@ def test_files_and_attributes_in_documents_exist(page: Path) -> None:
             assert attribute in classes.get(name, {attribute}), f"{page.name} names {name}.{attribute}"
 
 
+def _questions() -> list[tuple[str, str]]:
+    """The table of questions in docs/architecture.md: question, and the cell that names code."""
+    lines = (ROOT / "docs" / "architecture.md").read_text("utf-8").split("| question | code | page |\n|---|---|---|\n")
+    rows = [line.split(" | ") for line in lines[1].partition("\n\n")[0].splitlines()]
+    return [(question.removeprefix("| "), code) for question, code, _ in rows]
+
+
+@pytest.mark.parametrize(("question", "code"), _questions(), ids=lambda text: text[:40])
+def test_the_table_of_questions_names_what_its_files_define(question: str, code: str) -> None:
+    """Each name behind a file is defined there: ``Class.method``, or a name at any level. ``x`` follows ``Class.y``."""
+    found = []
+    for span in re.findall(r"`([^`]+)`", code):
+        if span.endswith(("/", ".py")):
+            assert (ROOT / "weft" / span).exists(), f"{question} {span} is no file"
+            defined, owner = (_definitions(ROOT / "weft" / span) if span.endswith(".py") else None), ""
+        elif defined is not None:
+            owner, _, name = span.rpartition(".") if "." in span else (owner, "", span)
+            assert {f"{owner}.{name}", name} & defined, f"{question} {span} is not defined in the file before it"
+            found.append(span)
+    assert found, f"{question} names no function"
+
+
+def _definitions(path: Path) -> set[str]:
+    """Functions, classes and constants of a module, and ``Class.method``."""
+    found = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        found |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{method.name}"
+                for method in node.body
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return found
+
+
+def test_the_page_of_graphs_lists_the_split_ops() -> None:
+    listed = re.search(r"\n((?:`\w+`[, and\n]+)+)are split ops", (ROOT / "docs" / "cuda-graphs.md").read_text("utf-8"))
+    sources = [path.read_text("utf-8") for path in sorted((ROOT / "weft" / "layers").glob("*.py"))]
+    defined = {name for source in sources for name in re.findall(r'@split_op\("(\w+)"', source)}
+    assert listed is not None and set(re.findall(r"`(\w+)`", listed[1])) == defined | {"all_reduce"}
+
+
 @functools.cache
 def _words_of_classes() -> dict[str, set[str]]:
     """The words in the code of each class of Weft, and in that of its bases, by the class's name."""
