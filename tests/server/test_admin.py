@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.engine.test_weight_groups import described, free_port, train
 from tests.patience import GUARD_S
+from tests.ranks import fork_ranks
 from tests.server.running import RunningServer, wait_until
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
@@ -141,15 +147,111 @@ def test_bad_fields(server: RunningServer, path: str, body: dict[str, Any], mess
     assert complete(server).status_code == 200
 
 
+def start(folder: Path, *flags: str) -> RunningServer:
+    running = RunningServer("--model", str(folder), "--enable-admin-api", "--admin-key", "admin", "--enable-sleep-mode",
+                            "--max-num-seqs", "4", "--device", "cpu", *flags, module="weft")  # fmt: skip
+    running.client.headers.update(KEY)
+    return running
+
+
+def views(server: RunningServer) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.client.get("/replicas").json()["replicas"]
+    return found
+
+
+def states(server: RunningServer) -> list[str]:
+    return [view["state"] for view in views(server)]
+
+
+def of_each(server: RunningServer) -> list[list[int]]:
+    """Tokens of prompts that are sent at once, so that each replica gets some."""
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(lambda _: token_ids(server), range(4)))
+
+
+def test_replicas(folders: list[Path]) -> None:
+    """Commands reach both; one that is started with the checkpoint's weights serves nobody before an update."""
+    server = start(folders[0], "--data-parallel-size", "2")
+    try:
+        server.wait_ready()
+        old, new = map(tokens_of, folders)
+        assert of_each(server) == [old] * 4
+        found = post(server, "/update_weights_from_disk", json={"model_path": str(folders[1])})
+        assert found == {"success": True, "is_sleeping": False, "is_paused": False, "weight_version": 1}
+        assert of_each(server) == [new] * 4 and all(view["num_decode_tokens"] for view in views(server))
+        bad = server.client.post("/update_weights_from_disk", json={"model_path": "/nowhere"})
+        assert bad.status_code == 400 and "/nowhere is not a folder" in bad.json()["error"]["message"]
+        assert states(server) == ["up", "up"]
+        os.kill(views(server)[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: states(server) == ["behind", "up"], GUARD_S)
+        assert of_each(server) == [new] * 4
+        asleep = post(server, "/sleep")
+        assert asleep["is_sleeping"] and asleep["replicas_out"] == {"0": "it is behind, with weights of version 0"}
+        assert complete(server).status_code == 503
+        assert not post(server, "/wake_up")["is_sleeping"]
+        found = post(server, "/update_weights_from_disk", json={"model_path": str(folders[0])})
+        assert found["weight_version"] == 2 and "replicas_out" not in found
+        assert states(server) == ["up", "up"] and of_each(server) == [old] * 4
+    finally:
+        server.close()
+
+
+def test_replicas_in_a_group(folders: list[Path]) -> None:
+    """Each is a rank of the trainer's group."""
+    server = start(folders[0], "--data-parallel-size", "2")
+    port, given = free_port(), described(folders[1])
+    with fork_ranks():
+        trainer = multiprocessing.get_context("forkserver").Process(target=train, args=(folders[1], port, 3, 1))
+        trainer.start()
+    try:
+        server.wait_ready()
+        group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "backend": "gloo"}
+        small = server.client.post("/init_weights_update_group", json=group | {"world_size": 2})
+        assert small.status_code == 400 and "leave no room for 2 replicas" in small.json()["error"]["message"]
+        post(server, "/init_weights_update_group", json=group | {"world_size": 3})
+        assert post(server, "/update_weights_from_distributed", json=given)["weight_version"] == 1
+        assert of_each(server) == [tokens_of(folders[1])] * 4
+        post(server, "/destroy_weights_update_group")
+        trainer.join(GUARD_S)
+        assert trainer.exitcode == 0
+    finally:
+        trainer.kill()
+        server.close()
+
+
+def test_several_api_processes(folders: list[Path]) -> None:
+    """Whatever process gets a command, all of them know its outcome; one that is started later is told."""
+    server = start(folders[0], "--api-server-count", "2")
+
+    def anew(method: str, path: str, **more: Any) -> httpx.Response:
+        """Over a new connection, so by whichever process."""
+        return httpx.request(method, server.url + path, headers=KEY, timeout=GUARD_S, **more)
+
+    def statuses() -> set[int]:
+        body = {"prompt": PROMPT, "max_tokens": 2}
+        return {anew("POST", "/v1/completions", json=body).status_code for _ in range(12)}
+
+    try:
+        server.wait_ready()
+        for version in range(1, 7):
+            found = anew("POST", "/update_weights_from_disk", json={"model_path": str(folders[version % 2])})
+            assert found.json()["weight_version"] == version, found.text
+        assert token_ids(server) == tokens_of(folders[0])
+        assert anew("POST", "/sleep").json()["is_sleeping"] and statuses() == {503}
+        victim = server.api_pids[0]
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: len(server.api_pids) == 2 and victim not in server.api_pids, GUARD_S)
+        assert statuses() == {503}
+        assert {anew("GET", "/is_sleeping").json()["is_sleeping"] for _ in range(8)} == {True}
+        assert not anew("POST", "/wake_up").json()["is_sleeping"] and statuses() == {200}
+    finally:
+        server.close()
+
+
 def test_without_the_setting(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """The endpoints do not exist, and the setting needs a key of its own and one engine."""
-    for flags, message in (
-        ([], "--admin-key"),
-        (["--admin-key", "k", "--api-server-count", "2"], "one API process"),
-        (["--admin-key", "k", "--data-parallel-size", "2"], "one engine"),
-    ):
-        assert main(["serve", "--model", str(folders[0]), "--enable-admin-api", *flags]) == 2
-        assert message in capsys.readouterr().err
+    """The endpoints do not exist, and the setting needs a key of its own."""
+    assert main(["serve", "--model", str(folders[0]), "--enable-admin-api"]) == 2
+    assert "--admin-key" in capsys.readouterr().err
     running = RunningServer()
     try:
         assert running.wait_ready().client.post("/sleep").status_code == 404

@@ -502,6 +502,7 @@ def test_every_api_process_knows_the_figures_of_the_engine() -> None:
         member.frames = cast(Any, SimpleNamespace(send=heard[member.index].append))
     servers._members[1].open = {"waits"}
     servers._stats, servers._has_opened = EngineStats(num_steps=5), True
+    servers._controlled = wire.Controlled(1, is_sleeping=True, is_paused=False, weight_version=0, unavailable="asleep")
     servers._pulse = lambda: cast(Any, "pulse")  # type: ignore[method-assign]
 
     async def beat_once() -> None:
@@ -513,4 +514,4 @@ def test_every_api_process_knows_the_figures_of_the_engine() -> None:
     figures = wire.Outputs([], servers._stats)
     assert heard == [["pulse", figures], ["pulse", figures], ["pulse"]]
     servers._begins(servers._members[2])
-    assert heard[2][1:] == [figures, link.Open()]
+    assert heard[2][1:] == [servers._controlled, figures, link.Open()]

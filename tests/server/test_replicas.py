@@ -19,6 +19,7 @@ from tests.server.running import RunningServer, is_alive, wait_until
 from weft.engine import gpus, wire
 from weft.engine.launcher import EngineCommand
 from weft.engine.prefix_resets import PrefixResets
+from weft.engine.replica_commands import ReplicaCommands
 from weft.engine.replicas import Member, Open, ReplicaSet
 from weft.engine.router import Router
 from weft.errors import ConfigError
@@ -247,6 +248,7 @@ def test_the_set_takes_what_every_replica_takes() -> None:
     replicas = object.__new__(ReplicaSet)  # no processes
     replicas.members, replicas._router = [Member(0), Member(1)], Router(2, max_num_seqs=1)
     replicas._on_message, replicas._is_ready = told.append, False
+    replicas._commands = ReplicaCommands(replicas._commanded)
     for member, length, seqs, pages in zip(replicas.members, (4096, 1024), (8, 6), (100, 40), strict=True):
         assert not told
         capacity = wire.Capacity(max_model_len=length, max_num_seqs=seqs, num_pages=pages, page_size=16, num_slots=3)
@@ -277,8 +279,10 @@ def replicas_without_processes(count: int) -> tuple[ReplicaSet, list[_Recorder],
     processes = [_Recorder() for _ in range(count)]
     replicas.members = [Member(i, cast(Any, process), CAPACITY) for i, process in enumerate(processes)]
     replicas._router, replicas._open, replicas._draining = Router(count, max_num_seqs=1), {}, set()
+    replicas._commands = ReplicaCommands(replicas._commanded)
     for index in range(count):
         replicas._router.up(index)
+        replicas._commands.started(index)
     replicas._on_message, replicas._is_ready = told.append, True
     replicas._resets = PrefixResets(lambda done: told.append(wire.PrefixCacheReset(done)))
     replicas._is_closing = replicas._is_over = False
@@ -296,14 +300,14 @@ REACHES: list[tuple[wire.ToEngine, list[int]]] = [
     (wire.ResetPrefixCache(), [0, 1, 2]),
     (wire.DrainReplica(1), [1]),
     (wire.StartReplica(1), []),  # it is up; test_a_replica_is_drained_and_started has the rest
+    (wire.Control(1, "state"), [0, 1, 2]),
     (wire.Shutdown(), [0, 1, 2]),
 ]
 
 
 @pytest.mark.parametrize(("message", "reached"), REACHES, ids=[type(message).__name__ for message, _ in REACHES])
 def test_every_kind_of_message_reaches_its_replicas(message: wire.ToEngine, reached: list[int]) -> None:
-    commands = {wire.Control}  # of an administrator; a server with replicas refuses to start with them
-    assert {type(kind) for kind, _ in REACHES} | commands == set(get_args(wire.ToEngine))
+    assert {type(kind) for kind, _ in REACHES} == set(get_args(wire.ToEngine))
 
     async def body() -> None:
         replicas, processes, _ = replicas_without_processes(3)
@@ -395,6 +399,38 @@ def test_all_replicas_forget_their_prefixes_or_none() -> None:
     replicas.members[0].is_out = True  # no other one is started in its place
     replicas._ended(first, -9)
     assert told == [wire.PrefixCacheReset(False)]
+
+
+def test_a_replica_with_old_weights_gets_no_requests() -> None:
+    """An update that one of two replicas refuses leaves it out, with its open requests, until one that it takes."""
+    replicas, processes, told = replicas_without_processes(2)
+    told_versions = iter(range(1, 9))
+
+    def update(*versions: int) -> wire.Controlled:
+        number = next(told_versions)
+        replicas.send(wire.Control(number, "load", arguments={"folder": "x", "version": None}))
+        for member, version in zip(replicas.members, versions, strict=True):
+            error = "" if version == number else "refused"
+            replicas._handle(member, wire.Controlled(number, False, False, version, error=error))
+        assert isinstance(told[-1], wire.Controlled)
+        return told[-1]
+
+    for name in ("at 0", "at 1"):
+        replicas.send(structs.replace(SPEC, request_id=name))
+    answer = update(1, 0)
+    assert not answer.error and answer.weight_version == 1 and answer.replicas_out == {1: "refused"}
+    assert [(view.state, view.num_open) for view in replicas.views()] == [("up", 1), ("behind", 1)]
+    replicas.send(structs.replace(SPEC, request_id="later"))
+    assert replicas._open["later"].index == 0
+    assert not update(2, 2).replicas_out
+    assert [(view.state, view.num_open) for view in replicas.views()] == [("up", 2), ("up", 1)]
+    replicas._launch = lambda member, *callbacks: cast(Any, processes[member.index])  # type: ignore[method-assign]
+    replicas.members[0].is_out = True
+    replicas._ended(replicas.members[0], 0)
+    replicas.send(wire.StartReplica(0))
+    replicas._handle(replicas.members[0], wire.Ready(CAPACITY))
+    assert [view.state for view in replicas.views()] == ["behind", "up"], "it has the checkpoint's weights"
+    assert not update(3, 3).replicas_out and [view.state for view in replicas.views()] == ["up", "up"]
 
 
 def test_a_dead_replica_has_nothing_open() -> None:

@@ -93,13 +93,15 @@ class Controls:
             raise
         except WeftError as error:
             failure = error
+        except msgspec.ValidationError as error:
+            failure = ConfigError(str(error))
         if ends_pause:
             self._core.rollouts.resume()
         self._answer(command, failure)
 
     def _act(self, command: wire.Control) -> None:
         rollouts, given = self._core.rollouts, command.arguments
-        complete = {"complete": rollouts.has_lost_weights}
+        complete = {"complete": rollouts.has_lost_weights or given.get("complete", False)}
         match command.action:
             case "sleep":
                 rollouts.sleep(given["level"])
@@ -131,7 +133,8 @@ class Controls:
 
 def fields_of(message: wire.Controlled) -> dict[str, Any]:
     """The part of an answer that a caller gets."""
-    return {
+    out = {"replicas_out": message.replicas_out} if message.replicas_out else {}
+    return out | {
         "is_sleeping": message.is_sleeping,
         "is_paused": message.is_paused,
         "weight_version": message.weight_version,

@@ -8,6 +8,8 @@ settings that are installed by then.
 
 When a replica dies, another process is started in its place. Its requests without a token so far start again on another
 replica; the others end with an error. The whole set ends only when no replica is left and none can be started.
+
+A replica whose weights are not those of the others gets no requests either; see ``replica_commands.py``.
 """
 
 import asyncio
@@ -24,8 +26,9 @@ from weft.engine.gpus import devices_of_replica
 from weft.engine.launcher import EngineCommand, EngineHandle, EngineProcess
 from weft.engine.prefix_resets import PrefixResets
 from weft.engine.ray_engine import RayEngine
+from weft.engine.replica_commands import ReplicaCommands
 from weft.engine.router import NoReplicaError, Router
-from weft.engine.snapshot import ReplicaView
+from weft.engine.snapshot import ReplicaView, why_not_drain, why_not_start
 from weft.multimodal.items import cache_token_ids
 from weft.processes.child import Restarts
 from weft.request import RequestSpec
@@ -55,6 +58,8 @@ class Member:
     restarts: Restarts = field(default_factory=Restarts)
     is_out: bool = False
     """Whether the replica has been drained, or is being drained."""
+    is_behind: bool = False
+    """Whether commands have left the replica in another state than the others."""
 
     @property
     def is_ready(self) -> bool:
@@ -66,28 +71,7 @@ class Member:
             return "drained" if self.process is None else "draining"
         if self.process is None:
             return "down"
-        return "up" if self.is_ready else "starting"
-
-
-def why_not_drain(replicas: list[ReplicaView], index: int) -> str | None:
-    """The reason why a replica cannot be drained; None if it can."""
-    refusal = _why_not(replicas, index, ("up",), "drained")
-    if refusal is None and not any(view.state == "up" for view in replicas if view.replica != index):
-        return f"replica {index} is the only one that is up; start another one first"
-    return refusal
-
-
-def why_not_start(replicas: list[ReplicaView], index: int) -> str | None:
-    """The reason why a replica cannot be started; None if it can."""
-    return _why_not(replicas, index, ("drained", "down"), "started")
-
-
-def _why_not(replicas: list[ReplicaView], index: int, states: tuple[str, ...], what: str) -> str | None:
-    if index >= len(replicas):
-        return f"there is no replica {index}; there are {len(replicas)}, from 0 on"
-    if replicas[index].state not in states:
-        return f"replica {index} is {replicas[index].state}; only one that is {' or '.join(states)} can be {what}"
-    return None
+        return ("behind" if self.is_behind else "up") if self.is_ready else "starting"
 
 
 @dataclass(slots=True)
@@ -118,6 +102,7 @@ class ReplicaSet:
         self._router = Router(len(self.members), max_num_seqs=1)
         self._open: dict[str, Open] = {}
         self._resets = PrefixResets(lambda done: self._on_message(wire.PrefixCacheReset(done)))
+        self._commands = ReplicaCommands(self._commanded, settings.get("tensor_parallel_size") or 1)
         self._draining: set[asyncio.Task[None]] = set()
         self._is_configured = self._is_ready = self._is_over = self._is_closing = False
         self._past = EngineStats()  # counters of replaced replicas, so that sums never fall
@@ -158,7 +143,8 @@ class ReplicaSet:
             case wire.ResetPrefixCache():
                 self._reset_prefix_cache(message)
             case wire.Control():
-                raise AssertionError("a server with replicas has no administrator's commands")
+                for index, command in self._commands.ask(message).items():
+                    self._process(index).send(command)
             case wire.Shutdown():
                 for member in self.members:
                     if member.process is not None:
@@ -174,10 +160,13 @@ class ReplicaSet:
         except NoReplicaError:
             self._forward([wire.Update(message.request_id, [], finish_reason="error")])
             return
+        self._open[message.request_id] = Open(index, message)
+        self._process(index).send(message)
+
+    def _process(self, index: int) -> EngineHandle:
         process = self.members[index].process
         assert process is not None, "a replica that is up has a process"
-        self._open[message.request_id] = Open(index, message)
-        process.send(message)
+        return process
 
     def _finish(self, message: wire.FinishRequests) -> None:
         by_replica: dict[int, list[str]] = {}
@@ -221,7 +210,7 @@ class ReplicaSet:
             case wire.PrefixCacheReset():
                 self._resets.answered(member.index, message.done)
             case wire.Controlled():
-                raise AssertionError("replicas get no administrator's commands")
+                self._commands.answered(member.index, message)
             case _:
                 assert_never(message)
 
@@ -247,6 +236,8 @@ class ReplicaSet:
         member.stats = EngineStats(num_free_pages=capacity.num_pages, num_free_slots=capacity.num_slots)
         self._router.max_num_seqs = capacity.max_num_seqs
         self._router.up(member.index)
+        self._commands.started(member.index)
+        self._admit(member)
         known = [m.capacity for m in self.members if m.capacity is not None]
         if self._is_ready or len(known) < len(self.members):
             return
@@ -259,6 +250,22 @@ class ReplicaSet:
             num_slots=sum(c.num_slots for c in known),
         )
         self._on_message(wire.Ready(total))
+
+    def _admit(self, member: Member) -> None:
+        """Route requests to a running replica if its state is that of the set."""
+        member.is_behind = member.index not in self._commands.agreeing
+        if member.is_behind:
+            logger.warning("replica %d gets no requests: its weights or its sleep differ from others", member.index)
+            self._router.down(member.index)
+        else:
+            self._router.readmit(member.index)
+
+    def _commanded(self, answer: wire.Controlled) -> None:
+        """Pass on the answer to a command, which may have left replicas in different states."""
+        for member in self.members:
+            if member.is_ready and not member.is_out:
+                self._admit(member)
+        self._on_message(answer)
 
     def views(self) -> list[ReplicaView]:
         """The state of each replica."""
@@ -292,8 +299,7 @@ class ReplicaSet:
         logger.info("replica %d is drained; it has %d open", member.index, self._router.replicas[member.index].num_open)
         member.is_out = True
         self._router.down(member.index)
-        assert member.process is not None, "a replica that is up has a process"
-        self._draining.add(task := asyncio.create_task(self._end_when_idle(member.index, member.process)))
+        self._draining.add(task := asyncio.create_task(self._end_when_idle(member.index, self._process(member.index))))
         task.add_done_callback(self._draining.discard)
 
     async def _end_when_idle(self, index: int, process: EngineHandle) -> None:
@@ -329,6 +335,7 @@ class ReplicaSet:
         member.stats = replace(member.stats, num_running=0, num_waiting=0)
         self._router.down(member.index)
         self._resets.died(member.index)
+        self._commands.died(member.index)
         if self._is_closing or self._is_over:
             return
         if member.is_out:

@@ -137,6 +137,10 @@ class Router:
         """Note that a replica accepts requests, with nothing cached."""
         self.replicas[index] = Replica(is_up=True)
 
+    def readmit(self, index: int) -> None:
+        """Note that a replica accepts requests again, as before ``down``."""
+        self.replicas[index].is_up = True
+
     def down(self, index: int) -> None:
         """Note that a replica accepts no more requests. Its open requests end or go elsewhere."""
         self.replicas[index].is_up = False

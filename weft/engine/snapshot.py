@@ -137,7 +137,8 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
     Attributes:
         replica: its number.
-        state: starting, up, draining, drained (nobody starts it unasked), or down (it could not be started again).
+        state: starting, up, behind (in another state than the other replicas, without new requests), draining,
+            drained (nobody starts it unasked), or down (it could not be started again).
         pid: process id on the replica's machine; 0 if unknown or without a process.
         num_open: completions that were sent to it and have not ended.
         max_num_seqs: completions that it runs at a time; 0 while it is not ready.
@@ -159,3 +160,24 @@ class ReplicaView(msgspec.Struct, frozen=True):
     num_prefill_tokens: int
     num_decode_tokens: int
     num_restarts: int
+
+
+def why_not_drain(replicas: list[ReplicaView], index: int) -> str | None:
+    """The reason why a replica cannot be drained; None if it can."""
+    refusal = _why_not(replicas, index, ("up", "behind"), "drained")
+    if refusal is None and not any(view.state == "up" for view in replicas if view.replica != index):
+        return f"replica {index} is the only one that is up; start another one first"
+    return refusal
+
+
+def why_not_start(replicas: list[ReplicaView], index: int) -> str | None:
+    """The reason why a replica cannot be started; None if it can."""
+    return _why_not(replicas, index, ("drained", "down"), "started")
+
+
+def _why_not(replicas: list[ReplicaView], index: int, states: tuple[str, ...], what: str) -> str | None:
+    if index >= len(replicas):
+        return f"there is no replica {index}; there are {len(replicas)}, from 0 on"
+    if replicas[index].state not in states:
+        return f"replica {index} is {replicas[index].state}; only one that is {' or '.join(states)} can be {what}"
+    return None

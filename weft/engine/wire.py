@@ -68,7 +68,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
-    """A command of an administrator; see ``engine/controls.py``. Not for replicas.
+    """A command of an administrator; see ``engine/controls.py``. All replicas carry it out.
 
     Attributes:
         action: pause, resume, sleep, wake_up, state, load, receive, join or leave.
@@ -202,6 +202,7 @@ class Controlled(msgspec.Struct, frozen=True, tag="controlled"):
     Attributes:
         unavailable: the reason why no request can run; empty if requests can run.
         error: the reason why the command failed; empty if it succeeded.
+        replicas_out: of several replicas, those that get no requests now, each with the reason.
     """
 
     number: int
@@ -210,6 +211,7 @@ class Controlled(msgspec.Struct, frozen=True, tag="controlled"):
     weight_version: int
     unavailable: str = ""
     error: str = ""
+    replicas_out: dict[int, str] = {}
 
 
 class CachedPrefixes(msgspec.Struct, frozen=True, tag="prefixes"):

@@ -3,8 +3,8 @@
 Job: the messages that are not the engine's own (``engine/wire.py``), and the framing. Owns: both. Does not know: who
 does what with them.
 
-Towards the API process come the engine's messages as they are (``Configured``, ``Ready``, and ``Outputs`` and
-``Inspected`` of what it asked for), and those below. Back come messages to the engine, and those below.
+Towards the API process come the engine's messages as they are (``Configured``, ``Ready``, every ``Controlled``, and
+``Outputs`` and ``Inspected`` of what it asked for), and those below. Back come messages to the engine, and those below.
 """
 
 import asyncio
@@ -82,7 +82,19 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
     reports: list[bytes]
 
 
-ToApi = wire.Configured | wire.Ready | wire.Outputs | wire.Inspected | Lost | Pulse | Open | Drain | Report | Gathered
+ToApi = (
+    wire.Configured
+    | wire.Ready
+    | wire.Outputs
+    | wire.Inspected
+    | wire.Controlled
+    | Lost
+    | Pulse
+    | Open
+    | Drain
+    | Report
+    | Gathered
+)
 
 
 class Answering(msgspec.Struct, frozen=True, tag="answering"):
@@ -119,6 +131,7 @@ FromApi = (
     | wire.Inspect
     | wire.DrainReplica
     | wire.StartReplica
+    | wire.Control
     | Answering
     | Serving
     | Unfit

@@ -116,7 +116,7 @@ class RemoteEngine:
     def _receive(self, content: bytes) -> None:
         message = link.decode_to_api(content)
         match message:
-            case wire.Outputs() | wire.Configured() | wire.Ready() | wire.Inspected():
+            case wire.Outputs() | wire.Configured() | wire.Ready() | wire.Inspected() | wire.Controlled():
                 self._on_message(message)
             case link.Pulse():
                 self._pulse, self._pulse_at = message, time.monotonic()

@@ -100,6 +100,7 @@ class ApiServers:
         self._stats = EngineStats()
         self._configured: wire.Configured | None = None
         self._ready: wire.Ready | None = None
+        self._controlled: wire.Controlled | None = None
         self._began = time.monotonic()
         self._has_opened = self._is_leaving = False
         self.ended = asyncio.Event()
@@ -211,6 +212,11 @@ class ApiServers:
                 self._spread(message)
             case wire.Inspected():  # each process has numbers of its own, also after another one has died
                 self._members[message.number % len(self._members)].send(message)
+            case wire.Controlled():  # every process refuses requests while none can run
+                self._controlled = message
+                for member in self._members:
+                    if member.is_serving:
+                        member.send(message)
             case wire.Configured():
                 self._configured = message
                 self._broadcast(message)
@@ -241,7 +247,7 @@ class ApiServers:
     def _lost(self, failure: wire.Failed, is_restarting: bool) -> None:
         """The engine has died."""
         self._broadcast(self._pulse())
-        self._ready, self._stats = None, EngineStats()
+        self._ready, self._controlled, self._stats = None, None, EngineStats()
         for request_id in list(self._owners):
             self._forget(request_id)
         if is_restarting:
@@ -261,7 +267,7 @@ class ApiServers:
                 for request_id in message.request_ids:
                     self._forget(request_id)
                 self._supervisor.send(message)
-            case wire.Inspect() | wire.DrainReplica() | wire.StartReplica():
+            case wire.Inspect() | wire.DrainReplica() | wire.StartReplica() | wire.Control():
                 self._supervisor.send(message)
             case link.Answering():
                 self._answers(member)
@@ -288,6 +294,8 @@ class ApiServers:
     def _begins(self, member: ApiProcess) -> None:
         member.is_serving = True
         member.restarts.ready()
+        if self._controlled is not None:
+            member.send(self._controlled)
         if self._has_opened:
             member.send(wire.Outputs([], self._stats))  # before it is asked for metrics
             member.send(link.Open())

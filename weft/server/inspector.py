@@ -75,7 +75,7 @@ class Inspector:
         view = next((view for view in views if str(view.replica) == given), None)
         if view is None:
             raise ApiError(404, f"there is no replica {given!r}; there are {len(views)}, from 0 on", param="replica")
-        if view.state not in ("up", "draining"):
+        if view.state not in ("up", "behind", "draining"):
             raise ApiError(409, f"replica {given} is {view.state}; only one that is up can be looked into")
         return view.replica
 

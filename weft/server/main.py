@@ -21,7 +21,6 @@ from weft.config.flag_names import with_flags
 from weft.engine import wire
 from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.supervisor import EngineSupervisor
-from weft.errors import ConfigError
 from weft.processes.log_format import LogFormatter
 from weft.server.api_servers import ApiServers
 from weft.server.http_server import listen, make_tracer, serve_http
@@ -46,8 +45,6 @@ def serve(
         ConfigError: the settings are not valid, or the address cannot be bound.
     """
     settings.check()
-    if settings.enable_admin_api and (engine_settings.get("data_parallel_size") or 1) > 1:
-        raise ConfigError("enable_admin_api=True is for one engine; leave data_parallel_size out")
     tracer = make_tracer(settings.otlp_traces_endpoint)
     listeners = listen(settings)
     as_json = settings.log_format == "json"

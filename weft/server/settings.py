@@ -102,11 +102,8 @@ class ServerSettings:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; allowed: 1 or more")
         if any(not key or not key.isascii() for key in (*self.api_keys, self.admin_key or "x")):
             raise ConfigError("an API key is empty or not ASCII; give keys that fit into an HTTP header")
-        if self.enable_admin_api and (self.admin_key is None or self.api_server_count > 1):
-            raise ConfigError(
-                "enable_admin_api=True needs --admin-key, which its callers present, and one API process "
-                f"(--api-server-count is {self.api_server_count})"
-            )
+        if self.enable_admin_api and self.admin_key is None:
+            raise ConfigError("enable_admin_api=True needs --admin-key, which its callers present")
         if not (self.is_loopback or self.api_keys or self.allow_unauthenticated):
             raise ConfigError(
                 f"host={self.host!r} lets other machines in, but there is no API key; set --api-key, listen on "

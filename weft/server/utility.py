@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.engine import wire
-from weft.engine.replicas import why_not_drain, why_not_start
+from weft.engine.snapshot import why_not_drain, why_not_start
 from weft.errors import RequestError
 from weft.server.abilities import abilities
 from weft.server.api_call import Context, check_model, respond_to_large, served_names

@@ -125,7 +125,7 @@ function drawReplicas({ replicas, replica: shown }) {
   const reused = (r) => r.num_query_tokens ? `${(100 * r.num_hit_tokens / r.num_query_tokens).toFixed(1)} %` : "–";
   const focused = document.activeElement.id;
   const name = (r) => el("button", { id: `replica-${r.replica}`, class: "ghost", "aria-pressed": String(r.replica === shown),
-    disabled: !["up", "draining"].includes(r.state), onclick: () => lookInto(r.replica) }, `Replica ${r.replica}`);
+    disabled: !["up", "behind", "draining"].includes(r.state), onclick: () => lookInto(r.replica) }, `Replica ${r.replica}`);
   const row = (r) => el("tr", {}, el("th", { scope: "row" }, name(r)),
     ...[r.state, integer(r.num_open), integer(r.num_running), integer(r.num_waiting), reused(r), integer(r.num_restarts)]
       .map((text) => el("td", {}, text)));
