@@ -219,9 +219,9 @@ ENDS: dict[str, tuple[str, str]] = {
         "from weft import SamplingParams\nSamplingParams().max_tokens = 0", "max_tokens=0 is outside the allowed range",
     ),
     "pausing": (
-        "import asyncio\nfrom weft import AsyncLLM\nasync def main():\n    await AsyncLLM(MODEL).pause_generation()\n"
+        "import asyncio\nfrom weft import AsyncLLM\nasync def main():\n    await AsyncLLM(MODEL).add_lora(None)\n"
         "asyncio.run(main())",
-        r"AsyncLLM.pause_generation: use abort\(\)",
+        r"AsyncLLM.add_lora: LoRA is not supported",
     ),
     "a chat template of an engine": ("from weft import LLM\nLLM(model=MODEL, chat_template='x')", "copy of the folder"),
 }  # fmt: skip

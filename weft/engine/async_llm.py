@@ -16,6 +16,7 @@ from weft.config import EngineConfig
 from weft.config.parallelism import refuse_replicas
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
+from weft.engine.async_rollouts import AsyncRolloutMethods
 from weft.engine.chat_messages import Messages, render_chat
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.input_processor import InputProcessor
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from weft.engine.launcher import EngineProcess
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncRolloutMethods):
     """An engine in a process of its own, used from one event loop in the main thread.
 
     Args:
@@ -122,6 +123,9 @@ class AsyncLLM:
             case wire.PrefixCacheReset():
                 assert self._engine is not None
                 self._engine.on_prefix_cache_reset(message)
+            case wire.Controlled():
+                assert self._engine is not None
+                self._engine.on_controlled(message)
             case wire.Configured():
                 self.config = message.config
             case wire.Ready():
@@ -246,6 +250,11 @@ class AsyncLLM:
         await self.start()
         assert self._engine is not None
         return await self._engine.reset_prefix_cache()
+
+    async def _control(self, action: str, mode: str = "keep", **arguments: Any) -> wire.Controlled:
+        await self.start()
+        assert self._engine is not None
+        return await self._engine.control(action, mode, **arguments)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as ``transformers`` loads it. Raises RequestError if there is none (yet)."""

@@ -15,7 +15,7 @@ import msgspec
 from weft.engine import wire
 from weft.engine.rollouts import checked_mode
 from weft.errors import ConfigError, EngineDeadError, WeftError
-from weft.runner.rollouts import JoinGroup, LoadFiles, Receive
+from weft.runner.rollouts import JoinGroup, LoadFiles, OpenHandles, Receive
 
 if TYPE_CHECKING:
     from weft.engine.rollouts import Rollouts
@@ -109,6 +109,9 @@ class Controls:
                 rollouts.wake_up(given["tags"])
             case "load":
                 rollouts.update(LoadFiles(given["folder"], **complete), version=given["version"])
+            case "open":
+                handles = msgspec.convert({"descriptions": given["descriptions"]} | complete, OpenHandles)
+                rollouts.update(handles, version=given["version"])
             case "receive":
                 fields = {name: given[name] for name in ("group", "names", "dtypes", "shapes")}
                 rollouts.update(msgspec.convert(fields | complete, Receive), version=given["version"])

@@ -128,13 +128,9 @@ class RolloutMethods:
         from weft.runner.rollouts import JoinGroup
 
         self._check_not_dead()
-        if not 1 <= rank_offset <= world_size - self.config.tensor_parallel_size:
-            raise ConfigError(
-                f"rank_offset={rank_offset} and world_size={world_size} leave no room for the trainer and this "
-                f"engine's {self.config.tensor_parallel_size} ranks"
-            )
-        chosen = backend or ("gloo" if self.config.device == "cpu" else "nccl")
-        group = JoinGroup(master_address, master_port, rank_offset, world_size, group_name, chosen)
+        group = JoinGroup(
+            **group_arguments(self.config, master_address, master_port, rank_offset, world_size, group_name, backend)
+        )
         self._rest(lambda rollouts: rollouts.join(group), "keep")
 
     def destroy_weights_update_group(self, group_name: str = "weft") -> None:
@@ -205,3 +201,18 @@ class RolloutMethods:
                 return act(rollouts)
             finally:
                 rollouts.resume()
+
+
+def group_arguments(
+    config: EngineConfig, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str | None
+) -> dict[str, Any]:
+    """Fields of ``JoinGroup`` for an engine. Raises ConfigError if the group has no room for its ranks."""
+    num_ranks = config.tensor_parallel_size
+    if not 1 <= rank_offset <= world_size - num_ranks:
+        raise ConfigError(
+            f"rank_offset={rank_offset} and world_size={world_size} leave no room for the trainer and this "
+            f"engine's {num_ranks} ranks"
+        )
+    chosen = backend or ("gloo" if config.device == "cpu" else "nccl")
+    given = {"address": address, "port": port, "rank_offset": rank_offset, "world_size": world_size}
+    return given | {"name": name, "backend": chosen}

@@ -28,9 +28,7 @@ ASYNC_NOT_SUPPORTED = NOT_SUPPORTED | {
     "add_lora": "LoRA is not supported; give a checkpoint with the adapter merged into it",
     "get_metrics": "use `weft serve`, which has /metrics, or RequestOutput.metrics",
     "llm_engine": "use generate, chat and abort of this object",
-    "pause_generation": "use abort() for requests that have to stop; others go on",
     "renderer": "give messages to chat(), or the prompt to generate()",
-    "resume_generation": "use abort() for requests that have to stop; others go on",
 }
 """Methods of vLLM's ``AsyncLLM``, each with the remedy."""
 

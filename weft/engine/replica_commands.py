@@ -4,9 +4,9 @@ Job: make each replica's command, gather the answers, tell which replicas agree.
 have. Does not know: processes, requests, routing.
 
 Every replica that runs carries out a command. The state of those that succeeded is the state of the set from then on. A
-replica in another state is out: it gets no requests, until a later command brings it to the state of the set. So is a
-replica that starts with the checkpoint's weights after an update. An update for a replica with older weights must
-bring all weights.
+replica in another state is out: it gets no requests, until a later command brings it to the state of the set. A replica
+that starts after an update has the checkpoint's weights, so it is out, too. An update for a replica with older weights
+must bring all weights.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ReplicaCommands:
             return {}
         self._pending[command.number] = _Pending(replicas, set(replicas))
         match command.action:
-            case "load" | "receive":
+            case "load" | "open" | "receive":
                 version = self._newest + 1 if arguments["version"] is None else arguments["version"]
                 self._newest = max(self._newest, version)
                 own = [{"version": version, "complete": self._is_older(replica)} for replica in replicas]
