@@ -50,6 +50,7 @@ MAMBA_ARCHITECTURES = (
     "MambaForCausalLM",
     "MiniMaxForCausalLM",
     "NemotronHForCausalLM",
+    "Zamba2ForCausalLM",
 )
 """Those with Mamba layers."""
 
@@ -204,6 +205,23 @@ _MAMBA2 = _NO_TOKENS | {
     "layer_norm_epsilon": 1e-6,
     "initializer_range": 0.1,
 }
+_ZAMBA2 = _NO_TOKENS | {
+    "num_hidden_layers": 6,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid", "linear_attention"],
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 6,
+    "mamba_d_state": 12,
+    "mamba_ngroups": 2,
+    "time_step_min": 0.04,
+    "chunk_size": 16,
+    "num_mem_blocks": 2,
+    "use_shared_attention_adapter": True,
+    "adapter_rank": 5,
+    "use_mem_rope": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-4,
+}
 _GEMMA3 = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
@@ -324,6 +342,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {k: v for k, v in _BASE.items() if k != "num_hidden_layers"} | _NO_TOKENS | _NEMOTRON,
     ),
     "Mamba2ForCausalLM": ("Mamba2Config", _MAMBA2),
+    "Zamba2ForCausalLM": ("Zamba2Config", _WITHOUT_HEAD_DIM | _ZAMBA2),
     "Gemma3ForCausalLM": ("Gemma3TextConfig", _BASE | _GEMMA3),
     "GptOssForCausalLM": ("GptOssConfig", _BASE | _GPT_OSS),
     "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", _WITHOUT_HEAD_DIM | _RECURRENT_GEMMA),

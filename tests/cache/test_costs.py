@@ -27,12 +27,18 @@ def spec_of(config: Any, arch: str, folder: Path) -> CacheSpec:
 
 @pytest.mark.parametrize("arch", TEXT_MODELS)
 def test_a_token_meets_the_matrices_of_the_model(arch: str, tmp_path: Path) -> None:
-    """Every one, and of a mixture's experts those that are chosen."""
+    """Every one, as often as layers have it, and of a mixture's experts those that are chosen.
+
+    A shared block lists the adapters of all its layers in each of them.
+    """
     config = make_config(arch)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((n for n in (getattr(config, name, None) for name in names) if n), 1)
-    met = 0.0
-    for name, parameter in make_model(arch).named_parameters():
+    met, adapters = 0.0, set[int]()
+    for name, parameter in make_model(arch).named_parameters(remove_duplicate=False):
+        if "adapter" in name and id(parameter) in adapters:
+            continue
+        adapters.add(id(parameter))
         if parameter.dim() > 1 and not any(part in name for part in NOT_COUNTED):
             share = config.num_experts_per_tok / num_experts if ".experts." in name else 1.0
             met += share * parameter.numel()
@@ -52,6 +58,8 @@ CASES = [
     ("KimiLinearForCausalLM", "model.layers.0.self_attn", 144 * 3 * 2 + 4 * 12 * 12 * 4, 0, 6 * 4 * 12 * 12, 0),
     # Latent attention: a latent of 20 and a shared part of 6, padded to 32; 4 heads read both and sum the first.
     ("KimiLinearForCausalLM", "model.layers.2.self_attn", 0, 32 * 2, 0, 2 * 4 * (26 + 20)),
+    # A shared block's attention: keys and values of 4 heads of 24.
+    ("Zamba2ForCausalLM", "model.layers.3.shared_block", 0, 2 * 4 * 24 * 2, 0, 4 * 4 * 24),
     # A window of 20 tokens: keys and values of 2 heads of 16 in bfloat16; 4 heads read it.
     ("Gemma3ForCausalLM", "model.layers.0.self_attn", 2 * 20 * 2 * 16 * 2, 0, 4 * 4 * 16 * 20, 0),
 ]

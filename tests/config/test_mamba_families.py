@@ -18,6 +18,7 @@ from weft.config.layer_spec import CacheDtypes
 from weft.config.mamba import MambaConfig
 from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig, Multipliers
+from weft.config.shared_block import SharedBlockConfig
 from weft.errors import ConfigError, UnsupportedModelError
 
 
@@ -30,6 +31,9 @@ def tiny(arch: str, **changes: Any) -> dict[str, Any]:
     """The tiny config as it is stored; None takes a key out."""
     stored = json.loads(make_config(arch).to_json_string(use_diff=False)) | {"architectures": [arch]} | changes
     return {key: value for key, value in stored.items() if key not in changes or value is not None}
+
+
+ZAMBA2 = "Zamba2ForCausalLM"
 
 
 @pytest.mark.parametrize("arch", MAMBA_ARCHITECTURES)
@@ -64,6 +68,19 @@ def test_published_names_of_layer_types(tmp_path: Path) -> None:
     assert read(tmp_path, tiny("GraniteMoeHybridForCausalLM", layer_types=layers)) == new
     assert new.multipliers == Multipliers(1.5, 0.4, 1 / 1.3)
     assert new.residual_norm_eps == pytest.approx(1e-6 / 0.16)
+
+
+def test_zamba2_as_published(tmp_path: Path) -> None:
+    """Layer types by their earlier names; the block of each layer; two thirds of a block's uses store nothing."""
+    config = read(tmp_path, tiny(ZAMBA2))
+    older = ["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba"]
+    assert read(tmp_path, tiny(ZAMBA2, layers_block_type=older)) == config
+    block = config.mixers["hybrid"]["shared_block"]
+    assert isinstance(block, SharedBlockConfig) and block.layers == (1, 3, 4)
+    assert [block.owner_of(layer) for layer in block.layers] == [1, 3, 1]
+    assert block.attention.scale == 12**-0.5 and block.attention.input_size == 96
+    spec = block.layer_spec(48, CacheDtypes())
+    assert spec.num_reused_weights == (96 * 96 * 3 + 48 * 96 + 3 * 48 * 56) / 3
 
 
 def test_published_keys_of_minimax(tmp_path: Path) -> None:
@@ -122,6 +139,15 @@ def test_jamba_periods_and_automatic_rank(tmp_path: Path) -> None:
         ("NemotronHForCausalLM", {"num_experts_per_tok": 5}, ConfigError, "that leaves 5 in topk_group groups"),
         ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, UnsupportedModelError, "'rope' and"),
         ("JambaForCausalLM", {"attn_layer_offset": 3}, ConfigError, "below attn_layer_period=3"),
+        (ZAMBA2, {"use_long_context": True}, UnsupportedModelError, "set it to false to serve the original"),
+        (ZAMBA2, {"tie_word_embeddings": False}, UnsupportedModelError, "with shared blocks; set it to true"),
+        (ZAMBA2, {"num_key_value_heads": 2}, UnsupportedModelError, "with adapters; supported is 4"),
+        (ZAMBA2, {"attention_hidden_size": 48}, UnsupportedModelError, "supported is twice hidden_size, 96"),
+        (ZAMBA2, {"attention_head_dim": 12}, UnsupportedModelError, "supported is twice hidden_size / num_"),
+        (ZAMBA2, {"num_attention_heads": 5}, ConfigError, "a divisor of twice hidden_size, 96"),
+        (ZAMBA2, {"use_conv_bias": False}, UnsupportedModelError, "use_conv_bias=False"),
+        (ZAMBA2, {"hidden_act": "gelu_pytorch_tanh"}, UnsupportedModelError, "supported is 'gelu'"),
+        (ZAMBA2, {"layers_block_type": None}, ConfigError, "expected 54, or layers_block_type"),
         ("MiniMaxForCausalLM", {"sliding_window": 8}, UnsupportedModelError, "sliding_window=8"),
         ("MiniMaxForCausalLM", {"postnorm": False}, UnsupportedModelError, "postnorm=false"),
         ("MiniMaxForCausalLM", {"shared_intermediate_size": 9}, UnsupportedModelError, "a shared expert"),

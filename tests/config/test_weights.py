@@ -10,13 +10,15 @@ import pytest
 
 from tests.fp8_checkpoints import GEOMETRY
 from tests.harness import model_context
-from tests.tiny import ARCHITECTURES, make_checkpoint
+from tests.tiny import ARCHITECTURES as PLAIN
+from tests.tiny import make_checkpoint
 from weft.cli.config import on_gpu
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.quantization import ONLINE, ONLINE_INT4, QuantizationConfig, Rule
 from weft.config.weights import router_weights, weight_bytes
 from weft.models.registry import create_model
 
+ARCHITECTURES = (*PLAIN, "Zamba2ForCausalLM")
 QUANTIZED = [arch for arch in ARCHITECTURES if not arch.startswith(("GptOss", "Glm5Next"))]
 """All but two, whose experts refuse FP8."""
 
@@ -25,6 +27,7 @@ QUANTIZED = [arch for arch in ARCHITECTURES if not arch.startswith(("GptOss", "G
 def test_bytes_of_a_model(arch: str, quantized: bool, tmp_path: Path) -> None:
     """But for what is left out: norms, convolutions, scales."""
     heads = {"num_key_value_heads": 2} if arch.startswith(("Bailing", "Glm5Next")) else {}  # which has no other
+    heads |= {"n_mamba_heads": 8, "head_dim": 256, "num_key_value_heads": 2} if arch.startswith("Zamba2") else {}
     folder = make_checkpoint(arch, tmp_path, **GEOMETRY | heads)
     config = dataclasses.replace(read_checkpoint_config(folder), quantization=ONLINE if quantized else None)
     model = create_model(config, model_context())

@@ -21,6 +21,7 @@ from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
 LENGTHS = (1, 65, 7)
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
 NEMOTRON = {"mamba_num_heads": 8, "n_groups": 4}
+ZAMBA2 = {"n_mamba_heads": 8, "mamba_ngroups": 4}
 LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
@@ -112,6 +113,7 @@ def run_layer(name: str) -> Run:
         ("Lfm2ForCausalLM", "model.layers.0.conv", {"conv_bias": True}),
         ("BambaForCausalLM", "model.layers.0.mamba", {"mamba_proj_bias": True, "mamba_n_groups": 4} | MAMBA),
         ("FalconH1ForCausalLM", "model.layers.0.mamba", {"projectors_bias": True, "mamba_n_groups": 4} | MAMBA),
+        ("Zamba2ForCausalLM", "model.layers.3.mamba", ZAMBA2),
         ("NemotronHForCausalLM", "model.layers.3.mlp", NEMOTRON),
         ("NemotronHForCausalLM", "model.layers.1.mlp", NEMOTRON | {"mlp_bias": True}),
         ("NemotronHForCausalLM", "model.layers.3.mlp", NEMOTRON | {"moe_latent_size": 20}),
@@ -193,6 +195,21 @@ def test_embeddings_of_ngrams(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("overrides", [{}, {"use_shared_attention_adapter": False, "num_key_value_heads": 2}])
+def test_shared_blocks(overrides: dict[str, Any], size: int, tmp_path: Path) -> None:
+    """The third layer with a block, which reads the first one's weights beside its own adapters. Biases count once."""
+    folder = make_checkpoint("Zamba2ForCausalLM", tmp_path, add_bias_linear=True, **ZAMBA2 | overrides)
+    x, embeddings = torch.randn(2, 30, 48, generator=torch.Generator().manual_seed(0))
+
+    def run(harness: Harness) -> Tensor:
+        layer: Callable[[Tensor, Tensor], Tensor] = harness.model.get_submodule("model.layers.4.shared_block")
+        with forward_context(harness.context_for([(harness.sequence([3] * 30), 30)])), torch.no_grad():
+            return layer(x, embeddings)
+
+    torch.testing.assert_close(run_sharded(folder, size, run, sums=[]), run(Harness(folder)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
     """Which comes out whole on every rank."""
     folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path, **LINEAR)
@@ -216,6 +233,7 @@ def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
         ("Gemma3ForCausalLM", {}, 1 + 4 * 2),  # those after the blocks, and the first one, which sums the embedding
         ("OlmoHybridForCausalLM", LINEAR, 1 + 4 * 2),
         ("Glm5NextForConditionalGeneration", {}, 1 + 4),  # one sum for both halves of a layer
+        ("Zamba2ForCausalLM", ZAMBA2, 3 + 3 * 3 + 2 + 2),  # of 2 blocks in 3 layers; the embeddings, twice
     ],
 )
 def test_every_sum_over_ranks_is_formed_once(arch: str, overrides: dict[str, Any], count: int, tmp_path: Path) -> None:

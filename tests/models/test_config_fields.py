@@ -37,7 +37,7 @@ OTHERS: dict[str, Any] = {
     "mamba_dt_rank": lambda v: 5,
     "attn_layer_indices": lambda v: [0, 3],
     "position_embedding_type": lambda v: "rope",
-    "hidden_act": lambda v: "gelu",
+    "hidden_act": lambda v: "gelu" if v != "gelu" else "silu",
     "mamba_hidden_act": lambda v: "gelu",
     "mlp_hidden_act": lambda v: "silu",
     "mamba_ssm_cache_dtype": lambda v: "bfloat16",

@@ -44,7 +44,7 @@ HYBRID = (
 )
 LEAVE_NO_SUMS = (
     "FalconH1", "FalconMamba", "Gemma3", "Glm5Next", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid",
-    "Qwen4Exp", "RecurrentGemma",
+    "Qwen4Exp", "RecurrentGemma", "Zamba2",
 )  # fmt: skip
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
 mixers that leave no sums."""
@@ -181,6 +181,7 @@ GLM5_NEXT = "Glm5NextForConditionalGeneration"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM"
+ZAMBA2 = "Zamba2ForCausalLM"
 MINIMAX = "MiniMaxForCausalLM"
 JAMBA, FALCON_MAMBA = "JambaForCausalLM", "FalconMambaForCausalLM"
 GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
@@ -221,6 +222,11 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (MINIMAX, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "layer_types": None}),
     (MINIMAX, {"head_dim": None, "tie_word_embeddings": True, "num_hidden_layers": 2,
                "layer_types": ["linear_attention"] * 2}),
+    (ZAMBA2, {"use_shared_attention_adapter": False, "num_key_value_heads": 2, "use_mem_rope": False, "head_dim": 20,
+              "layers_block_type": ["hybrid", "linear_attention"] * 3}),
+    (ZAMBA2, {"num_mem_blocks": 1, "add_bias_linear": True, "mamba_ngroups": 3, "mamba_d_conv": 3}),
+    (ZAMBA2, {"num_mem_blocks": 4, "mamba_expand": 3, "n_mamba_heads": 9, "mamba_ngroups": 1,
+              "intermediate_size": None}),
     (MAMBA2, {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3}),
     (MAMBA2, {"expand": 3, "num_heads": 9, "n_groups": 1, "state_size": 20, "time_step_limit": [0.0, 0.05]}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),

@@ -29,10 +29,11 @@ SIZES: dict[str, Any] = {
 FAMILIES = (  # each placement of norms, and each kind of mixer that a last layer is
     "Qwen3ForCausalLM", "Qwen3NextForCausalLM", "OlmoHybridForCausalLM", "Gemma3ForCausalLM", "MiniMaxForCausalLM",
     "NemotronHForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
-    "RecurrentGemmaForCausalLM",
+    "RecurrentGemmaForCausalLM", "Zamba2ForCausalLM",
 )  # fmt: skip
 LAST_LAYERS: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]},
+    "Zamba2ForCausalLM": {"layers_block_type": ["hybrid", "linear_attention"] * 2 + ["hybrid"] * 2},
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
 }
 

@@ -23,6 +23,7 @@ class AttentionConfig:
         sinks: every query head has a learned score that takes part in the softmax and has no value (gpt-oss).
         head_gate: the output of each head is gated by a sigmoid of the hidden states (LFM3).
         in_multiplier, out_multiplier: factors of the layer's input and output (Falcon-H1).
+        input_size: width of the layer's input; None: the hidden size.
     """
 
     num_heads: int
@@ -39,6 +40,7 @@ class AttentionConfig:
     out_multiplier: float = 1.0
     sinks: bool = False
     head_gate: bool = False
+    input_size: int | None = None
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
         """The tensors ``k`` and ``v``, one entry per token. Heads are split over ranks, or replicated if there are
@@ -48,7 +50,8 @@ class AttentionConfig:
         entry = (self.num_kv_heads, self.head_dim)
         return LayerSpec(
             paged=tuple(CacheTensor(name, entry, dtypes.kv, sharded_dim=0) for name in ("k", "v")),
-            num_weights=hidden_size * (q_rows + 2 * kv_size + q_size + self.num_heads * self.head_gate),
+            num_weights=(self.input_size or hidden_size) * (q_rows + 2 * kv_size)
+            + hidden_size * (q_size + self.num_heads * self.head_gate),
             flops_per_pair=4.0 * q_size,
         )
 

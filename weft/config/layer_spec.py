@@ -72,6 +72,7 @@ class LayerSpec:
             after each. Other layers with states run drafts as a prefill, or decode drafts one by one.
         page_multiple: pages hold a multiple of so many tokens.
         num_weights: weights of the token mixer that one token uses, of the whole model; two FLOPs each.
+        num_reused_weights: those of ``num_weights`` that other layers own, on average over the layers of this kind.
         num_table_weights: weights of tables, of which a token reads some rows.
         flops_per_token: FLOPs of one token without the weights (decay, read and write of a state).
         flops_per_pair: FLOPs of attention for one pair of a token and an earlier one.
@@ -82,6 +83,7 @@ class LayerSpec:
     verifies: bool = False
     page_multiple: int = 1
     num_weights: int = 0
+    num_reused_weights: float = 0.0
     num_table_weights: int = 0
     flops_per_token: float = 0.0
     flops_per_pair: float = 0.0
@@ -89,6 +91,11 @@ class LayerSpec:
     def __post_init__(self) -> None:
         names = [tensor.name for tensor in (*self.paged, *self.states)]
         assert len(names) == len(set(names)), f"cache tensors need names of their own: {names}"
+
+    @property
+    def num_own_weights(self) -> float:
+        """Weights of the token mixer that the layer owns."""
+        return self.num_weights - self.num_reused_weights
 
     @property
     def token_bytes(self) -> int:

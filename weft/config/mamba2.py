@@ -17,6 +17,7 @@ class Mamba2Config:
         conv_bias, in_bias, out_bias: whether the convolution and the two projections have a bias.
         dt_limit: minimum and maximum of the time step, after softplus.
         norm: whether there is an output norm by group. Without a norm the gate alone is applied.
+        norm_eps: epsilon of that norm; None: that of the model's other norms.
         in_multiplier, out_multiplier: factors of the layer's input and output (Falcon-H1).
         part_multipliers: factors of the parts z, x, B, C, dt of the input projection; None: no factors.
     """
@@ -31,6 +32,7 @@ class Mamba2Config:
     out_bias: bool = False
     dt_limit: tuple[float, float] = (0.0, math.inf)
     norm: bool = True
+    norm_eps: float | None = None
     norm_before_gate: bool = False
     in_multiplier: float = 1.0
     out_multiplier: float = 1.0

@@ -21,8 +21,8 @@ MTP_LAYER, MTP_LAYER_TYPE = "mtp.layers.0", "full_attention"
 """Name and type of the decoder layer in the multi-token-prediction head."""
 
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu2")
-"""Activations of MLPs, by the names of transformers. The first two gate a second projection; ``relu2`` has no gate."""
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
+"""Activations of MLPs, by the names of transformers. ``relu2`` has no gate; the others gate a second projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class ModelConfig:
         norm_placement: layer type -> position of the norms in its block. ``pre`` (the default): before mixer and MLP.
             ``post``: after them. ``sandwich``: on both sides. ``stream``: before them, and the residual stream
             continues from the norm's output. ``streams``: before them, with the residual streams of ``streams``.
+            ``shared_block``: before mixers whose norm also reads the output of a shared block.
         streams: the residual streams; None: there is one, to which blocks add.
         residual_weights: layer type -> weights of a block with norms in the stream.
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.

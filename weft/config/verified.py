@@ -66,6 +66,7 @@ VERIFIED: dict[str, Verified] = {
     "FalconMambaForCausalLM": Verified(True, Ranks.LAYERS),
     "MambaForCausalLM": Verified(True, Ranks.LAYERS),
     "MiniMaxForCausalLM": Verified(True, Ranks.ENGINE),
+    "Zamba2ForCausalLM": Verified(False, Ranks.LAYERS),
     "Mamba2ForCausalLM": Verified(True, Ranks.LAYERS),
     "Gemma3ForCausalLM": Verified(True, Ranks.ENGINE),
     "RecurrentGemmaForCausalLM": Verified(True, Ranks.LAYERS),

@@ -61,9 +61,9 @@ def _stream_weights(model: ModelConfig) -> int:
     return (2 * model.num_hidden_layers + 1) * model.streams.num_weights(model.hidden_size)
 
 
-def _linear_weights(model: ModelConfig) -> int:
+def _linear_weights(model: ModelConfig) -> float:
     """Weights of all linear layers and experts, without tables, routers and connections of streams."""
-    mixers = sum(spec.num_weights for spec in model.layer_specs(CacheDtypes()).values())
+    mixers = sum(spec.num_own_weights for spec in model.layer_specs(CacheDtypes()).values())
     joint = 2 * model.hidden_size**2 if model.runs_mtp else 0
     return mixers + joint + mlp_weights(model, 0 if model.moe is None else model.moe.num_experts)
 
@@ -71,7 +71,7 @@ def _linear_weights(model: ModelConfig) -> int:
 def _linear_bytes(model: ModelConfig, dtype: str) -> Iterator[float]:
     """Bytes of the linear layers and experts, module by module."""
     for name, spec in model.layer_specs(CacheDtypes()).items():
-        yield spec.num_weights * _module_bytes(model, dtype, name, _MIXER)
+        yield spec.num_own_weights * _module_bytes(model, dtype, name, _MIXER)
     for index in sorted({*range(model.num_hidden_layers)} - model.layers_without_mlp):
         yield _mlp_bytes(model, dtype, f"{layer_name(index)}.mlp", model.is_sparse(index))
     if model.runs_mtp:

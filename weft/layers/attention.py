@@ -60,7 +60,7 @@ class Attention(PagedAttention):
             geometry.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
         )
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
+            geometry.input_size or config.hidden_size,
             geometry.head_dim,
             geometry.num_heads,
             geometry.num_kv_heads,

@@ -1,4 +1,4 @@
-"""Mamba-2, the recurrent token mixer of Granite 4, Nemotron-H, Bamba, Falcon-H1 (arXiv 2405.21060).
+"""Mamba-2, the recurrent token mixer of Granite 4, Nemotron-H, Bamba, Falcon-H1, Zamba2 (arXiv 2405.21060).
 
 Job: one input projection ``z | x | B | C | dt``, short convolution over x, B and C, the recurrence (one step for
 decoding rows, chunks for the rest), gated norm by group, output projection. Owns: the layer's weights, sharded by head
@@ -56,7 +56,7 @@ class Mamba2(RecurrentLayer):
 
     def __init__(self, geometry: Mamba2Config, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__(context, name)
-        self._eps, self._geometry = config.rms_norm_eps, geometry
+        self._eps, self._geometry = geometry.norm_eps or config.rms_norm_eps, geometry
         self.local = local = one_rank(geometry, context.tp)
         self._head_rows = split_rows([geometry.num_heads], context.tp, "mamba heads")
         rows = {"": split_rows(geometry.part_sizes, context.tp, "mamba channels")}

@@ -13,14 +13,14 @@ from weft.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear,
 from weft.ops.activation import gelu_mul, silu_and_mul
 from weft.ops.moe import clamped_swiglu
 
-_GATED = ("silu", "gelu_pytorch_tanh")
+_GATED = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 class MLP(nn.Module):
     """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
 
     Args:
-        activation: the activation of the gate, ``silu`` or ``gelu_pytorch_tanh``.
+        activation: the activation of the gate, ``silu``, ``gelu`` or ``gelu_pytorch_tanh``.
         gate_multiplier, down_multiplier: factors of the gate before the activation, and of the output (Falcon-H1).
         limit: see ``Multipliers.swiglu_limit``.
 
@@ -43,7 +43,7 @@ class MLP(nn.Module):
         super().__init__()
         if activation not in _GATED:
             raise ValueError(f"activation={activation!r} is not one of {', '.join(_GATED)}")
-        self._backend, self._silu = context.backend, activation == "silu"
+        self._backend, self._silu, self._tanh = context.backend, activation == "silu", activation != "gelu"
         self._gate_multiplier, self._down_multiplier = gate_multiplier, down_multiplier
         self._limit = limit
         scaled = bias or limit is not None or not gate_multiplier == down_multiplier == 1.0
@@ -62,8 +62,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._silu:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            out = self.down_proj(gelu_mul(gate * self._gate_multiplier, up, backend=self._backend))
+            out = self.geglu(self.gate_up_proj(x))
         elif self._limit is not None:
             out = self.down_proj(clamped_swiglu(self.gate_up_proj(x), 1.0, self._limit, 0.0))
         elif self._gate_multiplier == 1.0:
@@ -73,6 +72,12 @@ class MLP(nn.Module):
             scaled = torch.cat([gate * self._gate_multiplier, up], dim=-1)
             out = self.down_proj(silu_and_mul(scaled, backend=self._backend))
         return out if self._down_multiplier == 1.0 else out * self._down_multiplier
+
+    def geglu(self, projected: Tensor) -> Tensor:
+        """``down(gelu(gate) * up)``: ``[T, gate | up] -> [T, hidden_size]``, this rank's part of the sum."""
+        gate, up = projected.chunk(2, dim=-1)
+        scaled = gate * self._gate_multiplier
+        return self.down_proj(gelu_mul(scaled, up, tanh=self._tanh, backend=self._backend))
 
 
 class UngatedMLP(nn.Module):

@@ -21,6 +21,7 @@ from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig, layer_name
 from weft.config.ngram import NGramConfig
 from weft.config.recurrent_gemma import RgLruConfig
+from weft.config.shared_block import SharedBlockConfig
 from weft.config.short_conv import ShortConvConfig
 from weft.config.sliding_window import SlidingWindowConfig
 from weft.forward_context import LogitsRows, get_forward_context, other_batch
@@ -42,6 +43,7 @@ from weft.layers.ngram import NGramEmbedding
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
 from weft.layers.residual_streams import GatedEnd, block_norm, end_of_streams, stream_connection
 from weft.layers.rg_lru import RgLru
+from weft.layers.shared_block import SharedBlock
 from weft.layers.short_conv import ShortConv
 from weft.layers.sliding_window import SlidingWindowAttention
 from weft.layers.weight import LoadableModel
@@ -54,6 +56,7 @@ MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] =
     IndexedAttentionConfig: IndexedAttention,
     IndexedLatentConfig: IndexedLatentAttention,
     NGramConfig: NGramEmbedding,
+    SharedBlockConfig: SharedBlock,
     GatedDeltaNetConfig: GatedDeltaNet,
     KimiDeltaConfig: KimiDelta,
     LightningAttentionConfig: LightningAttention,
@@ -266,9 +269,35 @@ class StreamsLayer(DecoderLayer):
         return out, self.ffn_hc.write(residual, out, weights)
 
 
+class SharedBlockLayer(DecoderLayer):
+    """Pre-norm mixers that read the layer's input and the output of a shared block (``layers/shared_block.py``).
+
+    The residual stream gets the mixers' output alone.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace) -> None:
+        super().__init__(config, context, place)
+        [self._block] = (name for name in self._mixers if isinstance(getattr(self, name), SharedBlock))
+        self._mixers = tuple(name for name in self._mixers if name != self._block)
+
+    def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
+        self._input = ResidualSum(config.hidden_size, context, partial=partial_input)
+        self.input_layernorm = residual_norm(config, context, partial=True)
+
+    def run_block(self, x: Tensor, residual: Tensor | None, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """The block's output, this rank's part of the sum, and the layer's input."""
+        hidden_states = self._input(x, residual)
+        return getattr(self, self._block)(hidden_states, embeddings), hidden_states
+
+    def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
+        """Compute the mixers' output. ``x`` and ``residual`` are those of ``run_block``."""
+        both, _ = self.input_layernorm.add(x, residual)
+        return self.mixer_output(both, rows), residual
+
+
 _LAYERS = {
     "stream": StreamNormLayer, "pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer,
-    "streams": StreamsLayer,
+    "streams": StreamsLayer, "shared_block": SharedBlockLayer,
 }  # fmt: skip
 
 
@@ -322,20 +351,30 @@ class Decoder(nn.Module):
         if self._multiplier != 1.0:
             x = x * self._multiplier
         rows, last = get_forward_context().batch.logits_rows, len(self.layers) - 1
+        model_input = self.input_for_layers(input_ids, x)
         for index, layer in enumerate(self.layers):
             selected = rows if index == last else None
-            x, residual = layer(*self.before_layer(index, x, residual, input_ids), selected)
-            residual = self.after_layer(index, residual, input_ids, selected)
+            x, residual = layer(*self.before_layer(index, x, residual, model_input), selected)
+            residual = self.after_layer(index, residual, model_input, selected)
         return self.norm.add(x, residual)[0]
 
+    def input_for_layers(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        """The part of the model's input that ``before_layer`` and ``after_layer`` get: the ids, unless overridden.
+
+        Args:
+            input_ids: ``[T]``.
+            x: the embeddings ``[T, hidden_size]``, this rank's part of the sum.
+        """
+        return input_ids
+
     def before_layer(
-        self, index: int, x: Tensor, residual: Tensor | None, input_ids: Tensor
+        self, index: int, x: Tensor, residual: Tensor | None, model_input: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's input and residual; ``input_ids [T]``."""
+        """The layer's input and residual."""
         return x, residual
 
-    def after_layer(self, index: int, residual: Tensor, input_ids: Tensor, rows: LogitsRows | None) -> Tensor:
-        """The residual after a layer, of ``rows`` alone if there are any; ``input_ids [T]``."""
+    def after_layer(self, index: int, residual: Tensor, model_input: Tensor, rows: LogitsRows | None) -> Tensor:
+        """The residual after a layer, of ``rows`` alone if there are any."""
         return residual
 
 

@@ -2,12 +2,17 @@
 
 from weft.config.model import ModelConfig
 from weft.config.ngram import NGramConfig
+from weft.config.shared_block import SharedBlockConfig
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM
 from weft.models.mtp import MultiTokenPredictor
 from weft.models.ngram import NGramModel
+from weft.models.shared_block import SharedBlockModel
 from weft.models.vision_language import VisionLanguageModel
 from weft.quantization import create_weights
+
+_MODELS: dict[type, type[CausalLM]] = {NGramConfig: NGramModel, SharedBlockConfig: SharedBlockModel}
+"""Models for layers that read the model's input, by the geometry of these layers' mixers."""
 
 
 def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
@@ -26,5 +31,5 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
 def _model_class(config: ModelConfig) -> type[CausalLM]:
     if config.runs_vision:
         return VisionLanguageModel
-    has_ngrams = any(isinstance(g, NGramConfig) for modules in config.mixers.values() for g in modules.values())
-    return NGramModel if has_ngrams else CausalLM
+    kinds = {type(geometry) for modules in config.mixers.values() for geometry in modules.values()}
+    return next((model for kind, model in _MODELS.items() if kind in kinds), CausalLM)

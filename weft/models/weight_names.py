@@ -187,6 +187,27 @@ _GRANITE = WeightTable(
         r"\.block_sparse_moe\.output_linear\.weight$": ".block_sparse_moe.experts.down_proj",
     },
 )
+_ZAMBA2 = WeightTable(
+    _ATTENTION | {"qkv_down": ("linear_q_adapter.0", "linear_k_adapter.0", "linear_v_adapter.0")},
+    modules={
+        "norm": "final_layernorm",
+        "gated_norm": "norm",
+        "q_up": "linear_q_adapter.1",
+        "k_up": "linear_k_adapter.1",
+        "v_up": "linear_v_adapter.1",
+        "gate_up_down": "gate_up_proj_adapter.0",
+    },
+    fused={"gate_up_proj": "gate_up_proj", "gate_up_up": "gate_up_proj_adapter.1"},
+    patterns={  # a layer with a block holds another with Mamba; a block's adapters are listed by layer
+        r"\.mamba_decoder\.": ".",
+        r"\.linear\.": ".shared_block.linear.",
+        r"\.shared_transformer\.": ".shared_block.",
+        r"\.self_attn\.linear_([qkv])_adapter_list\.(\d+)\.": r".qkv_adapters.\2.linear_\1_adapter.",
+        r"\.feed_forward\.gate_up_proj_adapter_list\.(\d+)\.": r".mlp_adapters.\1.gate_up_proj_adapter.",
+        r"\.shared_block\.self_attn\.": ".shared_block.",
+        r"\.shared_block\.feed_forward\.": ".shared_block.mlp.",
+    },
+)
 _DENSE_GRANITE = replace(_GRANITE, modules=_GRANITE.modules | {"mlp": "shared_mlp"}, patterns={})
 
 WEIGHT_TABLES = {
@@ -226,6 +247,7 @@ WEIGHT_TABLES = {
     "MambaForCausalLM": _MAMBA2,
     "MiniMaxForCausalLM": _MINIMAX,
     "Mamba2ForCausalLM": _MAMBA2,
+    "Zamba2ForCausalLM": _ZAMBA2,
 }
 """By the architectures of ``config/families.py``."""
 

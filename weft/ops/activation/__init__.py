@@ -37,15 +37,16 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: Backend) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
-def gelu_mul(gate: Tensor, x: Tensor, *, backend: Backend) -> Tensor:
-    """``gelu(gate) * x``, with the tanh form of GELU. Rows are independent on a GPU anyhow.
+def gelu_mul(gate: Tensor, x: Tensor, *, tanh: bool = True, backend: Backend) -> Tensor:
+    """``gelu(gate) * x``. Rows are independent on a GPU anyhow.
 
     Args:
         gate, x: ``[T, N]``; rows may be strided.
+        tanh: whether GELU has the form with a hyperbolic tangent, or the exact one.
     """
     rows = by_row("gate", "x") if backend is Backend.INVARIANT_TORCH else whole
-    return rows(_gelu_mul, gate, x)
+    return rows(_gelu_mul, gate, x, approximate="tanh" if tanh else "none")
 
 
-def _gelu_mul(gate: Tensor, x: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * x
+def _gelu_mul(gate: Tensor, x: Tensor, approximate: str) -> Tensor:
+    return F.gelu(gate, approximate=approximate) * x
