@@ -572,7 +572,36 @@ def deterministic_scoring_table() -> Table:
     return [DETERMINISTIC] * bool(rows), ["model", "equal bits", "mean difference", "largest difference", "KL"], rows
 
 
+SCORING, COUNT = "scoring-cpu", "scoring-count"
+
+
+def scoring_cpu_table() -> Table:
+    """Generated log probabilities beside those of both ways of scoring, without the mode and with it."""
+    found = read(SCORING).get("rows", [])
+    rows = []
+    for plain, fixed in zip(found[::2], found[1::2], strict=True):
+        pair = (plain, fixed)
+        equal, forced = (", ".join(f"{row[way]['equal_share']:.1%}" for row in pair) for way in ("prompt", "forced"))
+        keys = ("mean_difference", "largest_difference", "kl")
+        others = [", ".join(f"{row['prompt'][key]:.1e}" for row in pair) for key in keys]
+        rows.append([f"{plain['model']}, {plain['dtype']}", equal, *others, forced])
+    columns = ["model, dtype", "equal bits", "mean difference", "largest difference", "KL", "equal bits, tokens fixed"]
+    return [SCORING] * bool(rows), columns, rows
+
+
+def scoring_count_table() -> Table:
+    """Work of a decoding step as it is, and with the order of prompts in recurrent layers."""
+    rows = []
+    for row in read(COUNT).get("counted", []):
+        steps = [f"{step['gflops']:,.2f}, {step['gflops_in_chunks']:,.2f}" for step in row["steps"].values()]
+        name = row["model"].partition(".")[0]  # a version is no figure
+        rows.append([name, *steps, f"{max(step['floor_ratio'] for step in row['steps'].values()):.3f}"])
+    return [COUNT] * bool(rows), ["model", "1 sequence", "32", "128", "floor, at most times"], rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
+    "scoring-cpu": scoring_cpu_table,
+    "scoring-count": scoring_count_table,
     "deterministic-cost": deterministic_cost_table,
     "deterministic-company": deterministic_company_table,
     "deterministic-scoring": deterministic_scoring_table,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scoring import logprobs_of, scored_by_force
 from tests.deterministic import (
     FP8,
     GUESSES,
@@ -45,6 +46,7 @@ from tests.x_matrix import (
     part,
     prompt_of,
 )
+from weft import LLM, SamplingParams
 
 KINDS = [HYBRID, DENSE, "BambaForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "Lfm2MoeForCausalLM"]
 IN_FP8 = [HYBRID + FP8 + "block", HYBRID + FP8 + "channel-token", DENSE + FP8 + "tensor-static"]
@@ -140,6 +142,16 @@ def test_two_ranks(tmp_path: Path) -> None:
         with open_company(HYBRID, "NONE", "overlap", {HYBRID: alone}, tensor_parallel_size=2) as engine:
             check(engine, "branch hit", "decode", 129)
             check(engine, "preempted", "mixed", 65)
+
+
+def test_fixed_tokens_have_the_log_probabilities_of_generation(tmp_path: Path) -> None:
+    """Answers that are generated together, and then scored alone by a logits processor that fixes their tokens."""
+    prompts = [prompt_of(length) for length in (65, 129, 210)]
+    with LLM(str(make_folder(HYBRID, tmp_path)), skip_tokenizer_init=True, deterministic=True) as llm:
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=0)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers = [output.outputs[0].token_ids for output in outputs]
+        assert scored_by_force(llm, prompts, answers) == [logprobs_of(output) for output in outputs]
 
 
 @pytest.mark.parametrize("arch", [VL, IMAGES_AND_STATES])

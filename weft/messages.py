@@ -4,8 +4,8 @@ Job: two frozen, complete, serialisable messages (msgspec), made of plain number
 their fields. Does not know: how either side works.
 
 The scheduler names *rows* (a request's index in the runner's tables), *pages* (KV) and *slots* (recurrent states); the
-runner executes. The order of a step: ``finished_rows`` are cleared, ``new_requests`` are written to their rows,
-``page_copies`` and ``state_forks`` run, then the batch, then sampling.
+runner executes. The order of a step: ``stores`` and ``encodings`` are queued, ``finished_rows`` are cleared,
+``new_requests`` are written to their rows, ``page_copies`` and ``state_forks`` run, then the batch, then sampling.
 """
 
 from array import array
@@ -96,8 +96,15 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class FileOrder(msgspec.Struct, frozen=True):
-    """A file of the disk tier to write (``save``), read (``load``) or remove (``drop``). Its content is a place of host
-    memory."""
+    """A file of the disk tier to write (``save``), read (``load``) or remove (``drop``).
+
+    Attributes:
+        number: its number, which tells when the order is done.
+        kind: one of the three.
+        name: that of the file.
+        place: the place in host memory that holds the content.
+        is_state: whether the place is one of states.
+    """
 
     number: int
     kind: str

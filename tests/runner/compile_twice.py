@@ -84,13 +84,13 @@ def main(what: str = "") -> None:
 
     triton.knobs.compilation.listener = note
     given_away: list[Any] = []
-    elsewhere = compile_processes.CompileProcesses._compiled_elsewhere
+    elsewhere = compile_processes.CompileProcesses._compile_in_child
 
     def noted(self: compile_processes.CompileProcesses, src: Any, options: dict[str, Any]) -> Any:
         given_away.append(src)
         return elsewhere(self, src, options)
 
-    compile_processes.CompileProcesses._compiled_elsewhere = noted  # type: ignore[method-assign]
+    compile_processes.CompileProcesses._compile_in_child = noted  # type: ignore[method-assign]
     x = torch.ones(64)
 
     def walk() -> None:

@@ -87,7 +87,7 @@ def test_compilers_leave_interrupts_to_their_parent_and_keep_binaries_alone(monk
     monkeypatch.setattr(triton.knobs.compilation, "store_binary_only", False)
     handler = signal.getsignal(signal.SIGINT)
     try:
-        compile_processes._obey(1)
+        compile_processes._begin_child(1)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and triton.knobs.compilation.store_binary_only
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -104,7 +104,7 @@ def test_where_every_lock_is_refused_this_process_compiles(tmp_path: Path, monke
     missing = compile_processes._MissingError()
     missing.src, missing.options = SimpleNamespace(hash=lambda: "a"), {}
     with compile_processes.CompileProcesses(1, lambda kernel: None) as processes:
-        monkeypatch.setattr(processes, "_compiled_elsewhere", lambda *missing: pytest.fail("again"))
+        monkeypatch.setattr(processes, "_compile_in_child", lambda *missing: pytest.fail("again"))
         kernel: Any = SimpleNamespace(src=SimpleNamespace(signature={}))
         assert processes._when_compiled(False, missing, lambda: kernel) is kernel
 
@@ -141,7 +141,7 @@ def test_the_slowest_kernel_that_waits_is_compiled_next(monkeypatch: pytest.Monk
         return compile_function
 
     monkeypatch.setattr(compile_processes.CompileProcesses, "_processes", lambda self: None)
-    monkeypatch.setattr(compile_processes.CompileProcesses, "_compiled_elsewhere", compiled)
+    monkeypatch.setattr(compile_processes.CompileProcesses, "_compile_in_child", compiled)
     monkeypatch.setattr(compile_processes, "compile_seconds", {"slow": 2.0, "slower": 3.0, "fast": 0.0}.__getitem__)
     kernels = [
         ("other", "fast", "i32"), ("same", "fast", "i32"), ("slow", "slow", "i32"), ("slower", "slower", "i32"),

@@ -63,6 +63,8 @@ class Node:
 
     A root has no parent, no tokens, and the ``salt`` of the sequences below it. ``page_keys`` belongs to the tier below
     the device: a key for each whole page that ends inside the span, or fewer if they were not needed yet.
+    ``lost_states`` (by position) and ``lost_continuations`` (by first token) hold the times of evictions, of
+    ``time.monotonic()``.
     """
 
     parent: Node | None

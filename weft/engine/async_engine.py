@@ -53,8 +53,8 @@ class AsyncEngine:
         link: sends messages to the engine.
         inputs: validates and resolves requests for this model.
         tokenizer: the tokenizer; None: token ids only.
-        inspection_numbers: numbers of ``inspect`` messages; None: from 0 on. Each of several API processes has numbers
-            of its own.
+        inspection_numbers: numbers of ``Inspect`` and ``Control`` messages; None: from 0 on. Each of several API
+            processes has numbers of its own.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from weft.errors import ConfigError
 
 P = ParamSpec("P")
-Rows = Callable[..., Any]
+RunByRow = Callable[..., Any]
 """``(reference, *args, **kwargs)``: runs the reference row by row."""
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -79,15 +79,15 @@ class Operation(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
-def with_kernel(module: str, rows: Rows | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:
+def with_kernel(module: str, by_row: RunByRow | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Make a torch function ``x(..., *, backend)`` an operation with a Triton kernel.
 
     The function's own body runs for ``Backend.TORCH`` and is the kernel's reference; it does not read ``backend``. For
     ``Backend.TRITON`` runs ``x_triton`` of ``module``, which is imported at its first call (see ``launches``).
 
     Args:
-        rows: runs the body for ``Backend.INVARIANT_TORCH``: called with the body, then as the body. None: the operation
-            refuses that backend.
+        by_row: runs the body for ``Backend.INVARIANT_TORCH``: called with the body, then as the body. None: the
+            operation refuses that backend.
     """
 
     def decorate(function: Callable[P, R]) -> Operation[P, R]:
@@ -105,8 +105,8 @@ def with_kernel(module: str, rows: Rows | None = None) -> Callable[[Callable[P, 
                 return reference(*args, **kwargs)
             if backend is Backend.TRITON:
                 return kernel()(*args, **kwargs)
-            if backend is Backend.INVARIANT_TORCH and rows is not None:
-                return rows(reference, *args, **kwargs)
+            if backend is Backend.INVARIANT_TORCH and by_row is not None:
+                return by_row(reference, *args, **kwargs)
             fixed = getattr(kernel(), "invariant", None) if backend is Backend.INVARIANT_TRITON else None
             if fixed is None:
                 raise NotImplementedError(f"{function.__name__}: rows depend on their number on backend {backend!r}")

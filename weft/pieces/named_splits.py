@@ -2,7 +2,7 @@
 
 Job: find the functions and methods that a name of ``splitting_ops`` stands for, and make their calls split ops while a
 pass is traced or captured. Owns: the wrappers, which exist only during that time. Does not know: how passes are
-captured.
+captured. These names are understood::
 
     weft.ops.activation.silu_and_mul    a function, by the path it is imported by
     SparseMoe.forward, GatedDeltaNet.mix  a method of a class of layers
@@ -82,7 +82,13 @@ class CallSite:
 class Target:
     """One place that a name stands for: a function, or a method of one module.
 
-    ``sites`` are its calls in order. ``other`` names an argument of a call that differed in a later pass.
+    Attributes:
+        given: the name as the user gave it.
+        where: the place in words.
+        put: installs a wrapper there, and returns the function that removes it.
+        sites: its calls in order.
+        next: index of the next call in ``sites``.
+        other: an argument of a call that differed in a later pass.
     """
 
     given: str

@@ -126,13 +126,13 @@ class CompileProcesses:
         """Wait for a free process, and have it compile the slowest of the waiting kernels."""
         with self._free:
             *_, missing, compile_function, kernel_of = self._waiting.get_nowait()
-            is_compiled = self._compiled_elsewhere(missing.src, missing.options)
+            is_compiled = self._compile_in_child(missing.src, missing.options)
         try:
             kernel_of.set_result(self._when_compiled(is_compiled, missing, compile_function))
         except BaseException as error:
             kernel_of.set_exception(error)
 
-    def _compiled_elsewhere(self, src: Any, options: dict[str, Any]) -> bool:
+    def _compile_in_child(self, src: Any, options: dict[str, Any]) -> bool:
         """Have a child compile the kernel. Returns False if another rank is compiling it.
 
         True if the kernel is in Triton's cache, or if this process has to compile it because the child failed or was
@@ -149,7 +149,8 @@ class CompileProcesses:
             preload.wait()
             wait(self._loading)
             before = multiprocessing.active_children()
-            self._pool = ProcessPoolExecutor(self._count, multiprocessing.get_context("fork"), _obey, (os.getpid(),))
+            fork = multiprocessing.get_context("fork")
+            self._pool = ProcessPoolExecutor(self._count, fork, _begin_child, (os.getpid(),))
             self._answered = time.monotonic()
             self._pool.submit(os.getpid)  # forks all of them, here and now
             self._children = [child for child in multiprocessing.active_children() if child not in before]
@@ -160,7 +161,7 @@ class CompileProcesses:
     ) -> CompiledKernel:
         while not is_compiled and wait_for_lock(missing.src, missing.options):
             with self._free:
-                is_compiled = self._compiled_elsewhere(missing.src, missing.options)
+                is_compiled = self._compile_in_child(missing.src, missing.options)
         return self._loaded(compile_function())
 
     def _wait(self, compiled: Future[bool]) -> bool:
@@ -239,7 +240,7 @@ def _cache_in_use() -> Iterator[None]:
         ) from error
 
 
-def _obey(parent_pid: int) -> None:
+def _begin_child(parent_pid: int) -> None:
     """Prepare a child. It ignores interrupts, which a terminal sends to the whole group, and ends with its parent. It
     stores binaries only, because every start would read intermediate code in the cache."""
     triton.knobs.compilation.store_binary_only = True

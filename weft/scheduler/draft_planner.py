@@ -167,9 +167,9 @@ class DraftPlanner:
             self._manager.allocate(lease, min(end, self.max_model_len))
         return drafts
 
-    def takes(self, request: Request, lease: Lease, count: int) -> bool:
-        """Whether a step of ``request`` that follows a decode can verify ``count`` drafts; pages and slots for them are
-        then there."""
+    def make_room(self, request: Request, lease: Lease, count: int) -> bool:
+        """Allocate pages and slots for ``count`` drafts of a step that follows a decode. Returns False if there are too
+        few, or the request takes fewer drafts."""
         self._manager.drafts.trim(lease, count)
         if self.room(request, lease, count) < count:
             return False

@@ -105,7 +105,7 @@ def following_step(
         if not is_there or request.will_be_full or request.needs_tokens_on_host or end > planner.max_model_len:
             return None
         has_room = (
-            manager.allocate(each.lease, end) is not None if before else planner.takes(request, each.lease, count)
+            manager.allocate(each.lease, end) is not None if before else planner.make_room(request, each.lease, count)
         )
         if not has_room:
             return None

@@ -63,7 +63,7 @@ class EncoderCache:
         self._budget = self._step_budget
 
     def reach(self, media: Sequence[MediaItem], start: int, num_tokens: int) -> int:
-        """Find how many of a request's next tokens can run in this step. Their images are cached, or are encoded in it.
+        """Find how many of a request's next tokens can run in this step. Missing images of these are encoded in it.
 
         Args:
             media: the items of the request, ascending.

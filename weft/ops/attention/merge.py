@@ -1,7 +1,8 @@
 """The merge of attention's splits: partial results of one row over parts of its keys become one result.
 
-Job: the second kernel of paged decode attention. Owns: the layout of partial results on the reading side. Does not
-know: how splits are computed.
+Job: the second kernel of paged decode attention, and what its first kernels share: the length of splits, and which
+splits a program computes. Owns: the layout of partial results on the reading side. Does not know: how splits are
+computed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ if GLUON_IS_KNOWN:
 
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
-MAX_SENT_SPLITS = 8
+MAX_SENDER_SUM_TOKENS = 8
 """Upper bound on tokens for which the sender adds the sums of the splits before it sends to other ranks. With more
 tokens the receiver adds the sums."""
 
@@ -301,7 +301,7 @@ def linear_parts_triton(x, weight, peers) -> Tensor | SentRows:
     config = choose_config(x, weight, silu_mul=False, leaves_sums=True)
     if config is None:
         return F.linear(x, weight)
-    if peers is not None and (config.splits == 1 or x.shape[0] <= MAX_SENT_SPLITS):
+    if peers is not None and (config.splits == 1 or x.shape[0] <= MAX_SENDER_SUM_TOKENS):
         sent = SentRows.to(peers, x.shape[0], x.dtype)
         skinny_linear_triton(x, weight, None, config, out=sent.room[0], peers=peers)
         return sent
