@@ -52,9 +52,15 @@ def test_experts_of_the_published_widths(num_tokens: int, form: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int4 g32", "int8 rows", "awq", "nvfp4", "mxfp4", "gpt-oss"])
 def test_a_model_diverges_no_more_than_its_dtype(kind: str, tmp_path: Path) -> None:
-    """In float16, KL from float32 on the CPU: as small as two roundings of every weight and value make it."""
+    """In float16, KL from float32 on the CPU: as small as two roundings of every weight and value make it.
+
+    Tokens choose all experts: where float16 makes a token choose others, its KL is a thousand times that of rounding.
+    """
     arch = "GptOssForCausalLM" if kind == "gpt-oss" else NEXT
-    folder = make_gpt_oss(tmp_path) if kind == "gpt-oss" else make_coded_checkpoint(NEXT, kind, tmp_path)
+    if kind == "gpt-oss":
+        folder = make_gpt_oss(tmp_path, num_experts_per_tok=5)
+    else:
+        folder = make_coded_checkpoint(NEXT, kind, tmp_path, num_experts=5, num_experts_per_tok=5)
     prompts = [prompt(n) for n in (1, 65, 130)]
     exact = torch.cat([logits_of(reference(arch, tmp_path / "plain"), tokens) for tokens in prompts])
     harness = Harness(folder, device="cuda", backend=Backend.TRITON, dtype=torch.float16)
@@ -64,7 +70,7 @@ def test_a_model_diverges_no_more_than_its_dtype(kind: str, tmp_path: Path) -> N
     sequences = [plain.sequence(tokens) for tokens in prompts]
     theirs = torch.cat(plain.run([(s, len(s.tokens)) for s in sequences], pad_tokens=3, pad_seqs=1)).float().cpu()
     (our_kl, _), (their_kl, _) = divergence(exact, ours), divergence(exact, theirs)
-    assert our_kl <= 3 * their_kl + 1e-6, (our_kl, their_kl)
+    assert our_kl <= 2 * their_kl + 1e-6, (our_kl, their_kl)
 
 
 def test_graphs_give_the_tokens_of_eager_steps(tmp_path: Path) -> None:

@@ -171,9 +171,10 @@ def test_parts_of_one_matrix_in_several_forms_are_refused(tmp_path: Path) -> Non
 # --- gpt-oss ----------------------------------------------------------------------------------------------------------
 
 
-def make_gpt_oss(folder: Path) -> Path:
+def make_gpt_oss(folder: Path, **overrides: Any) -> Path:
     """``folder/coded`` with experts as published, and ``folder/plain`` with the same values."""
-    plain = make_checkpoint(OSS, folder / "plain", hidden_size=64, intermediate_size=96, num_local_experts=5)
+    geometry = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
+    plain = make_checkpoint(OSS, folder / "plain", **geometry, **overrides)
     tensors, stored = load_file(plain / "model.safetensors"), dict[str, Tensor]()
     for name, tensor in tensors.items():
         if not name.endswith(("gate_up_proj", "down_proj")) or tensor.dim() != 3:
