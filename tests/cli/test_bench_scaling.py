@@ -12,11 +12,13 @@ import pytest
 
 from tests.cli.conftest import RunWeft
 from tests.server.fake_engine import CAPACITY
+from tests.whole import takes_long
 from weft.bench import scaling
 from weft.cli import bench_scaling
 from weft.errors import EngineDeadError
 
 
+@takes_long
 def test_scaling(run_weft: RunWeft, tmp_path: Path) -> None:
     target = tmp_path / "scaling.json"
     small = ["--num-prompts", 3, "--queue-len", 2, 5, "--batch-sizes", 1, 2, "--prompt-len", 5, "--output-len", 3]

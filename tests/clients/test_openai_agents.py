@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from tests.clients.conftest import MODEL
 from tests.server.running import RunningServer
+from tests.whole import takes_long
 
 pytest.importorskip("agents", reason="openai-agents is not installed")
 from agents import (
@@ -104,6 +105,7 @@ def test_a_handoff(server: RunningServer) -> None:
     assert run(server, OpenAIChatCompletionsModel, use).last_agent.name == "second"
 
 
+@takes_long
 def test_the_bundled_model_calls_a_function_by_itself(mini: RunningServer) -> None:
     asked = []
 

@@ -21,6 +21,7 @@ from tests.media import VL, Engine, Prompt, make_vision_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from tests.x_matrix import runner_of
 from weft import LLM, RequestOutput, SamplingParams
 from weft.errors import ConfigError, EngineDeadError, UnavailableError, WeightsError
@@ -140,7 +141,7 @@ def llm(pair: tuple[Path, Path]) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[takes_long] if c == "inductor" else []) for c in CASES])
 def test_answers_are_those_of_a_fresh_engine(case: str, tmp_path: Path) -> None:
     make, settings = CASES[case]
     folders = [tmp_path / name for name in "ab"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 
 RUN = """
 import json, sys
@@ -23,7 +24,9 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("weft.pi
 """
 
 
-@pytest.mark.parametrize("mode", ["FULL", "NONE", "FULL_DECODE_ONLY", "PIECEWISE"])
+@pytest.mark.parametrize(
+    "mode", ["FULL", "PIECEWISE", *(pytest.param(m, marks=takes_long) for m in ("NONE", "FULL_DECODE_ONLY"))]
+)
 def test_pieces_are_imported_only_by_engines_that_use_them(tmp_path: Path, mode: str) -> None:
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     done = subprocess.run([sys.executable, "-c", RUN, str(folder), mode], capture_output=True, text=True, check=False)

@@ -146,6 +146,7 @@ def test_compiled_forms_do_not_change_the_answers_and_are_kept(
     assert (second.compiler.counters.compiled, second.compiler.counters.cache_hits) == (0, 4)
 
 
+@takes_long
 def test_decode_graphs_alone_can_be_compiled(tmp_path: Path, compiled_sizes: list[tuple[int, bool]]) -> None:
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     expected, _ = answers(folder)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.patience import GUARD_S, stretched
 from tests.server.running import ROOT, RunningServer, chat_body, wait_until
+from tests.whole import takes_long
 from weft.processes.log_writer import LogWriter
 
 
@@ -55,15 +56,12 @@ def test_a_reader_that_has_gone() -> None:
     wait_until(lambda: writer.num_dropped == 2, 5)
 
 
-STDERR = {"full": "/dev/full", "closed": None, "stalled": None}
-
-
-@pytest.fixture(params=list(STDERR))
+@pytest.fixture(params=["stalled", *(pytest.param(kind, marks=takes_long) for kind in ("full", "closed"))])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server whose standard error takes nothing, or next to nothing."""
     reader = -1
-    if STDERR[request.param] is not None:
-        fd = os.open(STDERR[request.param], os.O_WRONLY)
+    if request.param == "full":
+        fd = os.open("/dev/full", os.O_WRONLY)
     else:
         reader, fd = os.pipe()
     port = _free_port()

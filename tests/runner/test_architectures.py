@@ -130,7 +130,7 @@ def compiled(name: str, folder: Path, capabilities: list[int], most: int) -> lis
     return rows
 
 
-@pytest.mark.parametrize("name", FAMILIES if WHOLE else ["hybrid", "int4"])
+@pytest.mark.parametrize("name", FAMILIES if WHOLE else ["hybrid"])
 def test_kernels_fit(name: str, tmp_path: Path) -> None:
     """All variants of a kernel for the least shared memory, and three of them for every other capability."""
     least, *others = sorted(FAMILIES[name].capabilities, key=lambda capability: (SHARED_BYTES[capability], capability))

@@ -23,11 +23,13 @@ import pytest
 import triton
 
 import weft.ops
+from tests.whole import takes_long
 from weft.errors import ConfigError
 from weft.runner import compile_order, compile_processes
 from weft.runner.compile_processes import kernel_lock, wait_for_lock
 
 
+@takes_long
 def test_two_first_starts_compile_every_kernel_once_and_a_later_start_none(tmp_path: Path) -> None:
     """None in the processes that start: the listener is told in the process that compiles; these only find results.
     Nothing is kept that the compiler made on the way. The folder may be shipped: copied to the same path again. The

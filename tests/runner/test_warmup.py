@@ -16,8 +16,10 @@ import torch
 from tests.fp8_checkpoints import GEOMETRY, make_fp8_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from weft import LLM
 from weft.config import resolve
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.runner.kernel_walk import walk_kernels
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_functions import StepFunctions
@@ -141,29 +143,41 @@ def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OF_RANKS = ("_packed_all_reduce_kernel", "_all_reduce_norm_kernel", "_ahead_kernel")
+OF_HOPPER = ("decode_hopper_kernel", "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel")
+
+
 def test_the_walk_meets_every_kernel_of_later_steps(warm_folder: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled. In FP8, cache
-    and all, on one rank with n-gram drafts; in bfloat16 with drafts of the model's own head, as one of two ranks."""
-    from weft.ops.triton.gluon import GLUON_IS_KNOWN
-
+    and all, on one rank with n-gram drafts."""
     fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", warm_folder / "fp8", **WARM_FP8)
     ngram = '{"method": "ngram", "num_speculative_tokens": 3}'
-    of_fp8 = kernels_at_start(warm_folder / "triton", str(fp8), ngram, "1", "fp8")
-    of_bf16 = kernels_at_start(warm_folder / "triton", str(warm_folder / "bf16"), *WITH_HEAD)
-    for names in (of_fp8, of_bf16):
-        assert len(names) > 20
-        for kernel in ("_gdn_verify_kernel", "_follow_kernel", "_accept_kernel"):
-            assert any(kernel in name for name in names)
-        for kernel in ("_prefill_kernel", "_prefill_hopper_kernel"):  # whichever sequences decode, and who knows it
-            assert sum(kernel in name for name in names) <= 1
-        assert ("_prefill_hopper_kernel" in " ".join(names)) == GLUON_IS_KNOWN
-    hopper = ("decode_hopper_kernel", "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel")
-    for kernel in ("_few_rows_kernel", "_ngram_kernel", *(hopper if GLUON_IS_KNOWN else ())):
-        assert any(kernel in name for name in of_fp8)
-    for kernel in ("_packed_all_reduce_kernel", "_all_reduce_norm_kernel", "_ahead_kernel"):
-        assert any(kernel in name for name in of_bf16) and not any(kernel in name for name in of_fp8)
+    names = kernels_at_start(warm_folder / "triton", str(fp8), ngram, "1", "fp8")
+    check_walked(names)
+    for kernel in ("_few_rows_kernel", "_ngram_kernel", *(OF_HOPPER if GLUON_IS_KNOWN else ())):
+        assert any(kernel in name for name in names)
+    assert not any(kernel in name for name in names for kernel in OF_RANKS)
 
 
+@takes_long
+def test_the_walk_of_a_rank_meets_every_kernel_of_later_steps(warm_folder: Path) -> None:
+    """The same in bfloat16 with drafts of the model's own head, as one of two ranks."""
+    names = kernels_at_start(warm_folder / "triton", str(warm_folder / "bf16"), *WITH_HEAD)
+    check_walked(names)
+    for kernel in OF_RANKS:
+        assert any(kernel in name for name in names)
+
+
+def check_walked(names: list[str]) -> None:
+    assert len(names) > 20
+    for kernel in ("_gdn_verify_kernel", "_follow_kernel", "_accept_kernel"):
+        assert any(kernel in name for name in names)
+    for kernel in ("_prefill_kernel", "_prefill_hopper_kernel"):  # whichever sequences decode, and who knows it
+        assert sum(kernel in name for name in names) <= 1
+    assert ("_prefill_hopper_kernel" in " ".join(names)) == GLUON_IS_KNOWN
+
+
+@takes_long
 def test_a_start_needs_nothing_private_of_a_triton_that_is_not_known(warm_folder: Path) -> None:
     """All that compiles then is in Triton, and compiled at start like the rest."""
     names = kernels_at_start(warm_folder / "triton", str(warm_folder / "bf16"), *WITH_HEAD, program="unknown_triton")
