@@ -297,8 +297,9 @@ MUTANTS = (
         "tests/quantization/test_parity.py",
     ),
     _mutant(
-        "plain-rows-moved", "parts that are not quantised are rows of their own matrix", "weft/quantization/fp8.py",
-        "rows.moved(-weight.shape[0])", "rows.moved(1 - weight.shape[0])", "tests/quantization/test_loading.py",
+        "plain-rows-moved", "parts that are not quantised are rows of their own matrix",
+        "weft/quantization/quantized.py", "rows.moved(weight.shape[0] - shard.rows)",
+        "rows.moved(1 + weight.shape[0] - shard.rows)", "tests/quantization/test_loading.py",
         "tests/quantization/test_parity.py",
     ),
     _mutant(

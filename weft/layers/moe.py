@@ -35,7 +35,7 @@ from weft.layers.weight import (
     whole_rows,
 )
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
-from weft.ops.moe import SOFTMAX, RoutingRule, topk_router
+from weft.ops.moe import SOFTMAX, ExpertExtras, RoutingRule, topk_router
 
 
 class Routed(NamedTuple):
@@ -125,11 +125,18 @@ class Experts(WeightModule):
         shared_gate: Tensor | None = None,
         peers: PeerBuffers | None = None,
     ) -> Tensor | SentRows:
-        """Run ``weft.ops.moe.fused_moe``, or ``send_fused_moe`` with ``peers``: ``[T, H] -> [T, H]``.
+        """Run ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``. With ``peers``, see ``ExpertsMethod.apply``.
 
         Ids count from the first local expert.
         """
         return self.quant_method.apply(self, x, Routed(weights, ids, shared, shared_gate), peers)
+
+    @property
+    def extras(self) -> ExpertExtras:
+        """The biases and the activation, for ``weft.ops.moe.fused_moe``."""
+        clamped = self.clamped
+        activation = () if clamped is None else (clamped.alpha, clamped.limit, clamped.up_offset)
+        return ExpertExtras(self.gate_up_bias, self.down_bias, *activation)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         biases = self._bias_layout() if self.biases else {}
@@ -174,7 +181,8 @@ class ExpertsMethod(QuantMethod[Experts]):
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         """Return the weighted sum of the routed experts, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``.
 
-        An id may select the shared expert only if ``experts.shared_joins``. With ``peers``, see ``send_fused_moe``.
+        An id may select the shared expert only if ``experts.shared_joins``. With ``peers``, the sums are a rank's parts
+        of what ``all_reduce_rms_norm`` forms next, and are sent there.
         """
 
 

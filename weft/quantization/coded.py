@@ -7,23 +7,22 @@ Job: the parameters of coded layers and the operations that use them. Does not k
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.config.quantization import Scheme
 from weft.layers.context import ModelContext
-from weft.layers.linear import LinearBase, LinearMethod
+from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts, ExpertsMethod, Routed
-from weft.layers.weight import MatrixShard, WeightLayout, WeightPiece, empty_parameter, uniform_range
+from weft.layers.weight import RowMap, WeightLayout, uniform_range
 from weft.ops.codes import CodedMatrix, Packing, fitting_group
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
-from weft.ops.moe import ExpertExtras
 from weft.ops.moe.coded import coded_fused_moe
 from weft.quantization.arrangements import ARRANGEMENTS, RoundedRows
 from weft.quantization.gpt_oss import gpt_oss_layout
+from weft.quantization.quantized import Parameters, QuantizedLinear, one_by_one, shards
 from weft.quantization.unquantized import fused_layout, interleaved_layout
 
 _PARTS = ("", "_scale", "_zero", "_row_scale")
@@ -45,10 +44,10 @@ class _Form:
         """Weights of a row that share a scale on this rank; 0: all of them."""
         return fitting_group(columns, name) if self._scheme.source == "online" else self._scheme.group
 
-    def parameters(self, rows: int, columns: int, group: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def parameters(self, rows: int, columns: int, group: int) -> Parameters:
         """Shape and dtype by the end of the parameter's name."""
         groups = -(-columns // group) if group else 1
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        shapes: Parameters = {
             "": (Packing.of(self.bits, group).words_shape(rows, columns), torch.int32),
             "_scale": ((groups, rows), self._scale_dtype),
         }
@@ -86,32 +85,20 @@ class _Form:
         }[part]
 
 
-class CodedLinear(LinearMethod):
+class CodedLinear(QuantizedLinear):
     """A matrix with ``weight`` (words), ``weight_scale`` and, in some formats, ``weight_zero`` and
-    ``weight_row_scale``. ``plain_weight [N - M, K]`` in the model's dtype holds unquantised parts, which come last.
-
-    Args:
-        names: prefix of each part's tensors -> its name in the checkpoint, for errors.
-        plain: prefixes of the unquantised parts.
-    """
+    ``weight_row_scale``."""
 
     def __init__(self, scheme: Scheme, context: ModelContext, names: dict[str, str], plain: frozenset[str]) -> None:
-        self.scheme, self._context, self._names, self._plain = scheme, context, names, plain
+        super().__init__(context, names, plain)
         self._form, self._arrangement = _Form(scheme, context.dtype), ARRANGEMENTS[scheme.source](scheme)
 
-    def create(self, layer: LinearBase) -> None:
-        shard, device = layer.shard, self._context.device
-        plain = [run.target for part in self._plain for run in shard.parts[part].runs]
-        rows = min(plain, default=shard.rows)
-        for part, (shape, dtype) in self._form.parameters(rows, shard.columns, self._group(layer)).items():
-            name = f"weight{part}"
-            layer.register_parameter(
-                name, empty_parameter(*shape, dtype=dtype, device=device, place=layer.places.get(name))
-            )
-        if plain:
-            dtype = self._context.dtype
-            layer.plain_weight = empty_parameter(shard.rows - rows, shard.columns, dtype=dtype, device=device)
-        self.layouts(layer)  # raises if groups do not fit
+    def parameters(self, layer: LinearBase, rows: int) -> Parameters:
+        found = self._form.parameters(rows, layer.shard.columns, self._group(layer))
+        return {f"weight{part}": parameter for part, parameter in found.items()}
+
+    def part(self, layer: LinearBase, rows: RowMap, name: str) -> WeightLayout:
+        return self._arrangement.layout(self._matrix(layer), layer.shard, rows, name)
 
     def _group(self, layer: LinearBase) -> int:
         return self._form.group(layer.shard.columns, next(iter(self._names.values())))
@@ -119,17 +106,6 @@ class CodedLinear(LinearMethod):
     def _matrix(self, layer: LinearBase) -> CodedMatrix:
         parameters = layer._parameters
         return self._form.matrix(lambda part: parameters.get(f"weight{part}"), self._group(layer), layer.shard.columns)
-
-    def layouts(self, layer: LinearBase) -> tuple[WeightLayout, ...]:
-        shard, layout, matrix = layer.shard, WeightLayout(), self._matrix(layer)
-        for part, rows in shard.parts.items():
-            if part in self._plain:
-                moved = rows.moved(-matrix.words.shape[1])
-                layout[f"{part}weight"] = shard.piece(moved, layer.get_parameter("plain_weight"))
-                continue
-            found = self._arrangement.layout(matrix, shard, rows, self._names[part])
-            layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
-        return (layout,)
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         plain = layer._parameters.get("plain_weight")
@@ -156,7 +132,7 @@ class CodedExperts(ExpertsMethod):
         self.scheme, self._context, self._name, self._form = scheme, context, name, _Form(scheme, context.dtype)
 
     def create(self, layer: Experts) -> None:
-        for name, shard in _shards(layer).items():
+        for name, shard in shards(layer).items():
             group = self._form.group(shard.columns, self._name)
             for part, (shape, dtype) in self._form.parameters(shard.rows, shard.columns, group).items():
                 layer.allocate(name, f"weight{part}", shape, dtype, self._context.device)
@@ -164,7 +140,7 @@ class CodedExperts(ExpertsMethod):
 
     def _matrices(self, layer: Experts, shared: bool = False) -> dict[str, CodedMatrix]:
         found, matrices = layer.matrices(shared), dict[str, CodedMatrix]()
-        for name, shard in _shards(layer).items():
+        for name, shard in shards(layer).items():
             parts = {part: found.get(f"{name}{part}") for part in _PARTS}
             group = self._form.group(shard.columns, self._name)
             matrices[name] = self._form.matrix(parts.get, group, shard.columns)
@@ -179,46 +155,27 @@ class CodedExperts(ExpertsMethod):
         online = self.scheme.source == "online"
         if online and layer.interleaved:
             return (_interleaved(layer, matrices["gate_up"], matrices["down"]),)
-        one_by_one = self._one_by_one(layer, matrices)
-        return (one_by_one, fused_layout(layer, *map(_Rows, matrices.values()))) if online else (one_by_one,)
-
-    def _one_by_one(self, layer: Experts, matrices: dict[str, CodedMatrix]) -> WeightLayout:
-        layout, first = WeightLayout(), layer.local_experts.start
-        elsewhere = {
-            name: WeightPiece(piece.shape, (), piece.stored, optional=piece.optional)
-            for name, piece in self._expert(layer, matrices, 0).items()
-        }
-        for expert in range(layer.num_experts):  # the checkpoint also has the experts of other ranks
-            found = self._expert(layer, matrices, expert - first) if expert in layer.local_experts else elsewhere
-            layout |= {f"{expert}.{tensor}": piece for tensor, piece in found.items()}
-        return layout
-
-    def _expert(self, layer: Experts, matrices: dict[str, CodedMatrix], place: int) -> WeightLayout:
-        """Tensors of one of this rank's experts, by their names after the expert's number."""
-        layout, arrangement = WeightLayout(), ARRANGEMENTS[self.scheme.source](self.scheme)
-        for name, shard in _shards(layer).items():
-            for part, rows in shard.parts.items():
-                where = f"{self._name}.{layer.local_experts[place]}.{part}".removesuffix(".")
-                found = arrangement.layout(matrices[name].expert(place), shard, rows, where)
-                layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
-        return layout
+        arrangement = ARRANGEMENTS[self.scheme.source](self.scheme)
+        single = one_by_one(
+            layer, self._name, lambda name, place, *part: arrangement.layout(matrices[name].expert(place), *part)
+        )
+        return (single, fused_layout(layer, *map(_Rows, matrices.values()))) if online else (single,)
 
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         gate_up, down = self._matrices(experts, routed.shared is None).values()
-        clamped = experts.clamped
-        activation = () if clamped is None else (clamped.alpha, clamped.limit, clamped.up_offset)
-        extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, *activation)
-        given = (x, gate_up, down, routed.weights, routed.ids)
-        shared: dict[str, Any] = {"shared": routed.shared, "shared_gate": routed.shared_gate}
+        (weights, ids, shared, gate), extras, backend = routed, experts.extras, self._context.backend
         if peers is None:
-            return coded_fused_moe(*given, extras=extras, **shared, backend=self._context.backend)
-        from weft.ops.moe.coded_experts import send_coded_fused_moe
+            return coded_fused_moe(
+                x, gate_up, down, weights, ids, extras=extras, shared=shared, shared_gate=gate, backend=backend
+            )
+        from weft.ops.moe.coded_experts import pair_outputs
+        from weft.ops.moe.combine import send_experts
 
-        return send_coded_fused_moe(*given, extras=extras, **shared, peers=peers)
+        return send_experts(pair_outputs(x, gate_up, down, routed.ids, extras), *routed, peers)
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
         matrix = "gate_up" if name.startswith("gate_up") else "down"
-        return self._form.random_range(name.removeprefix(matrix), _shards(layer)[matrix].columns)
+        return self._form.random_range(name.removeprefix(matrix), shards(layer)[matrix].columns)
 
 
 class _Rows:
@@ -244,7 +201,3 @@ def _interleaved(layer: Experts, gate_up: CodedMatrix, down: CodedMatrix) -> Wei
         for rows in (slice(half), slice(half, None))
     )
     return interleaved_layout(layer, gate, up, RoundedRows(down, transposed=True))
-
-
-def _shards(layer: Experts) -> dict[str, MatrixShard]:
-    return {"gate_up": layer.gate_up_shard, "down": layer.down_shard}

@@ -6,63 +6,48 @@ in checkpoints (``storage.py``), kernels (``weft/ops``).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.layers.context import ModelContext
-from weft.layers.linear import LinearBase, LinearMethod
+from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts, ExpertsMethod, Routed
-from weft.layers.weight import MatrixShard, WeightLayout, WeightPiece, empty_parameter, uniform_range
+from weft.layers.weight import MatrixShard, RowMap, WeightLayout, uniform_range
 from weft.ops.activation import silu_and_mul
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.linear import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
-from weft.ops.moe import fp8_fused_moe, send_fp8_fused_moe
+from weft.ops.moe import fp8_fused_moe
+from weft.quantization.quantized import Parameters, QuantizedLinear, expert_layout, one_by_one, shards
 from weft.quantization.storage import OnlineStorage, QuantizedRows, Storage, random_ranges
 from weft.quantization.unquantized import fused_layout
 
 _DTYPES = {"weight": E4M3, "weight_scale": torch.float32}
 
 
-class Fp8Linear(LinearMethod):
+class Fp8Linear(QuantizedLinear):
     """A matrix with ``weight [M, K]`` in e4m3 and ``weight_scale``. ``input_scale [1]`` exists if inputs have a static
-    scale. ``plain_weight [N - M, K]`` in the model's dtype holds the unquantised parts, which come last.
-
-    Args:
-        names: prefix of each part's tensors -> its name in the checkpoint, for errors.
-        plain: prefixes of the unquantised parts.
-    """
+    scale."""
 
     def __init__(self, storage: Storage, context: ModelContext, names: dict[str, str], plain: frozenset[str]) -> None:
-        self._storage, self._context, self._names, self._plain = storage, context, names, plain
+        super().__init__(context, names, plain)
+        self._storage = storage
 
     def create(self, layer: LinearBase) -> None:
-        shard, device = layer.shard, self._context.device
-        plain = [run.target for part in self._plain for run in shard.parts[part].runs]
-        rows, columns = min(plain, default=shard.rows), shard.columns
-        shapes = {"weight": (rows, columns), "weight_scale": self._storage.scale_shape(rows, columns)}
-        for name, shape in shapes.items():
-            place = layer.places.get(name)
-            parameter = empty_parameter(*shape, dtype=_DTYPES[name], device=device, place=place)
-            layer.register_parameter(name, parameter)
-        layer.register_parameter("input_scale", _input_scale(self._storage, device))
-        if plain:
-            dtype = self._context.dtype
-            layer.plain_weight = empty_parameter(shard.rows - rows, columns, dtype=dtype, device=device)
-        self.layouts(layer)  # raises if blocks do not fit
+        layer.register_parameter("input_scale", _input_scale(self._storage, self._context.device))
+        super().create(layer)
 
-    def layouts(self, layer: LinearBase) -> tuple[WeightLayout, ...]:
-        shard, layout = layer.shard, WeightLayout()
+    def parameters(self, layer: LinearBase, rows: int) -> Parameters:
+        columns = layer.shard.columns
+        shapes = {"weight": (rows, columns), "weight_scale": self._storage.scale_shape(rows, columns)}
+        return {name: (shape, _DTYPES[name]) for name, shape in shapes.items()}
+
+    def part(self, layer: LinearBase, rows: RowMap, name: str) -> WeightLayout:
         weight, scale = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
-        for part, rows in shard.parts.items():
-            if part in self._plain:
-                plain_weight = layer.get_parameter("plain_weight")
-                layout[f"{part}weight"] = shard.piece(rows.moved(-weight.shape[0]), plain_weight)
-                continue
-            found = self._storage.layout(shard, rows, weight, scale, _optional(layer, "input_scale"), self._names[part])
-            layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
-        return (layout,)
+        return self._storage.layout(layer.shard, rows, weight, scale, _optional(layer, "input_scale"), name)
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return fp8_linear(
@@ -122,37 +107,25 @@ class Fp8Experts(ExpertsMethod):
                 "--quantization out and use a checkpoint in bfloat16"
             )
         device = self._context.device
-        for name, shard in _matrices(layer):
+        for name, shard in shards(layer).items():
             shape = shard.rows, shard.columns
             for part, of_part in (("weight", shape), ("weight_scale", self._storage.scale_shape(*shape))):
                 layer.allocate(name, part, of_part, _DTYPES[part], device)
             layer.register_parameter(f"{name}_input_scale", _input_scale(self._storage, device))
-        self._expert(layer, 0)  # raises if blocks do not fit
+        expert_layout(layer, 0, self._name, partial(self._part, layer))  # raises if blocks do not fit
 
     def layouts(self, layer: Experts) -> tuple[WeightLayout, ...]:
-        """Tensors of single experts (``7.gate_proj.weight``). Unquantised checkpoints may also fuse tensors over
-        experts."""
-        one_by_one, first = WeightLayout(), layer.local_experts.start
-        elsewhere = {name: WeightPiece(piece.shape, (), piece.stored) for name, piece in self._expert(layer, 0).items()}
-        for expert in range(layer.num_experts):  # the checkpoint also has the experts of other ranks
-            found = self._expert(layer, expert - first) if expert in layer.local_experts else elsewhere
-            one_by_one |= {f"{expert}.{tensor}": piece for tensor, piece in found.items()}
-        return (one_by_one, self._fused(layer)) if isinstance(self._storage, OnlineStorage) else (one_by_one,)
+        """Tensors of single experts. Unquantised checkpoints may also fuse tensors over experts."""
+        single = one_by_one(layer, self._name, partial(self._part, layer))
+        if not isinstance(self._storage, OnlineStorage):
+            return (single,)
+        return single, fused_layout(layer, QuantizedMatrices(layer, "gate_up"), QuantizedMatrices(layer, "down"))
 
-    def _expert(self, layer: Experts, place: int) -> WeightLayout:
-        """Tensors of one of this rank's experts, by their names after the expert's number."""
-        layout = WeightLayout()
-        for name, shard in _matrices(layer):
-            weight, scale = layer.get_parameter(name)[place], layer.get_parameter(f"{name}_scale")[place]
-            input_scale = _optional(layer, f"{name}_input_scale")
-            for part, rows in shard.parts.items():
-                where = f"{self._name}.{layer.local_experts[place]}.{part}".removesuffix(".")
-                found = self._storage.layout(shard, rows, weight, scale, input_scale, where)
-                layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
-        return layout
-
-    def _fused(self, layer: Experts) -> WeightLayout:
-        return fused_layout(layer, QuantizedMatrices(layer, "gate_up"), QuantizedMatrices(layer, "down"))
+    def _part(
+        self, layer: Experts, matrix: str, place: int, shard: MatrixShard, rows: RowMap, name: str
+    ) -> WeightLayout:
+        weight, scale = layer.get_parameter(matrix)[place], layer.get_parameter(f"{matrix}_scale")[place]
+        return self._storage.layout(shard, rows, weight, scale, _optional(layer, f"{matrix}_input_scale"), name)
 
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
         found, block = experts.matrices(routed.shared is None), self._storage.block
@@ -161,13 +134,16 @@ class Fp8Experts(ExpertsMethod):
             for name in ("gate_up", "down")
         )
         if peers is not None:
-            return send_fp8_fused_moe(x, gate_up, down, *routed, peers=peers)
+            from weft.ops.moe.combine import send_experts
+            from weft.ops.moe.fp8_experts import pair_outputs
+
+            return send_experts(pair_outputs(x, routed.ids, gate_up, down), *routed, peers)
         weights, ids, shared, gate = routed
         backend = self._context.backend
         return fp8_fused_moe(x, gate_up, down, weights, ids, shared=shared, shared_gate=gate, backend=backend)
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
-        for matrix, shard in _matrices(layer):
+        for matrix, shard in shards(layer).items():
             ranges = random_ranges(shard.columns)
             kinds = {matrix: "weight", f"{matrix}_scale": "scale", f"{matrix}_input_scale": "input_scale"}
             if name in kinds:
@@ -186,12 +162,7 @@ class QuantizedMatrices:
         return QuantizedRows(self._weight[index], self._scale[index])
 
 
-def _matrices(layer: Experts) -> tuple[tuple[str, MatrixShard], ...]:
-    return ("gate_up", layer.gate_up_shard), ("down", layer.down_shard)
-
-
 def _optional(layer: nn.Module, name: str) -> nn.Parameter | None:
-    """A parameter that not every layer has."""
     return layer._parameters.get(name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from weft.layers.moe import Experts, ExpertsMethod, Routed
 from weft.layers.weight import CopyTarget, Interleaved, Slices, WeightLayout, WeightPiece, empty_parameter
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import invariant_linear_parts, linear, linear_parts, linear_silu_mul
-from weft.ops.moe import ExpertExtras, fused_moe, send_fused_moe
+from weft.ops.moe import fused_moe
 
 
 class UnquantizedLinear(LinearMethod):
@@ -77,21 +76,16 @@ class UnquantizedExperts(ExpertsMethod):
         return one_by_one, fused_layout(layer, gate_up, down)
 
     def apply(self, experts: Experts, x: Tensor, routed: Routed, peers: PeerBuffers | None = None) -> Tensor | SentRows:
-        matrices, clamped = experts.matrices(routed.shared is None), experts.clamped
-        activation = () if clamped is None else (clamped.alpha, clamped.limit, clamped.up_offset)
-        extras = ExpertExtras(experts.gate_up_bias, experts.down_bias, *activation)
-        own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
-        run: Callable[..., Tensor | SentRows] = fused_moe if peers is None else send_fused_moe
-        return run(
-            x,
-            matrices["gate_up"],
-            matrices["down"],
-            routed.weights,
-            routed.ids,
-            extras=extras,
-            shared=routed.shared,
-            shared_gate=routed.shared_gate,
-            **own,
+        matrices = experts.matrices(routed.shared is None)
+        gate_up, down, extras = matrices["gate_up"], matrices["down"], experts.extras
+        if peers is not None:
+            from weft.ops.moe.combine import send_experts
+            from weft.ops.moe.experts import pair_outputs
+
+            return send_experts(pair_outputs(x, gate_up, down, routed.ids, extras), *routed, peers)
+        (weights, ids, shared, gate), backend = routed, self._context.backend
+        return fused_moe(
+            x, gate_up, down, weights, ids, extras=extras, shared=shared, shared_gate=gate, backend=backend
         )
 
 

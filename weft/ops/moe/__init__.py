@@ -16,7 +16,6 @@ from torch import Tensor
 
 from weft.ops.activation import silu_and_mul
 from weft.ops.backend import Backend, with_kernel
-from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.linear import fp8_linear
 from weft.ops.rows import by_row
@@ -277,26 +276,6 @@ def fused_moe(
     return add_shared(out, shared, shared_gate)
 
 
-def send_fused_moe(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    extras: ExpertExtras = NO_EXTRAS,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    peers: PeerBuffers,
-) -> SentRows:
-    """``fused_moe`` on a GPU, whose sums over experts are a rank's parts of what ``all_reduce_rms_norm`` forms next:
-    they are sent to ``peers``."""
-    from weft.ops.moe.combine import send_experts
-    from weft.ops.moe.experts import pair_outputs
-
-    return send_experts(pair_outputs(x, gate_up, down, ids, extras), weights, ids, shared, shared_gate, peers)
-
-
 @traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
 @with_kernel("weft.ops.moe.fp8_experts", by_row("x", "weights", "ids", "shared", "shared_gate"))
 def fp8_fused_moe(
@@ -324,24 +303,6 @@ def fp8_fused_moe(
     # The experts are one operation to the dispatcher, as in ``fused_moe``.
     out = torch.ops.weft.fp8_experts_reference(x, *gate_up[:3], *down, weights, ids)
     return add_shared(out, shared, shared_gate)
-
-
-def send_fp8_fused_moe(
-    x: Tensor,
-    gate_up: Fp8Matrix,
-    down: Fp8Matrix,
-    weights: Tensor,
-    ids: Tensor,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    *,
-    peers: PeerBuffers,
-) -> SentRows:
-    """``fp8_fused_moe`` as ``weft.ops.moe.send_fused_moe``."""
-    from weft.ops.moe.combine import send_experts
-    from weft.ops.moe.fp8_experts import pair_outputs
-
-    return send_experts(pair_outputs(x, ids, gate_up, down), weights, ids, shared, shared_gate, peers)
 
 
 def _fp8_experts(

@@ -18,12 +18,11 @@ from torch import Tensor
 from weft.ops.backend import launches
 from weft.ops.codes import CodedMatrix
 from weft.ops.codes.product import coded_product, fixed_of, operands_of
-from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear.few_rows import rows_of_block
-from weft.ops.moe import NO_EXTRAS, ExpertExtras
+from weft.ops.moe import ExpertExtras
 from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, pairs_at, single_pairs
 from weft.ops.moe.coded import coded_fused_moe
-from weft.ops.moe.combine import send_experts, sum_experts
+from weft.ops.moe.combine import sum_experts
 from weft.ops.moe.groups import group_pairs
 from weft.ops.triton.early_launch import Release, early_launch, enter
 from weft.ops.triton.launch import jit
@@ -154,19 +153,3 @@ def pair_outputs(
     launch(gate_up, x, hidden, extras.gate_up_bias, tiles.up, True)
     launch(down, hidden, out, extras.down_bias, tiles.down, False)
     return out
-
-
-def send_coded_fused_moe(
-    x: Tensor,
-    gate_up: CodedMatrix,
-    down: CodedMatrix,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    extras: ExpertExtras = NO_EXTRAS,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    peers: PeerBuffers,
-) -> SentRows:
-    """``coded_fused_moe`` as ``weft.ops.moe.send_fused_moe``."""
-    return send_experts(pair_outputs(x, gate_up, down, ids, extras), weights, ids, shared, shared_gate, peers)
