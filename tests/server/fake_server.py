@@ -12,7 +12,7 @@ from weft.server.main import serve
 
 def run(flags: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_parser(parser.add_subparsers(), "serve a fake engine")
     args = parser.parse_args(["serve", *flags])
     sys.exit(serve(server_settings(args), serve_engine_settings(args), engine_module="tests.server.fake_engine"))
 

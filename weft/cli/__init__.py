@@ -11,42 +11,30 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 
 from weft import __version__
 from weft.cli.parser import Parser
 from weft.errors import ConfigError, RequestError, WeftError
 
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """A verb. ``module`` has ``add_parser``; ``help`` is the verb's line in the list of verbs."""
-
-    module: str
-    help: str
-
-
 VERBS = {
-    "generate": Verb("weft.cli.generate", "complete prompts, or answer questions"),
-    "chat": Verb("weft.cli.chat", "talk to the model in the terminal"),
-    "serve": Verb("weft.cli.serve", "serve the model over HTTP"),
-    "config": Verb("weft.cli.config", "show every setting, its value, and why"),
-    "inspect": Verb("weft.cli.inspect", "say what the prefix cache reuses, and why not more"),
-    "eval": Verb("weft.cli.evaluate", "measure accuracy on the bundled word problems"),
-    "bench": Verb("weft.cli.bench", "measure speed"),
-    "verify": Verb("weft.cli.verify", "compare captured graphs with eager steps"),
-    "tune": Verb(
-        "weft.cli.tune", "measure the fastest graph mode, or number of drafts, per batch size, for later starts"
-    ),
-    "graph": Verb("weft.cli.graph", "show what a prefill captures in mode PIECEWISE"),
-    "cache": Verb("weft.cli.cache", "list, verify or empty the files of a disk tier"),
-    "models": Verb(
-        "weft.cli.models",
-        "list the architectures that Weft runs, what was verified of each, and formats of quantised weights",
-    ),
-    "doctor": Verb("weft.cli.doctor", "check this machine and say what is missing"),
+    "generate": "complete prompts, or answer questions",
+    "chat": "talk to the model in the terminal",
+    "serve": "serve the model over HTTP",
+    "config": "show every setting, its value, and why",
+    "inspect": "say what the prefix cache reuses, and why not more",
+    "eval": "measure accuracy on the bundled word problems",
+    "bench": "measure speed",
+    "verify": "compare captured graphs with eager steps",
+    "tune": "measure the fastest graph mode, or number of drafts, per batch size, for later starts",
+    "graph": "show what a prefill captures in mode PIECEWISE",
+    "cache": "list, verify or empty the files of a disk tier",
+    "models": "list the architectures that Weft runs, what was verified of each, and formats of quantised weights",
+    "doctor": "check this machine and say what is missing",
 }
+"""The verbs, with their lines in the list of verbs. A verb's module has its name, or the one in ``_MODULES``."""
+
+_MODULES = {"eval": "evaluate"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,9 +74,9 @@ def build_parser(only: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True, prog=parser.prog)
-    for name, verb in VERBS.items():
+    for name, help in VERBS.items():
         if only in (None, name):
-            import_module(verb.module).add_parser(verbs)
+            import_module(f"weft.cli.{_MODULES.get(name, name)}").add_parser(verbs, help)
         else:
-            verbs.add_parser(name, help=verb.help)
+            verbs.add_parser(name, help=help)
     return parser

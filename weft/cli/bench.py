@@ -30,8 +30,8 @@ _REPLAYED = ("enable_prefix_caching", "state_checkpoint_policy", "eviction_polic
 _KINDS = "{latency,throughput,prefill,startup,prefix,scaling,serve,trace}"
 
 
-def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "bench", _missing, "measure speed", arguments=f"{_KINDS} [flags]")
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "bench", _missing, help, arguments=f"{_KINDS} [flags]")
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True, prog=parser.prog)
     _add_workload(
         add_verb(kinds, "latency", run_latency, "milliseconds per decode step"), latency.LatencyWorkload(),

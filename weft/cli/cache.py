@@ -9,8 +9,7 @@ from weft.cli.parser import add_verb
 from weft.errors import ConfigError
 
 
-def add_parser(verbs: Any) -> None:
-    help = "list, verify or empty the files of a disk tier"
+def add_parser(verbs: Any, help: str) -> None:
     parser = add_verb(verbs, "cache", run, help, arguments="list|verify|empty DIR")
     parser.add_argument("action", choices=("list", "verify", "empty"), help="verify names and removes unusable files")
     parser.add_argument("folder", metavar="DIR", type=Path, help="as in --kv-offloading-dir")

@@ -35,8 +35,8 @@ _ENDINGS: dict[str | None, str] = {
 }
 
 
-def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "chat", run, "talk to the model in the terminal")
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "chat", run, help)
     parser.add_argument("--system", metavar="TEXT", help="system message of every conversation")
     add_sampling_flags(parser)
     add_engine_flags(parser)

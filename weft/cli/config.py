@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MEASURED = "measured when the engine starts: what the GPU has left beside weights, the largest step and graphs"
 
 
-def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "config", run, "show every setting, its value, and why")
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "config", run, help)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_flags(parser)
 

@@ -42,8 +42,8 @@ class Finding:
     remedy: str = ""
 
 
-def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "doctor", run, "check this machine and say what is missing", arguments="[MODEL]")
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "doctor", run, help, arguments="[MODEL]")
     parser.add_argument("model", nargs="?", help="folder or hub id of a model: say whether it fits")
     parser.add_argument("--quantization", choices=tuple(ONLINE_FORMS), help="as it would be started")
 

@@ -9,8 +9,8 @@ from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb, check_lowest
 
 
-def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "eval", run, "measure accuracy on the bundled word problems")
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "eval", run, help)
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N problems")
     parser.add_argument("--dump", action="store_true", help="print every question and reply")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")

@@ -44,11 +44,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False, p
     name = "trust_remote_code"
     help = f"no effect: {VLLM_SETTINGS[name].why}"
     group.add_argument(flag_name(name), dest=prefix + name, action="store_true", default=argparse.SUPPRESS, help=help)
-    for flag, why in REFUSED_FLAGS.items():
+    refused = {flag: f"flag of SGLang that Weft does not have: {why}" for flag, why in REFUSED_FLAGS.items()}
+    if not server:
+        refused |= dict.fromkeys(SERVER_FLAGS, "setting of the HTTP server; use it with weft serve, or leave it out")
+    for flag, why in refused.items():
         hidden: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         group.add_argument(flag, action=_Refused, nargs="?", const=why, **hidden)
-    for flag in () if server else SERVER_FLAGS:
-        group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -122,21 +123,12 @@ class _Key(argparse.Action):
 
 
 class _Refused(argparse.Action):
-    """Refuses a flag of another engine; ``const`` is the remedy."""
+    """Refuses a flag; ``const`` is the reason."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None
     ) -> NoReturn:
-        parser.error(f"{option} is a flag of SGLang that Weft does not have: {self.const}")
-
-
-class _ServerFlag(argparse.Action):
-    """Refuses a flag of the HTTP server by name."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None
-    ) -> NoReturn:
-        parser.error(f"{option} is a setting of the HTTP server; use it with weft serve, or leave it out")
+        parser.error(f"{option} is a {self.const}")
 
 
 _SAMPLING_FLAGS: dict[str, dict[str, Any]] = {

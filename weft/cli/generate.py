@@ -37,14 +37,18 @@ examples:
 An input line is an object with prompt, prompt_token_ids or messages, and any sampling parameter."""
 
 
-def add_parser(verbs: Any) -> None:
-    help, arguments = "complete prompts, or answer questions", "[flags] [PROMPT ...]"
-    parser = add_verb(verbs, "generate", run, help, arguments=arguments, epilog=_EPILOG)
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text; - reads one from stdin")
-    parser.add_argument("--chat", action="store_true", help="prompts are a user's messages: use the chat template")
-    parser.add_argument("--input", metavar="FILE", help="JSON lines to complete; - is stdin")
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "generate", run, help, arguments="[flags] [PROMPT ...]", epilog=_EPILOG)
     parser.add_argument("--output", metavar="FILE", help="write JSON lines there; - is stdout")
     parser.add_argument("--quiet", action="store_true", help="no progress and no figures on stderr")
+    add_prompt_flags(parser, "JSON lines to complete; - is stdin")
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, input_help: str) -> None:
+    """Add the arguments that ``read_jobs`` reads, and the flags of sampling and of the engine."""
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text; - reads one from stdin")
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's messages: use the chat template")
+    parser.add_argument("--input", metavar="FILE", help=input_help)
     add_sampling_flags(parser)
     add_engine_flags(parser)
 

@@ -21,10 +21,8 @@ _DECIDED = ("graph_profile", "enforce_eager", "cuda_graph_mode", "cuda_graph_bs"
 """Settings that decide how other batches run."""
 
 
-def add_parser(verbs: Any) -> None:
-    parser = add_verb(
-        verbs, "graph", run, "show what a prefill captures in mode PIECEWISE", arguments="--dump DIR [flags]"
-    )
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "graph", run, help, arguments="--dump DIR [flags]")
     group = parser.add_argument_group("what to show")
     group.add_argument(
         "--dump", required=True, metavar="DIR", help=f"write {PICTURE}, {FIGURES} and the code of each piece there"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, sampling_params, sampling_settings
-from weft.cli.generate import job_prompt, read_jobs
+from weft.cli.flags import engine_settings, sampling_params, sampling_settings
+from weft.cli.generate import add_prompt_flags, job_prompt, read_jobs
 from weft.cli.parser import add_verb
 from weft.errors import ConfigError, RequestError
 from weft.outputs import RequestOutput
@@ -41,15 +41,10 @@ _QUESTIONS = (
 )
 
 
-def add_parser(verbs: Any) -> None:
-    help, arguments = "say what the prefix cache reuses, and why not more", "[flags] [PROMPT ...]"
-    parser = add_verb(verbs, "inspect", run, help, arguments=arguments, epilog=_EPILOG)
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text; - reads one from stdin")
-    parser.add_argument("--chat", action="store_true", help="prompts are a user's messages: use the chat template")
-    parser.add_argument("--input", metavar="FILE", help="JSON lines to run, as for weft generate; - is stdin")
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "inspect", run, help, arguments="[flags] [PROMPT ...]", epilog=_EPILOG)
     parser.add_argument("--dump", action="store_true", help="print the prefix tree afterwards")
-    add_sampling_flags(parser)
-    add_engine_flags(parser)
+    add_prompt_flags(parser, "JSON lines to run, as for weft generate; - is stdin")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,8 +13,7 @@ from weft.errors import UnsupportedModelError
 _COLUMNS = ("architecture", "float32, CPU", "float32 and bfloat16, H200", "tensor parallelism")
 
 
-def add_parser(verbs: Any) -> None:
-    help = "list the architectures that Weft runs, what was verified of each, and formats of quantised weights"
+def add_parser(verbs: Any, help: str) -> None:
     parser = add_verb(verbs, "models", run, help, arguments="[ARCHITECTURE ...]")
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="as in config.json; default: all")
 

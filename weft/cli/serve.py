@@ -39,8 +39,8 @@ _WITHOUT_EFFECT = {
 """Flags in scripts for vLLM that change nothing here, each with the reason."""
 
 
-def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "serve", run, "serve the model over HTTP", arguments="[MODEL] [flags]", epilog=_EPILOG)
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "serve", run, help, arguments="[MODEL] [flags]", epilog=_EPILOG)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     add_server_flags(parser)
     add_engine_flags(parser, server=True)

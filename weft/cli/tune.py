@@ -35,8 +35,7 @@ CONTEXT = {"cuda": 1024, "cpu": 64}
 """Length of a decoding sequence in tokens, unless the user names another one."""
 
 
-def add_parser(verbs: Any) -> None:
-    help = "measure the fastest graph mode, or number of drafts, per batch size, for later starts"
+def add_parser(verbs: Any, help: str) -> None:
     parser = add_verb(verbs, "tune", run, help)
     group = parser.add_argument_group("measurement")
     group.add_argument("--output", metavar="FILE", help="write the profile there; default: where a start looks for it")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from weft.bench.graph_check import SizeCheck
 
 
-def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "verify", run, "compare captured graphs with eager steps")
+def add_parser(verbs: Any, help: str) -> None:
+    parser = add_verb(verbs, "verify", run, help)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     add_engine_flags(parser)
 
