@@ -212,7 +212,7 @@ def test_a_conversation_goes_on_with_its_answers(monkeypatch: pytest.MonkeyPatch
     sent: list[list[dict[str, str]]] = []
     asking = most = 0
 
-    async def ask(client: Any, body: bytes) -> Outcome:
+    async def ask(client: Any, path: str, body: bytes, *_: Any) -> Outcome:
         nonlocal asking, most
         sent.append(json.loads(body)["messages"])
         asking += 1
@@ -221,7 +221,7 @@ def test_a_conversation_goes_on_with_its_answers(monkeypatch: pytest.MonkeyPatch
         asking -= 1
         return Outcome(text=f"answer {len(sent)}", output_tokens=1)
 
-    monkeypatch.setattr("weft.bench.serve._ask", ask)
+    monkeypatch.setattr("weft.bench.serve.ask", ask)
     for concurrency, limit in ((1, 1), (2, 2), (None, 3)):
         sent, most = [], 0
         workload = ServeWorkload(kind="multi-turn", num_requests=3, concurrency=concurrency, turns=2)
@@ -235,10 +235,10 @@ def test_a_conversation_goes_on_with_its_answers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_conversations_begin_when_they_are_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(client: Any, body: bytes) -> Outcome:
+    async def ask(client: Any, path: str, body: bytes, *_: Any) -> Outcome:
         return Outcome(output_tokens=1)
 
-    monkeypatch.setattr("weft.bench.serve._ask", ask)
+    monkeypatch.setattr("weft.bench.serve.ask", ask)
     workload = ServeWorkload(num_requests=4, request_rate=30.0, concurrency=None)
     assert measure(Target.parse("http://x/v1"), None, workload)["seconds"] >= conversations(workload)[-1].start_s > 0.01
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from weft import __version__
 from weft.config.fields import OPTIONS, EngineConfig
+from weft.config.graph_profile import installed_versions
 from weft.errors import ConfigError
 from weft.platforms.cpu import cpu_name
 
@@ -34,7 +35,7 @@ def provenance(device: str) -> dict[str, Any]:
 def origin() -> dict[str, Any]:
     """Versions, commit, command and date (UTC) of a measurement of something that runs elsewhere."""
     return {
-        "versions": {"weft": __version__, "python": platform.python_version()} | _versions(),
+        "versions": {"weft": __version__, "python": platform.python_version()} | installed_versions(PACKAGES),
         "commit": commit(),
         "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -124,15 +125,3 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     anything = console.options.update(width=10_000)
     console.width = max(console.width, console.measure(grid, options=anything).maximum)
     console.print(grid)
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version  # slow to import, and --help does not need it
-
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class Outcome:
     e2e_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     text: str = ""
     error: str | None = None
@@ -137,8 +138,8 @@ async def _measure(target: Target, model: str | None, workload: ServeWorkload) -
         async with room:
             for question in conversation.questions:
                 messages.append({"role": "user", "content": question})
-                outcome = await _ask(client, _body(model, messages, conversation.max_tokens, workload))
-                outcomes.append(outcome)
+                body = _body(model, messages, conversation.max_tokens, workload)
+                outcomes.append(outcome := await ask(client, "/chat/completions", body, Outcome(), _has_tokens))
                 messages.append({"role": "assistant", "content": outcome.text})
         return outcomes
 
@@ -163,25 +164,27 @@ def _body(model: str | None, messages: list[dict[str, str]], max_tokens: int, wo
     return msgspec.json.encode(body | workload.extra_body)
 
 
-async def _ask(client: HttpClient, body: bytes) -> Outcome:
-    outcome, began = Outcome(), time.perf_counter()
-    last, texts = 0.0, []
+async def ask(
+    client: HttpClient, path: str, body: bytes, outcome: Outcome, counts: Callable[[dict[str, Any]], bool]
+) -> Outcome:
+    """Send one request, and note its times in ``outcome``. ``counts``: whether a choice of a chunk has tokens."""
+    last, texts, began = 0.0, [], time.perf_counter()
     try:
-        async for data in client.events("/chat/completions", body):
+        async for data in client.events(path, body):
             now = time.perf_counter() - began
             event = msgspec.json.decode(data)
             if "error" in event:
                 outcome.error = str(event["error"])[:200]
-            elif event["choices"] and _has_tokens(event["choices"][0]["delta"]):
+            elif event["choices"] and counts(choice := event["choices"][0]):
                 if last:
                     outcome.gaps_s.append(now - last)
                 else:
                     outcome.ttft_s = now
                 last = now
-                texts.append(event["choices"][0]["delta"].get("content") or "")
-            if event.get("usage"):
-                outcome.prompt_tokens = event["usage"]["prompt_tokens"]
-                outcome.output_tokens = event["usage"]["completion_tokens"]
+                texts.append(choice.get("delta", {}).get("content") or "")
+            if usage := event.get("usage"):
+                outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     except (HttpError, OSError, EOFError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.e2e_s, outcome.text = last, "".join(texts)
@@ -190,10 +193,10 @@ async def _ask(client: HttpClient, body: bytes) -> Outcome:
     return outcome
 
 
-def _has_tokens(delta: dict[str, Any]) -> bool:
+def _has_tokens(choice: dict[str, Any]) -> bool:
     """Whether the chunk carries generated content. Some servers begin with a chunk that has the role alone, before the
     first token is computed, and end with an empty one."""
-    return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
+    return any(choice["delta"].get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float, slo_ms: dict[str, float]) -> dict[str, Any]:

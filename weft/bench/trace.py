@@ -31,8 +31,8 @@ from urllib.request import urlopen
 import msgspec
 import numpy as np
 
-from weft.bench.http_client import HttpClient, HttpError, Target
-from weft.bench.serve import Outcome, summary
+from weft.bench.http_client import HttpClient, Target
+from weft.bench.serve import Outcome, ask, summary
 from weft.errors import ConfigError
 
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
@@ -168,12 +168,11 @@ def _block(hash_id: int, replay: Replay) -> np.ndarray:
 
 @dataclass(slots=True)
 class Answer:
-    """The outcome of one request: when it was sent, in seconds after the start, and how many tokens were reused."""
+    """The outcome of one request, and when it was sent, in seconds after the start."""
 
     request: TraceRequest
     sent_s: float
     outcome: Outcome
-    cached_tokens: int = 0
 
 
 def measure(target: Target, model: str | None, requests: Sequence[TraceRequest], replay: Replay) -> dict[str, Any]:
@@ -192,7 +191,7 @@ def measure(target: Target, model: str | None, requests: Sequence[TraceRequest],
     prompt_tokens = sum(answer.outcome.prompt_tokens for answer in answers)
     good = [answer.request for answer in answers if answer.outcome.error is None]
     asked = sum(request.input_length for request in good)
-    rate = sum(answer.cached_tokens for answer in answers) / max(1, prompt_tokens)
+    rate = sum(answer.outcome.cached_tokens for answer in answers) / max(1, prompt_tokens)
     best = reusable_tokens(good, replay.block_size) / max(1, asked)
     below = None if before is None or after is None else round((after - before) / max(1, prompt_tokens), 4)
     return summary([answer.outcome for answer in answers], seconds, {}) | {
@@ -200,7 +199,7 @@ def measure(target: Target, model: str | None, requests: Sequence[TraceRequest],
         "theoretical_hit_rate": round(best, 4),
         "external_hit_rate": below,
         "rows": [
-            [round(a.sent_s, 3), round(a.outcome.ttft_s * 1e3, 2), a.outcome.prompt_tokens, a.cached_tokens]
+            [round(a.sent_s, 3), round(a.outcome.ttft_s * 1e3, 2), a.outcome.prompt_tokens, a.outcome.cached_tokens]
             for a in answers
         ],
     }
@@ -223,7 +222,9 @@ async def _replay(target: Target, model: str | None, requests: Sequence[TraceReq
                     await asyncio.sleep(max(0.0, think_s) / replay.rate)
                 prompt = prompt_of(request, numbers[id(request)], replay)
                 answers.append(answer := Answer(request, time.perf_counter() - began, Outcome()))
-                await _ask(client, _body(model, prompt, request.output_length), answer)
+                body = _body(model, prompt, request.output_length)
+                # A chunk counts even if its text is empty, since a character may span several tokens.
+                await ask(client, "/completions", body, answer.outcome, lambda _: True)
 
     await asyncio.gather(*(run(session) for session in sessions_of(requests)))
     client.close()
@@ -236,28 +237,6 @@ def _body(model: str | None, prompt: list[int], output_length: int) -> bytes:
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     return msgspec.json.encode(body if model is None else body | {"model": model})
-
-
-async def _ask(client: HttpClient, body: bytes, answer: Answer) -> None:
-    """Send one request. A chunk counts even if its text is empty, since a character may span several tokens."""
-    outcome, began, last = answer.outcome, time.perf_counter(), 0.0
-    try:
-        async for data in client.events("/completions", body):
-            now, event = time.perf_counter() - began, msgspec.json.decode(data)
-            if "error" in event:
-                outcome.error = str(event["error"])[:200]
-            elif event["choices"]:
-                if last:
-                    outcome.gaps_s.append(now - last)
-                else:
-                    outcome.ttft_s = now
-                last = now
-            if usage := event.get("usage"):
-                outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-                answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    except (HttpError, OSError, EOFError, ValueError) as error:
-        outcome.error = f"{type(error).__name__}: {error}"
-    outcome.e2e_s = last
 
 
 def _external_hits(target: Target) -> float | None:

@@ -32,8 +32,6 @@ SETTINGS = tuple(
 )
 """Settings that change the cost of a step in some mode."""
 
-_VERSIONED = ("weft", "torch", "triton")
-
 
 class Timing(msgspec.Struct, frozen=True):
     """Timing of one batch in every mode that can run it. ``ms[mode]``: median milliseconds of a step."""
@@ -188,12 +186,12 @@ def device_name(device: str) -> str:
     return f"{cpu_name()}, {os.cpu_count()} threads"
 
 
-def installed_versions() -> dict[str, str]:
-    """The versions of Weft, torch and Triton."""
-    from importlib.metadata import PackageNotFoundError, version  # a slow import, needed only for stored profiles
+def installed_versions(names: Sequence[str] = ("weft", "torch", "triton")) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and --help does not need it
 
     found = {}
-    for name in _VERSIONED:
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
