@@ -23,6 +23,7 @@ from weft.engine import chat_prompts
 from weft.engine.chat_prompts import ChatPrompt, ChatPrompts
 from weft.errors import RequestError
 from weft.multimodal.placeholders import ExpandedPrompt
+from weft.text.chat_template import TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 # Opens a reasoning block for the answer to come, and drops the reasoning of earlier turns, as Qwen's templates do.
@@ -71,7 +72,7 @@ def reference(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **opt
     """Turn boundaries by their definition: three renderings, three encodings."""
 
     def encode(given: Sequence[Mapping[str, Any]]) -> list[int]:
-        return tokenizer.encode(tokenizer.template.render(given, **options), add_special_tokens=False)
+        return tokenizer.encode(tokenizer.template.render(given, TemplateOptions(**options)), add_special_tokens=False)
 
     prompt, found = encode(messages), set()
     system = [message for message in messages[:1] if message["role"] == "system"]
@@ -111,7 +112,7 @@ def test_prompts_and_boundaries_are_those_of_the_definition(name: str) -> None:
         options: dict[str, Any] = {"chat_template_kwargs": rng.choice([None, {"enable_thinking": False}])}
         options |= {"tools": rng.choice([None, [CALL]]), "add_generation_prompt": rng.random() < 0.8}
         messages = conversation(rng)
-        chat = chats.make(messages, turn_boundaries=True, **options)
+        chat = chats.make(messages, TemplateOptions(**options), turn_boundaries=True)
         assert chat.token_ids == tokenizer.encode(chat.text, add_special_tokens=False)
         assert chat.turn_boundaries == reference(tokenizer, messages, **options), messages
     assert chats._tails and chats._systems

@@ -26,6 +26,7 @@ from weft.server.protocol import MAX_ENTRIES, ChatCompletionRequest, CompletionR
 from weft.server.responses import ResponsesRequest
 from weft.server.settings import ServerSettings
 from weft.server.worker import decode, encode
+from weft.text.chat_template import TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 CONTEXT = 200_000
@@ -72,7 +73,7 @@ def read(worker: PromptWorker, path: str, body: Any) -> tuple[BodyRead, list[int
 )
 def test_conversations(worker: PromptWorker, tokenizer: Tokenizer, path: str, kind: Any, body: dict[str, Any]) -> None:
     found, ids = read(worker, path, body | {"model": "m", "surprise": 1})
-    chat = ChatPrompts(tokenizer).make(user("Grüße"), tools=body.get("tools"), turn_boundaries=True)
+    chat = ChatPrompts(tokenizer).make(user("Grüße"), TemplateOptions(body.get("tools")), turn_boundaries=True)
     assert found.prompts is not None
     (prompt,) = found.prompts
     assert (prompt.text, ids, prompt.positions) == (chat.text, chat.token_ids, chat.turn_boundaries)

@@ -10,7 +10,7 @@ from tests.small_tokenizers import BYTE_LEVEL
 from weft.config import resolve
 from weft.errors import ConfigError, RequestError
 from weft.text import chat_template
-from weft.text.chat_template import ChatTemplate
+from weft.text.chat_template import ChatTemplate, TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2.5, None, True]}}}
@@ -53,18 +53,14 @@ def test_the_compiled_template_gives_what_transformers_gives(
 ) -> None:
     tokenizer = bundled if template is None else with_template(template)
     cases = [
-        {
-            "messages": CONVERSATION[:end],
-            "tools": tools,
-            "chat_template_kwargs": {"mood": "good", "enable_thinking": on},
-        }
+        (CONVERSATION[:end], TemplateOptions(tools, {"mood": "good", "enable_thinking": on}))
         for end in range(1, len(CONVERSATION) + 1)
         for tools in (None, [TOOL])
         for on in (True, False)
     ]
-    ours = [tokenizer.template.render(**case) for case in cases]
+    ours = [tokenizer.template.render(*case) for case in cases]
     monkeypatch.setattr(chat_template, "_is_prepared", lambda *given: False)
-    assert ours == [tokenizer.template.render(**case) for case in cases]
+    assert ours == [tokenizer.template.render(*case) for case in cases]
 
 
 class Text(str):

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.small_tokenizers import BYTE_LEVEL, SENTENCEPIECE, SPECIALS, byte_level
 from weft.errors import ConfigError, RequestError
+from weft.text.chat_template import TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -150,7 +151,7 @@ def test_chats_equal_transformers(tokenizer: Tokenizer, folder: Path, options: d
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         MESSAGES, tokenize=False, **theirs, **variables
     )
-    assert tokenizer.template.render(MESSAGES, **options) == expected
+    assert tokenizer.template.render(MESSAGES, TemplateOptions(**options)) == expected
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_chats_equal_transformers(tokenizer: Tokenizer, folder: Path, options: d
 )
 def test_bad_chats_are_refused(tokenizer: Tokenizer, messages: list, options: dict, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        tokenizer.template.render(messages, **options)
+        tokenizer.template.render(messages, TemplateOptions(**options))
 
 
 def test_a_template_in_chat_template_json(folder: Path, tmp_path: Path) -> None:

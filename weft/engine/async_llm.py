@@ -27,6 +27,7 @@ from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
 from weft.sampling_params import SamplingParams
+from weft.text.chat_template import TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -225,10 +226,7 @@ class AsyncLLM(AsyncRolloutMethods):
             render_chat,
             self._chats,
             messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            TemplateOptions(tools, chat_template_kwargs, add_generation_prompt, continue_final_message),
             turn_boundaries=self.config.keeps_states,
             text_only=self._engine.inputs.text_only,
             chat_template=chat_template,

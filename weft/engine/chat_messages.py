@@ -12,6 +12,7 @@ from typing import Any
 from weft.engine.chat_prompts import ChatPrompts
 from weft.errors import RequestError
 from weft.multimodal.parts import Media, media_part
+from weft.text.chat_template import TemplateOptions
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -21,12 +22,11 @@ _ROLES = {"developer": "system", "function": "tool"}
 def render_chat(
     chats: ChatPrompts | None,
     messages: Messages,
+    options: TemplateOptions,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    text_only: str | None = "",
-    chat_template: str | None = None,
-    **options: bool,
+    text_only: str | None,
+    chat_template: str | None,
+    turn_boundaries: bool,
 ) -> dict[str, Any]:
     """Render a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, with ``checkpoint_positions``
     if turn boundaries were asked for and found, and ``multi_modal_data`` if there are images or videos.
@@ -34,7 +34,6 @@ def render_chat(
     Args:
         text_only: the reason why the model reads text only; None if it reads images.
         chat_template: the text of a template, instead of the checkpoint's.
-        options: arguments of ``ChatPrompts.render``.
 
     Raises:
         RequestError: there is no tokenizer or chat template, or the template refuses the messages.
@@ -43,10 +42,10 @@ def render_chat(
         raise RequestError(
             "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
         )
-    _check_options(tools, chat_template_kwargs)
+    _check_options(options.tools, options.chat_template_kwargs)
     plain, media = template_messages(messages, text_only)
     chats = chats if chat_template is None else chats.with_template(chat_template)
-    chat = chats.make(plain, tools=tools, chat_template_kwargs=chat_template_kwargs, **options)
+    chat = chats.make(plain, options, turn_boundaries=turn_boundaries)
     positions = {"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {}
     images = {"multi_modal_data": media} if media else {}
     return {"prompt": chat.text, "prompt_token_ids": chat.token_ids} | positions | images

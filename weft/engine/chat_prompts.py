@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,6 +24,7 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.multimodal.items import MediaItem
+from weft.text.chat_template import DEFAULT_OPTIONS, TemplateOptions
 from weft.text.encoder import SAMPLE
 from weft.text.tokenizer import Tokenizer
 
@@ -107,37 +108,33 @@ class ChatPrompts:
             self._other = template, ChatPrompts(self._tokenizer.with_template(template))
         return self._other[1]
 
-    def make(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
-        """Render and encode a conversation. ``options``: arguments of ``render``."""
-        return self.encode(self.render(messages, **options))
+    def make(
+        self, messages: Sequence[Message], options: TemplateOptions = DEFAULT_OPTIONS, *, turn_boundaries: bool = False
+    ) -> ChatPrompt:
+        """Render and encode a conversation."""
+        return self.encode(self.render(messages, options, turn_boundaries=turn_boundaries))
 
     def render(
         self,
         messages: Sequence[Message],
+        options: TemplateOptions = DEFAULT_OPTIONS,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         turn_boundaries: bool = False,
     ) -> RenderedChat:
         """Run the chat template.
 
         Args:
             messages: messages from ``conversation.template_message``.
-            tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see ``ChatTemplate.render``.
 
         Raises:
             RequestError: there is no template, there are no messages, or the template refuses them.
         """
-        plain = partial(self._tokenizer.template.render, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        text, shown = _rendered(
-            messages,
-            partial(plain, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message),
-        )
+        render = self._tokenizer.template.render
+        text, shown = _rendered(messages, partial(render, options=options))
         chat = RenderedChat(text)
-        if turn_boundaries and not continue_final_message:
-            variables = _encoded([tools, chat_template_kwargs, add_generation_prompt])
+        if turn_boundaries and not options.continue_final_message:
+            plain = partial(render, options=replace(options, add_generation_prompt=True))
+            variables = _encoded([options.tools, options.chat_template_kwargs, options.add_generation_prompt])
             self._look_up_next_turn(chat, shown, plain, variables)
             self._look_up_system(chat, shown, plain, variables)
         return chat

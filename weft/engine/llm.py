@@ -33,6 +33,7 @@ from weft.request import Request
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
+from weft.text.chat_template import TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -201,17 +202,8 @@ class LLM(RolloutMethods):
                 "or a list of parts if there are images; use auto",
                 "chat_template_content_format",
             )
-        prompts = [
-            self.render_chat(
-                m,
-                tools,
-                chat_template_kwargs,
-                add_generation_prompt,
-                continue_final_message,
-                chat_template=chat_template,
-            )
-            for m in conversations_of(messages)
-        ]
+        options = tools, chat_template_kwargs, add_generation_prompt, continue_final_message
+        prompts = [self.render_chat(m, *options, chat_template=chat_template) for m in conversations_of(messages)]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def render_chat(
@@ -232,10 +224,7 @@ class LLM(RolloutMethods):
         return render_chat(
             self._chats,
             messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            TemplateOptions(tools, chat_template_kwargs, add_generation_prompt, continue_final_message),
             turn_boundaries=self.config.keeps_states,
             text_only=self._inputs.text_only,
             chat_template=chat_template,

@@ -1,7 +1,6 @@
 """Conversations: from the API's messages to a prompt."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from weft.errors import RequestError
 from weft.server.errors import ApiError
 from weft.server.output_parser import THINK
 from weft.server.service import Service
+from weft.text.chat_template import DEFAULT_OPTIONS, TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 
@@ -33,37 +33,20 @@ def need_tokenizer(engine: AsyncEngine) -> Tokenizer:
     return engine.tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateOptions:
-    """Options of the chat template in a request.
-
-    Attributes:
-        add_generation_prompt: None: unless the last message is to be continued.
-    """
-
-    tools: Sequence[Mapping[str, Any]] | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-
-def render_options(options: TemplateOptions | None) -> dict[str, Any]:
-    """The same as arguments of ``ChatPrompts.render``."""
-    given = options or TemplateOptions()
-    continues, adds = bool(given.continue_final_message), given.add_generation_prompt
-    return {
-        "tools": given.tools,
-        "chat_template_kwargs": given.template_kwargs,
-        "add_generation_prompt": not continues if adds is None else adds,
-        "continue_final_message": continues,
-    }
+def options_of(
+    tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any] | None, adds: bool | None,
+    continues: bool | None,
+) -> TemplateOptions:  # fmt: skip
+    """The template options of a request. With ``adds`` None a generation prompt follows, unless the last message is to
+    be continued."""
+    return TemplateOptions(tools, variables, not continues if adds is None else adds, bool(continues))
 
 
 async def chat_prompt(
     service: Service,
     engine: AsyncEngine,
     messages: Sequence[Mapping[str, Any]],
-    options: TemplateOptions | None = None,
+    options: TemplateOptions = DEFAULT_OPTIONS,
     *,
     limit: int | None = None,
     caller: str = "",
@@ -82,7 +65,7 @@ async def chat_prompt(
     chats = engine.chats
     assert chats is not None
     plain, media = template_messages(messages, engine.inputs.text_only)
-    render = partial(chats.render, plain, **render_options(options), turn_boundaries=service.keeps_states)
+    render = partial(chats.render, plain, options, turn_boundaries=service.keeps_states)
     size = sum(_num_characters(message["content"]) for message in plain)
     chat = await service.render.run_limited(
         render, lambda chat: chats.encode(chat, limit), size=size, size_of=lambda chat: len(chat.text)

@@ -21,13 +21,7 @@ from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, LogprobsDict
 from weft.server.api_call import ApiCall, Context, check_model, read_request, submit_call
-from weft.server.chat import (
-    TemplateOptions,
-    chat_prompt,
-    check_special_tokens,
-    need_tokenizer,
-    opens_reasoning,
-)
+from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, opens_reasoning, options_of
 from weft.server.client import Client
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.output_parser import END_THINK, OutputParser, Parts, ToolCall
@@ -37,6 +31,7 @@ from weft.server.sampling import chat_params, names_ids
 from weft.server.sse import JsonResponse, StreamResponse
 from weft.server.structured import check_end, constraint_of, forced_calls
 from weft.server.tool_use import ToolUse, tool_use
+from weft.text.chat_template import TemplateOptions
 
 
 @dataclass(slots=True)
@@ -65,7 +60,6 @@ class Chat:
     _unsent_logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def parser(self) -> OutputParser:
-        """A parser for one completion."""
         reads = self.call.context.settings.reasoning_parser != "none"
         opened = reads and opens_reasoning(self.call.prompts[0])
         tools = self.tools
@@ -209,7 +203,7 @@ async def render_chat(
 
 def template_options(request: ChatCompletionRequest, tools: ToolUse) -> TemplateOptions:
     """Collect the template options of a request. Raises RequestError."""
-    return TemplateOptions(
+    return options_of(
         tools.shown, _template_kwargs(request), request.add_generation_prompt, request.continue_final_message
     )
 
@@ -235,8 +229,6 @@ _NO_MORE = b'},"logprobs":null,"finish_reason":null'
 
 
 class ChatResponseBuilder(OpenAIResponseBuilder):
-    """The response to one call."""
-
     def __init__(self, chat: Chat, request: ChatCompletionRequest) -> None:
         super().__init__(chat.call, request, "chat.completion", "chat.completion.chunk")
         self._chat, self._request = chat, request

@@ -12,7 +12,6 @@ from weft.engine.chat_prompts import ChatPrompt, ChatPrompts
 from weft.engine.input_processor import InputProcessor
 from weft.errors import RequestError
 from weft.server import anthropic_messages, responses
-from weft.server.chat import TemplateOptions, render_options
 from weft.server.chat_completions import template_options
 from weft.server.completions import prepare_prompts, prompt_list
 from weft.server.large_bodies import BodyRead, PromptSetup, ReadBody, ReadPrompt
@@ -28,6 +27,7 @@ from weft.server.sampling import completion_params
 from weft.server.tool_use import tool_use
 from weft.server.utility import check_tokenize, detokenized, tokenize_options, tokenized
 from weft.server.worker import Result, decode, encode, serve
+from weft.text.chat_template import TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 
@@ -101,7 +101,7 @@ class PromptWorker:
         if media:
             return None
         chat = render_in_worker(
-            lambda: self._chats.render(plain, **render_options(options), turn_boundaries=setup.keeps_states),
+            lambda: self._chats.render(plain, options, turn_boundaries=setup.keeps_states),
             setup.settings.template_timeout_s,
         )
         return self._chats.encode(chat, limit)

@@ -13,11 +13,12 @@ from weft.engine.snapshot import why_not_drain, why_not_start
 from weft.errors import RequestError
 from weft.server.abilities import abilities
 from weft.server.api_call import Context, check_model, respond_to_large, served_names
-from weft.server.chat import TemplateOptions, chat_prompt, check_special_tokens, need_tokenizer
+from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, options_of
 from weft.server.client import Client
 from weft.server.errors import ApiError
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.service import State
+from weft.text.chat_template import TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 
@@ -76,7 +77,7 @@ async def _token_ids(context: Context, request: TokenizeRequest, client: Client)
 
 
 def tokenize_options(request: TokenizeRequest) -> TemplateOptions:
-    return TemplateOptions(
+    return options_of(
         request.tools, request.chat_template_kwargs, request.add_generation_prompt, request.continue_final_message
     )
 

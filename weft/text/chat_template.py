@@ -8,6 +8,7 @@ takes half the time of transformers' own.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import ConfigError, RequestError
@@ -20,6 +21,26 @@ _ARGUMENTS = frozenset(
 
 _UNPREPARED = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 """Message fields that transformers passes to the template unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """How a conversation is rendered.
+
+    Attributes:
+        tools: JSON-schema function descriptions.
+        chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+        add_generation_prompt: end with the header of an assistant turn.
+        continue_final_message: leave the last message open, to be continued.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+DEFAULT_OPTIONS = TemplateOptions()
 
 
 class ChatTemplate:
@@ -54,39 +75,28 @@ class ChatTemplate:
                 ) from error
             self._compiled_text = text
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS) -> str:
         """Render a conversation with the chat template. Encode the result with ``add_special_tokens=False``.
 
         Args:
             messages: dicts with ``role``, ``content`` and whatever else the template reads.
-            tools: JSON-schema function descriptions.
-            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
-            add_generation_prompt: end with the header of an assistant turn.
-            continue_final_message: leave the last message open, to be continued.
 
         Raises:
             RequestError: there is no template, there are no messages, or the template refuses them.
         """
-        variables = dict(chat_template_kwargs or {})
-        self._check(messages, variables, add_generation_prompt, continue_final_message)
+        tools, continues, adds = options.tools, options.continue_final_message, options.add_generation_prompt
+        variables = dict(options.chat_template_kwargs or {})
+        self._check(messages, variables, adds, continues)
         try:
             self.compile()
-            if self._compiled is not None and not continue_final_message and _is_prepared(messages, tools, variables):
-                return self._compiled.render(messages, tools, add_generation_prompt, variables)
+            if self._compiled is not None and not continues and _is_prepared(messages, tools, variables):
+                return self._compiled.render(messages, tools, adds, variables)
             return self._hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=adds,
+                continue_final_message=continues,
                 **variables,
             )
         except Exception as error:  # a template can raise any exception
