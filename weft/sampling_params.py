@@ -190,7 +190,6 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, kw_only=True, forbid
 
     @property
     def stop_strings(self) -> list[str]:
-        """``stop`` as a list."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)

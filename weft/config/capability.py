@@ -4,8 +4,6 @@ Job: refuse them there. Triton converts no e4m3 on the first, and does not compi
 second: its pipeline cannot hold the assembly that widens values. Does not know: kernels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from weft.config.model import ModelConfig

@@ -75,7 +75,6 @@ def draft_profile_fits(values: Mapping[str, Any], model: ModelConfig, config: Sp
 
 
 def draft_profile_path(fits: Mapping[str, Any]) -> Path:
-    """Path of the profile for this model and method."""
     return cache_folder() / "draft-profiles" / f"{fits['model']}-{fits['method']}.json"
 
 

@@ -88,5 +88,4 @@ class IndexedAttentionConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """As of attention."""
         self.attention.check_shares(tp_size)

@@ -51,7 +51,6 @@ class KimiDeltaConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Heads are split."""
         divide(self.num_heads, tp_size, "linear_attn_config.num_heads")
 
 
@@ -99,7 +98,6 @@ class LatentAttentionConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Heads are split."""
         divide(self.num_heads, tp_size, "num_attention_heads")
 
 

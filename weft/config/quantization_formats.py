@@ -4,8 +4,6 @@ Job: turn the keys of FP8 (Qwen, DeepSeek), ``compressed-tensors``, GPTQ, AWQ, A
 ``QuantizationConfig``. Does not know: tensors.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """RecurrentGemma (arXiv 2404.07839): RG-LRU as a kind of layer, and readers of the family's keys."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +30,6 @@ class RgLruConfig:
 
     @property
     def block_width(self) -> int:
-        """Channels of a block."""
         return self.num_channels // self.num_blocks
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
@@ -48,7 +45,6 @@ class RgLruConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Blocks are split."""
         divide(self.num_blocks, tp_size, "num_attention_heads (blocks of lru_width)")
 
 

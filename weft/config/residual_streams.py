@@ -23,6 +23,5 @@ class StreamsConfig:
     rank: int = 0
 
     def num_weights(self, hidden_size: int) -> int:
-        """Weights of one connection."""
         width = self.count * hidden_size
         return width * (2 * self.rank + self.count if self.form == "gated" else self.count * (self.count + 2))

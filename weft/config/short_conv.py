@@ -31,12 +31,10 @@ class ShortConvConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Channels are split."""
         divide(self.num_channels, tp_size, "hidden_size")
 
 
 def read_short_conv(text: JsonObject) -> ShortConvConfig:
-    """Read ``conv_L_cache`` and ``conv_bias``."""
     return ShortConvConfig(
         text.integer("hidden_size"), text.integer("conv_L_cache", low=2), text.boolean("conv_bias", False)
     )

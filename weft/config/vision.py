@@ -78,7 +78,6 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property

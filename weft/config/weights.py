@@ -42,7 +42,6 @@ def rank_weight_bytes(model: ModelConfig, dtype: str, ranks: int) -> int:
 
 
 def tower_bytes(model: ModelConfig, dtype: str) -> int:
-    """Bytes of the vision tower, if it runs."""
     return model.vision.num_weights * DTYPE_BYTES[dtype] if model.runs_vision and model.vision is not None else 0
 
 

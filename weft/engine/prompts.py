@@ -119,7 +119,6 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    """Return ``value`` for each of ``count`` prompts."""
     if isinstance(value, kind):
         return [value] * count
     remedy = "give one for all prompts, or a list with one per prompt"

@@ -4,8 +4,6 @@ Job: index queries, weights of their heads, index keys and their pools. Owns: th
 rank. Does not know: the attention that reads the selection.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Job: the connections of one block, in two forms, and the end of the streams. Own
 Does not know: what a block computes.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

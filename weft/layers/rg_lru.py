@@ -5,8 +5,6 @@ the rest); ``out(rg_lru(x) * gelu(y))``. Owns: the layer's weights, sharded by b
 states are allocated or forked; the forward context has them by the layer's name.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -65,7 +65,6 @@ class VisionLayerNorm(WeightModule):
         self.bias = empty_parameter(size, dtype=context.dtype, device=context.device)
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """``x + y`` and its norm."""
         return add_layer_norm(x, y, self.weight, self.bias, self.EPS, backend=self._backend)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The tier of one engine, made from its settings."""
 
-from __future__ import annotations
-
 import logging
 
 from weft.cache.manager import Manager

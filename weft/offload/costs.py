@@ -3,8 +3,6 @@
 Rates are moving averages. Before the first measurement of a rate, a restore counts as the quicker way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 WEIGHT = 0.2

@@ -12,8 +12,6 @@ differs in anything is rejected with a reason::
 Files lie in ``FOLDER/FINGERPRINT/xx/NAME``, where ``xx`` are the first digits of the name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -43,7 +41,6 @@ class FoundFile:
 
 
 def path_of(folder: Path, fingerprint: str, name: str) -> Path:
-    """The path of a file."""
     return folder / fingerprint / name[:2] / name
 
 

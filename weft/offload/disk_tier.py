@@ -7,8 +7,6 @@ Entries of host memory are written to disk in the background, so that host memor
 the bound of the queue are dropped. Their entries stay in host memory only.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """The fingerprint of an engine: everything that decides what the bytes of a page or a state mean."""
 
-from __future__ import annotations
-
 import json
 import platform
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 Job: look up, without changing anything. Does not know: copies, costs, requests.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 from weft.cache.spec import CacheSpec

@@ -4,8 +4,6 @@ Job: order the reads of one prefix at a time, and note the ends of all file orde
 places that it fills. Does not know: the device, and when a request gets a restore (``restores.py``).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Sizes of the host tier: the pages and states that the given memory holds on each rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from weft.cache.plan import mib

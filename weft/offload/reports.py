@@ -4,8 +4,6 @@ The router knows prefixes by hashes of its own (``weft/engine/prefix_hashes.py``
 tier were on the device before. So every hash that was reported from the device is remembered with its key.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection
 

@@ -1,7 +1,5 @@
 """The lease of a restore: the pages and the slot that a prefix from below will fill."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from weft.cache.lease import Lease, LeaseCheckpoints

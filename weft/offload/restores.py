@@ -14,8 +14,6 @@ Pages are allocated slice by slice: evicting them copies as much to the host as 
 A request gets one restore per admission. If its prefix is evicted again before that, the request computes it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Does not know: tokens, tensors, what an entry holds.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -121,7 +119,6 @@ class HostStore:
         return self._entries.get(entry.key) is entry
 
     def clear(self) -> None:
-        """Drop all entries."""
         for entry in list(self._entries.values()):
             self.drop(entry)
 

@@ -17,8 +17,6 @@ The least recently used entry is evicted first. A use touches a prefix from its 
 their end first.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field

@@ -7,8 +7,6 @@ The matrix library chooses its algorithm by the shape, and vector loops treat th
 A row that is always computed alone, from memory that is aligned alike, has the same bits in any company.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping

@@ -198,7 +198,6 @@ def _type_of(value: Any) -> str:
 
 
 def _environment(device: torch.device) -> str:
-    """Versions and device."""
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)} {torch.version.cuda}"
     else:

@@ -4,8 +4,6 @@ Job: names, shapes and bit orders of compressed-tensors, GPTQ, AWQ, ModelOpt and
 they load. Owns: the errors about groups that a row or a rank does not hold whole. Does not know: layers, kernels.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial

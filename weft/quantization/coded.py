@@ -4,8 +4,6 @@ Job: the parameters of coded layers and the operations that use them. Does not k
 (``arrangements.py``, ``gpt_oss.py``), kernels (``weft/ops``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Job: the parameters of FP8 layers and the operations that use them. Does not kno
 in checkpoints (``storage.py``), kernels (``weft/ops``).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -4,8 +4,6 @@ Job: the tensors ``gate_up_proj_blocks [E, 2 * I, H / 32, 16]`` and ``down_proj_
 two codes, the lower one first, and their scales ``[E, rows, groups]``. Does not know: layers' arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Job: the parameters and tensors of a linear layer that is quantised in parts, an
 not know: how a form stores a part (``fp8.py``, ``coded.py``).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ Job: shapes and checkpoint names of weights and scales, and the map from rows of
 Owns: the errors about widths that blocks do not divide. Does not know: layers, kernels.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

@@ -4,8 +4,6 @@ Job: walk through a new model, give every linear layer and all experts a method,
 table. Does not know: what methods do.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 

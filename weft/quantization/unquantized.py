@@ -1,7 +1,5 @@
 """Weights in the model's dtype."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from torch import Tensor

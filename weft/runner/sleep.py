@@ -7,8 +7,6 @@ On a GPU the library torch_memory_saver unmaps physical memory and keeps its add
 On the CPU the system takes the pages back (``madvise``). In both cases a tensor's address never changes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

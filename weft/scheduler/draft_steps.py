@@ -147,7 +147,6 @@ def retry_without_drafts(running: Running) -> bool:
 
 
 def tokens_by_row(output: ModelOutput) -> dict[int, list[int]]:
-    """Row -> all its tokens."""
     tokens: dict[int, list[int]] = {}
     for row, token_id in zip(output.rows, output.token_ids, strict=True):
         tokens.setdefault(row, []).append(token_id)

@@ -31,11 +31,6 @@ class StepGrid:
     borders: tuple[int, ...] = ()
     most_drafts: int = 0
 
-    @property
-    def largest_piece(self) -> int:
-        """Number of tokens of a prompt that may have to run in one step."""
-        return self.size + 1
-
     def may_verify(self, request: Request) -> bool:
         """Whether the request's next step may verify drafts. It may begin earlier than the scheduler knows, by drafts
         of the step in flight."""

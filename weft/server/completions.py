@@ -102,8 +102,6 @@ def prepare_prompts(
 
 
 class CompletionResponseBuilder(OpenAIResponseBuilder):
-    """The response to one call."""
-
     def __init__(self, call: ApiCall, request: CompletionRequest, n: int) -> None:
         super().__init__(call, request, "text_completion", "text_completion")
         self._request = request

@@ -10,8 +10,6 @@ from weft.server.worker import Result, decode, serve
 
 
 class Task:
-    """Runs tasks."""
-
     def __init__(self, setup: bytes) -> None:
         given = decode(setup, GrammarSetup)
         self._tokenizer = grammar_tokenizer(Path(given.tokenizer_file), given.vocab_size, given.eos_token_ids)

@@ -24,8 +24,6 @@ class NewVideo(msgspec.Struct, frozen=True, tag="video"):
 
 
 class Task:
-    """Runs tasks."""
-
     def __init__(self, setup: bytes) -> None:
         self._maker = decode(setup, PatchMaker)
 

@@ -51,7 +51,6 @@ def data_event(value: Any) -> bytes:
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """Encode an event with a name."""
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 

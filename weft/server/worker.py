@@ -70,7 +70,6 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def decode(content: bytes, kind: Any) -> Any:
-    """A message of type ``kind``."""
     return msgspec.msgpack.decode(content, type=kind, dec_hook=decode_other)
 
 

@@ -4,8 +4,6 @@ Job: join the group, broadcast and receive tensors. Owns: the connection. Does n
 ``WeightGroup`` too, as rank 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 

@@ -4,8 +4,6 @@ Job: describe tensors so that another process can open them, and open them. Owns
 plain data and no pickle. Does not know: the model, how descriptions travel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

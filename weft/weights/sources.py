@@ -3,8 +3,6 @@
 Job: yield tensors with their names. Does not know: the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import partial
 from pathlib import Path

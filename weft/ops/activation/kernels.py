@@ -1,7 +1,5 @@
 """``silu_and_mul`` and ``sigmoid_mul`` on the GPU: float32 inside, one rounding."""
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

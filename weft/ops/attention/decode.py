@@ -13,8 +13,6 @@ A split is computed in steps, by a pipeline of loads and products. The keys of i
 newest, which earlier steps wrote, can load into registers while the kernels before this one still run.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ barriers take longer than the loads. Here no tile passes through shared memory. 
 of its own, and all warps' sums are added at the end of a split.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -15,8 +15,6 @@ are counted in another order:
   dim ``n % 8 * 16 + n // 8``.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2

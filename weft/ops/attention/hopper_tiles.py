@@ -8,8 +8,6 @@ swizzled row. All pages of dims 0 to 63 come first, then all pages of the next 6
 and the copy engine fetches a box at a time.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper

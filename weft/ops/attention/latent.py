@@ -11,8 +11,6 @@ width is no power of two.
 Graph-safe: the grid depends on padded sizes alone; which rows are real is read on the device.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

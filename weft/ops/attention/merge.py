@@ -5,8 +5,6 @@ splits a program computes. Owns: the layout of partial results on the reading si
 computed.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Copies of pages, or of states, over all layers at once: ``copy_pages`` on the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ The query heads that share a key head stand together as rows of one tile (``row 
 is read once per group.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton.language as tl

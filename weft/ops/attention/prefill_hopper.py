@@ -28,8 +28,6 @@ A barrier counts phases: ``wait(barrier, n & 1)`` waits for the end of phase n; 
 before the first returns at once.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

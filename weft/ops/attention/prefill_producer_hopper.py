@@ -9,8 +9,6 @@ and widen both into the ring. The copy engine is not used, because all four warp
 order.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group

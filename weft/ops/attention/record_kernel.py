@@ -1,7 +1,5 @@
 """Copies between records and the caches of all layers, in one launch: ``Records`` on the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ arithmetic of a tile. Does not know: which rows form a tile, grids.
 Softmax is computed online (FlashAttention-2, arXiv 2307.08691) in base 2.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

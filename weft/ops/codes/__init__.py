@@ -40,7 +40,6 @@ class Packing(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Weights of a chunk."""
         return self.span * (16 // self.bits)
 
     def num_chunks(self, columns: int) -> int:
@@ -79,7 +78,6 @@ class CodedMatrix(NamedTuple):
         return Packing.of(self.bits, self.group)
 
     def expert(self, index: int) -> CodedMatrix:
-        """The matrix of one expert."""
         zeros, row_scale = (None if t is None else t[index] for t in (self.zeros, self.row_scale))
         return self._replace(words=self.words[index], scales=self.scales[index], zeros=zeros, row_scale=row_scale)
 

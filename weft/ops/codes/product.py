@@ -8,8 +8,6 @@ instruction makes two numbers out of a word, and another subtracts the zero from
 multiplied at once, so that the tensor cores are awaited once. The scale is applied to the sums.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -4,8 +4,6 @@ With many rows of inputs a product is bound by arithmetic, and widening its weig
 part of the rows is widened at a time, so that the memory is bounded and most of it stays in the L2 cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -19,8 +19,6 @@ program of the previous kernel reads this memory. The wait comes last, so that t
 all before it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -8,8 +8,6 @@ reader that sees the flag has the data. Row p has its own count of exchanges; th
 the row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

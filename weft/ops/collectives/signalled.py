@@ -20,8 +20,6 @@ starting. And the grid has at most ``MAX_PROGRAMS`` programs, which all run at t
 waits for one here that is not running yet.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

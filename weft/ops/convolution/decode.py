@@ -1,8 +1,6 @@
 """The short causal convolution of one token, for rows that continue a state. One kernel serves the step with SiLU and
 the double-gated step of LFM2; fused decode kernels use its parts."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

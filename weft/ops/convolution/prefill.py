@@ -13,8 +13,6 @@ Graph-safe: grids depend on padded sizes alone; pieces past their chunk's end an
 once, and the pieces share out the rows that belong to no sequence.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -17,8 +17,6 @@ layout would repeat every load in every warp.
 Graph-safe: the grid is the padded number of rows; rows with slot 0 write zeros and leave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

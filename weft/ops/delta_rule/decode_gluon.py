@@ -11,8 +11,6 @@ half as many programs.
 Graph-safe: the grid is the padded number of rows; rows with slot 0 leave.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

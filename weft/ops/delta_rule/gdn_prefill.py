@@ -21,8 +21,6 @@ Norms of keys are what stands on the diagonal of their products. Decays are powe
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

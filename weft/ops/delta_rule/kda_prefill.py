@@ -25,8 +25,6 @@ Accuracy: G is a sum of up to 64 float32 numbers. The relative error of a factor
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

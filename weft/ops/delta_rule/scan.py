@@ -5,8 +5,6 @@ A slice of the state, ``[K, BLOCK_V]``, stays in float32 registers; outputs, che
 the same pass. Does not know: how the chunks' matrices come about.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -18,8 +18,6 @@ cleared before a product meets them.
 Graph-safe: grids depend on padded sizes alone; sequences without chunks leave at once.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

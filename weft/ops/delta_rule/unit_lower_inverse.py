@@ -7,8 +7,6 @@ are products of whole matrices. The inverses of the chunked delta rule are at mo
 serve bfloat16 inputs better than bfloat16.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -13,8 +13,6 @@ holds whole value heads, so an output is normalised where it is made.
 Graph-safe: the grid is the padded number of sequences; sequences with slot 0 write zeros and leave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

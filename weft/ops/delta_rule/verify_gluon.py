@@ -10,8 +10,6 @@ before the kernel before this one has ended.
 Graph-safe: the grid is the padded number of sequences; sequences with slot 0 leave.
 """
 
-from __future__ import annotations
-
 import functools
 
 from torch import Tensor

@@ -4,8 +4,6 @@ All launches are ordinary, since the kernels write metadata that later kernels r
 (``early_launch.py``).
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 It is launched as an ordinary kernel: what it writes is read by the next step's (``early_launch.py``).
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Job: ``quantize_inputs_triton``, and the device functions by which other kernels
 what is multiplied.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -7,8 +7,6 @@ With few tokens, several programs share the keys of a token, and a second kernel
 Graph-safe: grids depend on padded sizes alone; which rows are real, and their lengths, are read on the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

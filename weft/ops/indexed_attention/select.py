@@ -8,8 +8,6 @@ finds the smallest selected one. A program holds the scores of a token in its re
 Graph-safe: grids depend on padded sizes alone; which rows are real, and their lengths, are read on the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Does not know: layers, or who filled the pages.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -3,8 +3,6 @@
 Job: ``head_linear`` on the GPU for ``--deterministic``. Owns: its tile. Does not know: layers.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ Job: ``coded_linear`` and its variants on the GPU. Owns: the kernel, the choice 
 weights that were widened piece by piece. Does not know: layers, how codes become numbers (``codes/product.py``).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ A program computes ``ROWS`` outputs of all tokens, or its split's part of the su
 last split to arrive adds all of them in order. Tokens are padded to a power of two, so that few kernels are compiled.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

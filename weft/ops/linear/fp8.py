@@ -5,8 +5,6 @@ called, and for which sizes each runs (``fp8_linear_h200.json``, written by ``be
 not know: layers, how inputs are quantised (``fp8/quantize.py``), the kernel for few rows (``fp8_few_rows.py``).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

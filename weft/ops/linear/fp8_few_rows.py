@@ -11,8 +11,6 @@ Tensor cores on Hopper add e4m3 products up with fewer bits than float32 has. So
 and these sums are added up in float32, where scales by block have their place anyway.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -13,8 +13,6 @@ memory to the tensor core without passing through shared memory. A thread loads 
 Weights and inputs are permuted alike, so the same inner elements are multiplied (``_in_order``).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

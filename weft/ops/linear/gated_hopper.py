@@ -9,8 +9,6 @@ previous kernel has ended. Two *consumers*, four warps with 128 rows each, multi
 producer runs ahead into the next tile. The tile is the largest that the consumers' registers hold.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -9,8 +9,6 @@ kernel for few rows or for many, computes these same sums. With few rows every s
 rows a program computes all spans of its outputs in turn.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -17,8 +17,6 @@ The number of tokens is padded to a power of two, so that few kernels are compil
 or all tokens in turn: if all loaded one token, all programs would wait for one place of the cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

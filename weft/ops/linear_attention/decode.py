@@ -2,8 +2,6 @@
 lightning attention share this kernel. The state is read once and written once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton.language as tl

@@ -17,8 +17,6 @@ final state in the same pass, and no other state.
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

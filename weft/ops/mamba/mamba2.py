@@ -5,8 +5,6 @@ once, and the norm is over all channels of a group. Hence the convolution is the
 row and head the second, and the norm the third. Does not know: the projections.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -7,8 +7,6 @@ convolution, norms.
 Graph-safe: grids depend on padded sizes alone; sequences without chunks leave at once.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -13,8 +13,6 @@ A token of no chunk has the time step 0, which leaves the state as it is.
 Graph-safe: grids depend on padded sizes alone; sequences without chunks leave at once.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ Job: softmax and sigmoid routing, and the expert MLPs (SwiGLU), with weights in 
 shared experts, or how experts are sharded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A place is a (token, expert) pair's position in the order of ``groups.py``; a bl
 places of one expert. Does not know: weights.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

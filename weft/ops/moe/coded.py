@@ -3,8 +3,6 @@
 Job: ``fused_moe`` with integers of 4 or 8 bits, or FP4. Does not know: routing, kernels (``coded_experts.py``).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Job: ``coded_fused_moe`` on the GPU. Owns: the kernel and its tile shapes. Does 
 are grouped (``groups.py``), how codes become numbers (``codes/product.py``).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -2,8 +2,6 @@
 shared expert, in one launch that reads every expert's output once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

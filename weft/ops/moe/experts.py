@@ -13,8 +13,6 @@ no result depends on the order in which programs run. Graph-safe: the grid is th
 many tokens can need; the real number is on the device.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ all values of a scale. With scales of blocks that is the end of the up product i
 the loads of the down product. With a scale for each row a launch between the products quantises them.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

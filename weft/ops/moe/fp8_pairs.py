@@ -9,8 +9,6 @@ all groups with 128 columns of weights. The step keeps the row of the group that
 applied once, at the end, when these rows are added up in float32.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -8,8 +8,6 @@ a kernel of this step has written. The ids are visible because the up product le
 own wait (``pass_on`` of ``early_launch.py``).
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 

@@ -4,8 +4,6 @@ Job: the grouping that all expert kernels share. Owns: the order of pairs and th
 weights, products. Inputs of FP8 products are quantised by further programs of the first launch.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

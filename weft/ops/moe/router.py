@@ -3,8 +3,6 @@
 Job: ``topk_router`` on the GPU. Owns: the order among equal scores (the lower expert id first). Does not know: experts.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Kernels of the norms in ``weft/ops/norm``."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[nu
 (rounded at the store only). Does not know: projections, convolution, or slots' owners.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -6,8 +6,6 @@ Does not know: projections, convolution.
 Graph-safe: grids depend on padded sizes alone; sequences without chunks leave at once.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

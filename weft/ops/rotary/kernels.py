@@ -8,8 +8,6 @@ key head stores the value head beside it. Angles and the norms' weights load bef
 Arithmetic is float32 from the projection's output to the one rounding.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -23,8 +23,6 @@ temperatures are low.
 Sums run in a fixed order inside a row, so a row's token depends on nothing else in the batch.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

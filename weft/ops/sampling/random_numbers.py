@@ -1,7 +1,5 @@
 """The counter-based random numbers of ``weft/ops/sampling`` inside a kernel, bit for bit."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ The launch is an ordinary one, since the kernel writes metadata that later kerne
 (``early_launch.py``).
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from weft.ops.backend import launches

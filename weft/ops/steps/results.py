@@ -3,8 +3,6 @@
 It is launched as an ordinary kernel: when the host may read is said by an event behind it.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from weft.ops.backend import launches

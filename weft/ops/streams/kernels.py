@@ -3,8 +3,6 @@
 Job: ``read_streams`` and ``write_streams``. Does not know: layers.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 """Shared parts of programs that walk through the chunks of a sequence: their tile, the range of chunks, and the state
 before the first chunk."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -24,8 +24,6 @@ places from programs that have work. Where whole steps were faster, a launch ove
 (``Release``).
 """
 
-from __future__ import annotations
-
 import functools
 from enum import IntEnum
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions that several kernels apply element by element, of float32 values in few instructions."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Gluon is an experimental part of Triton. Kernels take from here what was renamed between the known versions.
 """
 
-from __future__ import annotations
-
 import triton
 
 from weft.platforms.triton_version import is_known

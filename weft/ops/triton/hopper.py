@@ -4,8 +4,6 @@ Job: the kernel class, whether a device runs such kernels, the layout of a box t
 registers of a group of four warps. Does not know: what a tile holds.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Kernels of vision towers, and of their features in the decoder; see ``weft/ops/vision``."""
 
-from __future__ import annotations
-
 from math import isqrt
 
 import torch

@@ -62,9 +62,7 @@ def window_attention_decode(
     for new, kept in zip((k, v), windows, strict=True):
         kept[slots, positions % window] = new.to(kept.dtype)
     valid = torch.arange(window, device=q.device) <= positions[:, None]
-    keys, values = (
-        torch.where(valid[:, :, None, None], kept.index_select(0, slots), 0.0) for kept in windows
-    )
+    keys, values = (torch.where(valid[:, :, None, None], kept.index_select(0, slots), 0.0) for kept in windows)
     grouped = q.view(rows, keys.shape[2], -1, q.shape[2])
     scores = torch.einsum("nhgd,nwhd->nhgw", grouped.float(), keys.float()) * scale
     scores = scores.masked_fill(~valid[:, None, None], -torch.inf)

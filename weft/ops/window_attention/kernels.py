@@ -10,8 +10,6 @@ Launches after the prefill store the windows, checkpoints first, because these s
 Graph-safe: grids depend on padded sizes alone; which sequences prefill is read from the chunk table on the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
