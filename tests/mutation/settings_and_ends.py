@@ -261,7 +261,7 @@ SETTINGS_AND_ENDS = (
     ),
     mutant(
         "async-chat-drops-kwargs", "arguments of the chat template arrive", "weft/engine/async_llm.py",
-        "            chat_template_kwargs=chat_template_kwargs,\n", "",
+        "TemplateOptions(tools, chat_template_kwargs, add", "TemplateOptions(tools, None, add",
         "tests/engine/test_async_llm.py::test_the_same_as_llm",
     ),
     mutant(

@@ -152,3 +152,14 @@ class GatedRMSNorm(WeightModule):
 
     def initial_range(self, name: str) -> tuple[float, float]:
         return 0.9, 1.1
+
+
+def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool = True) -> ResidualRMSNorm:
+    """A norm of the residual stream; see ``ResidualRMSNorm``."""
+    return ResidualRMSNorm(
+        config.hidden_size, config.residual_norm_eps, context, zero_centered=config.zero_centered_norm, partial=partial
+    )
+
+
+def output_norm(config: ModelConfig, context: ModelContext) -> OutputRMSNorm:
+    return OutputRMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm)

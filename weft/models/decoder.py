@@ -40,7 +40,7 @@ from weft.layers.mamba2 import Mamba2
 from weft.layers.mlp import dense_mlp
 from weft.layers.moe import SparseMoe, sparse_moe
 from weft.layers.ngram import NGramEmbedding
-from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
+from weft.layers.norm import ResidualRMSNorm, ResidualSum, output_norm, residual_norm
 from weft.layers.residual_streams import GatedEnd, block_norm, end_of_streams, stream_connection
 from weft.layers.rg_lru import RgLru
 from weft.layers.shared_block import SharedBlock
@@ -312,22 +312,11 @@ def _layer(config: ModelConfig, context: ModelContext, index: int) -> DecoderLay
     return _layer_class(config, index)(config, context, place)
 
 
-def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool = True) -> ResidualRMSNorm:
-    """A norm of the residual stream; see ``ResidualRMSNorm``."""
-    return ResidualRMSNorm(
-        config.hidden_size, config.residual_norm_eps, context, zero_centered=config.zero_centered_norm, partial=partial
-    )
-
-
 def final_norm(config: ModelConfig, context: ModelContext, *, partial: bool) -> ResidualRMSNorm | GatedEnd:
     """The norm after the last layer, which also ends residual streams."""
     if config.streams is not None:
         return end_of_streams(config, context)
     return residual_norm(config, context, partial=partial)
-
-
-def output_norm(config: ModelConfig, context: ModelContext) -> OutputRMSNorm:
-    return OutputRMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm)
 
 
 class Decoder(nn.Module):

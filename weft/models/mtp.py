@@ -19,8 +19,8 @@ from weft.forward_context import Batch, get_forward_context, other_batch
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import RowParallelLinear
-from weft.layers.norm import RMSNorm
-from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace, residual_norm
+from weft.layers.norm import RMSNorm, residual_norm
+from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace
 from weft.ops.backend import Backend
 from weft.ops.drafts import places_ahead
 from weft.ops.drafts.types import PageTable
