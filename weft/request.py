@@ -10,14 +10,12 @@ are not back yet; with drafts, all of them are assumed to be accepted::
     |<------- num_computed_tokens (fed to the model) ------>|
 """
 
-from __future__ import annotations
-
 import enum
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -130,7 +128,7 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         self.times.arrival = self.arrival_time
 
     @classmethod
-    def of(cls, spec: RequestSpec) -> Request:
+    def of(cls, spec: RequestSpec) -> Self:
         return cls(**{name: getattr(spec, name) for name in RequestSpec.__struct_fields__})
 
     @property

@@ -4,12 +4,11 @@ Job: POST a JSON body and yield the data of server-sent events, at little cost p
 Does not know: the content. A library would spend more time per event than the servers under test.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Self
 from urllib.parse import urlsplit
 
 from weft.errors import ConfigError
@@ -38,7 +37,7 @@ class Target:
     api_key: str | None = None
 
     @classmethod
-    def parse(cls, url: str, api_key: str | None = None) -> Target:
+    def parse(cls, url: str, api_key: str | None = None) -> Self:
         """Parse a URL. Raises ConfigError for anything but an http or https URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -9,11 +9,9 @@ with uniform routing: of E experts, n tokens that choose k each use ``E * (1 - (
 are left out, since they could stay on the chip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from weft.cache.spec import CacheSpec, cache_dtypes
 from weft.config import EngineConfig
@@ -82,7 +80,7 @@ class Roofline:
         self._fp8_flops = 2.0 * (self._spec.weights_per_token - self._router_weights) if is_fp8 else 0.0
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Roofline:
+    def of(cls, config: EngineConfig) -> Self:
         return cls(config.model_config, cache_dtypes(config))
 
     def decode(self, batch_size: int, context_len: float, num_drafts: int = 0) -> Work:

@@ -3,10 +3,9 @@
 Planning pools and eviction use bytes and FLOPs per page, per slot and per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from weft.config import EngineConfig
 from weft.config.chunks import CHUNK_SIZE
@@ -36,7 +35,7 @@ class CacheSpec:
     flops_per_pair: float = 0.0
 
     @classmethod
-    def of(cls, config: EngineConfig) -> CacheSpec:
+    def of(cls, config: EngineConfig) -> Self:
         """Make the spec of each rank of an engine."""
         return cls.from_model(
             config.model_config,
@@ -46,7 +45,7 @@ class CacheSpec:
         )
 
     @classmethod
-    def from_model(cls, model: ModelConfig, *, page_size: int, dtypes: CacheDtypes, tp_size: int = 1) -> CacheSpec:
+    def from_model(cls, model: ModelConfig, *, page_size: int, dtypes: CacheDtypes, tp_size: int = 1) -> Self:
         """Make the spec of each of ``tp_size`` ranks.
 
         Raises:

@@ -4,13 +4,11 @@ The fields are those of ``EngineConfig``, and the settings of vLLM that ``LLM`` 
 "not given" everywhere.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, make_dataclass
-from typing import Any
+from typing import Any, Self
 
 from weft.cli.flags import add_engine_flags
 from weft.config.fields import OPTIONS
@@ -34,7 +32,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 class _Settings:
     """Methods of ``EngineArgs``."""
 
-    def __new__(cls, *args: Any, **settings: Any) -> _Settings:
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
         check_names(settings.keys() - VLLM_SETTINGS.keys())
         return super().__new__(cls)
 

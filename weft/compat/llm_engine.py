@@ -1,9 +1,7 @@
 """vLLM's engine classes for step by step and for asyncio use, over ``LLM`` and ``AsyncLLM``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from weft.engine.async_llm import AsyncLLM as AsyncLLMEngine
 from weft.engine.llm import LLM
@@ -22,7 +20,7 @@ class LLMEngine:
         self._llm = llm
 
     @classmethod
-    def from_engine_args(cls, engine_args: Any) -> LLMEngine:
+    def from_engine_args(cls, engine_args: Any) -> Self:
         """Start an engine with the settings of ``EngineArgs``."""
         return cls(LLM(**engine_args.settings()))
 

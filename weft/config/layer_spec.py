@@ -8,12 +8,10 @@ A layer may have both kinds of tensors. *Paged* tensors grow with the sequence, 
 tensors have one entry per sequence, in slots, and are copied when a prefix is reused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
@@ -51,7 +49,7 @@ class CacheTensor:
     def entry_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
-    def on_rank(self, tp_size: int) -> CacheTensor:
+    def on_rank(self, tp_size: int) -> Self:
         """The share of one rank. A dimension smaller than the number of ranks is replicated, down to 1."""
         if self.sharded_dim is None or tp_size == 1:
             return self
@@ -107,7 +105,7 @@ class LayerSpec:
         """Bytes of one slot's entries."""
         return _total_bytes(self.states)
 
-    def on_rank(self, tp_size: int) -> LayerSpec:
+    def on_rank(self, tp_size: int) -> Self:
         """The spec of one of ``tp_size`` ranks. Costs remain those of the whole model."""
         paged, states = (tuple(t.on_rank(tp_size) for t in tensors) for tensors in (self.paged, self.states))
         return replace(self, paged=paged, states=states)

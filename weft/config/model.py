@@ -4,11 +4,9 @@ Job: the frozen ``ModelConfig`` that layers, caches, loaders and planners read. 
 Does not know: checkpoints (``config/checkpoint.py`` makes it from ``config.json``), devices, tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
 from weft.config.moe import MoeConfig
@@ -200,7 +198,7 @@ class ModelConfig:
         """Whether a decoder layer has experts instead of a dense MLP."""
         return self.moe is not None and index in self.moe.sparse_layers
 
-    def with_mtp(self) -> ModelConfig:
+    def with_mtp(self) -> Self:
         """Return the model with its multi-token-prediction head.
 
         Raises:
@@ -214,7 +212,7 @@ class ModelConfig:
             )
         return replace(self, runs_mtp=True)
 
-    def with_vision(self) -> ModelConfig:
+    def with_vision(self) -> Self:
         """Return the model with its vision tower.
 
         Raises:

@@ -1,8 +1,7 @@
 """The progress bar of offline generation."""
 
-from __future__ import annotations
-
 import time
+from typing import Self
 
 from tqdm import tqdm
 
@@ -33,7 +32,7 @@ class ProgressBar:
         prefill, decode = self._num_prefilled / elapsed, self._num_generated / elapsed
         self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False)
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -8,7 +8,7 @@ memory. Everything else goes through the group's own all-reduce, which is a spli
 where it cannot be captured (gloo).
 """
 
-from __future__ import annotations
+from typing import Self
 
 from torch import Tensor
 
@@ -53,12 +53,12 @@ class AllReduce:
         return PeerBuffers(addresses, make_counters(context.device), tp.rank, tp.size, self.width, most)
 
     @classmethod
-    def over_ranks(cls, width: int, context: ModelContext) -> AllReduce | None:
+    def over_ranks(cls, width: int, context: ModelContext) -> Self | None:
         """Return the model's all-reduce; None with one rank."""
         return cls._registered(NAME, width, context)
 
     @classmethod
-    def inside_a_layer(cls, width: int, context: ModelContext) -> AllReduce | None:
+    def inside_a_layer(cls, width: int, context: ModelContext) -> Self | None:
         """Return the all-reduce of ``width`` columns that layers need whole; None with one rank.
 
         It always goes through the group. Layers share one object per width.
@@ -66,7 +66,7 @@ class AllReduce:
         return cls._registered(f"{NAME}.{width}", width, context)
 
     @classmethod
-    def _registered(cls, name: str, width: int, context: ModelContext) -> AllReduce | None:
+    def _registered(cls, name: str, width: int, context: ModelContext) -> Self | None:
         """Return the all-reduce ``name``, made and registered at its first use."""
         if context.tp.size == 1:
             return None

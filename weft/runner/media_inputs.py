@@ -7,11 +7,10 @@ know: which images are in the cache (``scheduler/encoder_cache.py`` assigns its 
 (``config/vision_settings.py``).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Self
 
 import numpy as np
 import torch
@@ -113,7 +112,7 @@ class EncoderTime:
         if self._events:
             self._events[0].record()
 
-    def end(self) -> EncoderTime:
+    def end(self) -> Self:
         """Note that the run is queued completely."""
         self._seconds = time.perf_counter() - self._started
         if self._events:

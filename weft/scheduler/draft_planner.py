@@ -4,12 +4,10 @@ A request gets as many as its parameters, the step and the cache have room for. 
 tensors.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from weft.cache.lease import Lease
 from weft.cache.manager import Manager
@@ -115,9 +113,7 @@ class DraftPlanner:
         self.may_be_none, self._log = may_be_none, AcceptanceLog(why_few)
 
     @classmethod
-    def of(
-        cls, config: SpeculativeConfig, manager: Manager, max_model_len: int, *, on_device: bool = False
-    ) -> DraftPlanner:
+    def of(cls, config: SpeculativeConfig, manager: Manager, max_model_len: int, *, on_device: bool = False) -> Self:
         count, at, is_head = config.num_speculative_tokens, config.drafts_at, config.method == "mtp"
         why_few = "the model's head guesses these texts badly" if is_head else "outputs repeat little"
         may_be_none = not is_head and config.synthetic_acceptance_rate is None

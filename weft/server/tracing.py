@@ -8,11 +8,10 @@ Loaded only if ``--otlp-traces-endpoint`` is given; needs the extra ``weft[otel]
 (``OTEL_TRACES_SAMPLER``, ``OTEL_SERVICE_NAME``, ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_EXPORTER_OTLP_HEADERS`` …).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
+from typing import Self
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
@@ -47,7 +46,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("weft.server", __version__)
 
     @classmethod
-    def towards(cls, endpoint: str) -> Tracer:
+    def towards(cls, endpoint: str) -> Self:
         """Make a tracer that exports to an OTLP collector over HTTP, in batches, from a thread.
 
         Args:

@@ -3,8 +3,6 @@
 A worker may be killed at any time. Its memory is limited to its idle size plus a fixed amount.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import socket
@@ -12,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -58,7 +56,7 @@ class Failure(msgspec.Struct, frozen=True):
     param: str | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> Self:
         if isinstance(error, RequestError):
             return cls(str(error), True, isinstance(error, ContextLengthError), error.param)
         return cls(f"{type(error).__name__}: {error}"[:2000])

@@ -1,12 +1,10 @@
 """The safetensors files of a checkpoint folder as one collection of named tensors."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -37,7 +35,7 @@ class SafetensorsFolder:
         self._stack = ExitStack()
         self._tensors: dict[str, Any] = {}
 
-    def __enter__(self) -> SafetensorsFolder:
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             listed = self._find()
             for path in listed:

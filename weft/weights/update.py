@@ -7,11 +7,10 @@ Names, shapes and conversions are those of loading (``loader.py``), so quantised
 does it. An update may hold any of a checkpoint's tensors, in any order and in any of a layer's layouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Offered:
     dtype: str
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Offered:
+    def of(cls, name: str, tensor: Tensor) -> Self:
         return cls(name, tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
 
 

@@ -10,9 +10,7 @@ bits ``bits * s`` and ``16 + bits * s`` are those of span ``s``. So a mask and a
 all words, two of them in each word, and a span never crosses a group.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +33,7 @@ class Packing(NamedTuple):
     span: int
 
     @classmethod
-    def of(cls, bits: int, group: int) -> Packing:
+    def of(cls, bits: int, group: int) -> Self:
         return cls(bits, 16 if group == 16 else 32)
 
     @property
@@ -77,7 +75,7 @@ class CodedMatrix(NamedTuple):
     def packing(self) -> Packing:
         return Packing.of(self.bits, self.group)
 
-    def expert(self, index: int) -> CodedMatrix:
+    def expert(self, index: int) -> Self:
         zeros, row_scale = (None if t is None else t[index] for t in (self.zeros, self.row_scale))
         return self._replace(words=self.words[index], scales=self.scales[index], zeros=zeros, row_scale=row_scale)
 

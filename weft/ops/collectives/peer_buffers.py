@@ -4,9 +4,8 @@ Job: the layout that the kernels and those who allocate agree on, and which rows
 know: who allocates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ class SentRows:
         return self.room.shape[1:]
 
     @classmethod
-    def to(cls, peers: PeerBuffers, num_rows: int, dtype: torch.dtype, *, passed_on: bool = True) -> SentRows:
+    def to(cls, peers: PeerBuffers, num_rows: int, dtype: torch.dtype, *, passed_on: bool = True) -> Self:
         return cls(torch.empty((2, num_rows, peers.width), dtype=dtype, device=peers.counters.device), passed_on)
 
 

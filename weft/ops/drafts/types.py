@@ -1,8 +1,6 @@
 """Types and constants of the operations of draft verification (``ops/drafts``), for references and kernels."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -68,7 +66,7 @@ class AcceptanceRule(NamedTuple):
     bound: int | None = None
 
     @classmethod
-    def of(cls, synthetic_rate: float | None, never: Tensor | None) -> AcceptanceRule:
+    def of(cls, synthetic_rate: float | None, never: Tensor | None) -> Self:
         """Return the rule with a probability of being right in place of a bound."""
         bound = None if synthetic_rate is None else round(synthetic_rate * MASK_31)
         return cls(never if never is not None and len(never) else None, bound)
