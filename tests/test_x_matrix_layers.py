@@ -13,7 +13,7 @@ COLUMNS = [("Lfm2ForCausalLM", mode) for mode in ("NONE", "FULL_AND_PIECEWISE", 
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE"), ("GptOssForCausalLM", "FULL_AND_PIECEWISE")]
 COLUMNS += [(f"{name}ForCausalLM", "FULL") for name in ("KimiLinear", "Mamba2", "Jamba", "MiniMax", "RecurrentGemma")]
 COLUMNS += [("Glm5NextForConditionalGeneration", "FULL"), ("Qwen4ExpForCausalLM", "FULL")]
-COLUMNS += [("Zamba2ForCausalLM", "FULL_AND_PIECEWISE")]
+COLUMNS += [("Zamba2ForCausalLM", "FULL_AND_PIECEWISE"), ("ZambaForCausalLM", "FULL")]
 VARIANTS = [(f"{name}ForCausalLM", "FULL") for name in ("BailingHybrid", "Lfm3", "Mamba")]
 """Families whose layers differ little from the others': CI runs the cells that reuse states, and not all phases."""
 

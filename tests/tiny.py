@@ -51,6 +51,7 @@ MAMBA_ARCHITECTURES = (
     "MiniMaxForCausalLM",
     "NemotronHForCausalLM",
     "Zamba2ForCausalLM",
+    "ZambaForCausalLM",
 )
 """Those with Mamba layers."""
 
@@ -205,6 +206,13 @@ _MAMBA2 = _NO_TOKENS | {
     "layer_norm_epsilon": 1e-6,
     "initializer_range": 0.1,
 }
+_ZAMBA = _NO_TOKENS | {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention"],
+    "mamba_d_state": 12,
+    "mamba_dt_rank": 7,
+    "tie_word_embeddings": True,
+}
 _ZAMBA2 = _NO_TOKENS | {
     "num_hidden_layers": 6,
     "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid", "linear_attention"],
@@ -342,6 +350,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {k: v for k, v in _BASE.items() if k != "num_hidden_layers"} | _NO_TOKENS | _NEMOTRON,
     ),
     "Mamba2ForCausalLM": ("Mamba2Config", _MAMBA2),
+    "ZambaForCausalLM": ("ZambaConfig", _WITHOUT_HEAD_DIM | _ZAMBA),
     "Zamba2ForCausalLM": ("Zamba2Config", _WITHOUT_HEAD_DIM | _ZAMBA2),
     "Gemma3ForCausalLM": ("Gemma3TextConfig", _BASE | _GEMMA3),
     "GptOssForCausalLM": ("GptOssConfig", _BASE | _GPT_OSS),

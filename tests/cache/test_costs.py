@@ -14,7 +14,7 @@ from weft.config.checkpoint import read_checkpoint_config
 from weft.config.layer_spec import CacheDtypes
 
 TEXT_MODELS = [arch for arch in (*ARCHITECTURES, *MAMBA_ARCHITECTURES) if arch.endswith("CausalLM")]
-NOT_COUNTED = ("embed", "lm_head", "shared_expert_gate", ".bias", "_bias", "A_log", "hyper_connection")
+NOT_COUNTED = ("embed", "lm_head", "shared_expert_gate", ".bias", "_bias", "A_log", ".D", "hyper_connection")
 """The output head is counted apart, the mixers of residual streams are not; the others are vectors."""
 
 

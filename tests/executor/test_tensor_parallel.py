@@ -34,6 +34,7 @@ MODELS = (
     "OlmoHybridForCausalLM",
     "JambaForCausalLM",
     "MiniMaxForCausalLM",
+    "Zamba2ForCausalLM",
 )
 ON_FOUR = MODELS[:6]
 """Keys and values are replicated there; of the others layers alone are tested (``tests/layers``)."""
@@ -46,7 +47,10 @@ ODD = {
     "linear_num_value_heads": 12,
     "num_experts": 8,
 }
-BIASES = {"attention_bias": True, "mlp_bias": True}
+OWN: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"attention_bias": True, "mlp_bias": True},
+    "Zamba2ForCausalLM": {"num_key_value_heads": 12},  # adapters need as many as query heads
+}
 CRAMPED: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "page_size": 4, "num_kv_pages": 40}
 
 
@@ -59,12 +63,7 @@ def _forks() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Architecture -> checkpoint with odd numbers."""
-    return {
-        arch: make_checkpoint(
-            arch, tmp_path_factory.mktemp(arch), **ODD, **(BIASES if arch.startswith("Llama") else {})
-        )
-        for arch in MODELS
-    }
+    return {arch: make_checkpoint(arch, tmp_path_factory.mktemp(arch), **ODD | OWN.get(arch, {})) for arch in MODELS}
 
 
 def prompts() -> list[list[int]]:

@@ -114,6 +114,7 @@ def run_layer(name: str) -> Run:
         ("BambaForCausalLM", "model.layers.0.mamba", {"mamba_proj_bias": True, "mamba_n_groups": 4} | MAMBA),
         ("FalconH1ForCausalLM", "model.layers.0.mamba", {"projectors_bias": True, "mamba_n_groups": 4} | MAMBA),
         ("Zamba2ForCausalLM", "model.layers.3.mamba", ZAMBA2),
+        ("ZambaForCausalLM", "model.layers.3.mamba", {"n_mamba_heads": 4, "mamba_proj_bias": True}),
         ("NemotronHForCausalLM", "model.layers.3.mlp", NEMOTRON),
         ("NemotronHForCausalLM", "model.layers.1.mlp", NEMOTRON | {"mlp_bias": True}),
         ("NemotronHForCausalLM", "model.layers.3.mlp", NEMOTRON | {"moe_latent_size": 20}),

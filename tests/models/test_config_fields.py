@@ -39,6 +39,7 @@ OTHERS: dict[str, Any] = {
     "position_embedding_type": lambda v: "rope",
     "hidden_act": lambda v: "gelu" if v != "gelu" else "silu",
     "mamba_hidden_act": lambda v: "gelu",
+    "hidden_mamba_act": lambda v: "gelu",
     "mlp_hidden_act": lambda v: "silu",
     "mamba_ssm_cache_dtype": lambda v: "bfloat16",
     "sliding_window": lambda v: 16,

@@ -44,7 +44,7 @@ HYBRID = (
 )
 LEAVE_NO_SUMS = (
     "FalconH1", "FalconMamba", "Gemma3", "Glm5Next", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid",
-    "Qwen4Exp", "RecurrentGemma", "Zamba2",
+    "Qwen4Exp", "RecurrentGemma", "Zamba",
 )  # fmt: skip
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
 mixers that leave no sums."""
@@ -181,7 +181,7 @@ GLM5_NEXT = "Glm5NextForConditionalGeneration"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM"
-ZAMBA2 = "Zamba2ForCausalLM"
+ZAMBA, ZAMBA2 = "ZambaForCausalLM", "Zamba2ForCausalLM"
 MINIMAX = "MiniMaxForCausalLM"
 JAMBA, FALCON_MAMBA = "JambaForCausalLM", "FalconMambaForCausalLM"
 GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
@@ -222,6 +222,8 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (MINIMAX, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "layer_types": None}),
     (MINIMAX, {"head_dim": None, "tie_word_embeddings": True, "num_hidden_layers": 2,
                "layer_types": ["linear_attention"] * 2}),
+    (ZAMBA, {"n_mamba_heads": 4, "mamba_proj_bias": True, "mamba_conv_bias": False, "num_key_value_heads": 1}),
+    (ZAMBA, {"n_mamba_heads": 3, "mamba_d_conv": 3, "attention_head_dim": 20, "layers_block_type": ["hybrid"] * 5}),
     (ZAMBA2, {"use_shared_attention_adapter": False, "num_key_value_heads": 2, "use_mem_rope": False, "head_dim": 20,
               "layers_block_type": ["hybrid", "linear_attention"] * 3}),
     (ZAMBA2, {"num_mem_blocks": 1, "add_bias_linear": True, "mamba_ngroups": 3, "mamba_d_conv": 3}),

@@ -38,7 +38,7 @@ from weft.config.sliding_window import (
     sliding_from_layer,
 )
 from weft.config.vision import VisionTokens, read_vision
-from weft.config.zamba import ZAMBA2
+from weft.config.zamba import ZAMBA, ZAMBA2
 
 
 def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -257,6 +257,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": _qwen3_vl(),
     "Qwen3VLMoeForConditionalGeneration": _qwen3_vl(moe=read_renormalised_moe),
     **MAMBA_FAMILIES,
+    # Zamba (arXiv 2405.16712): Mamba with heads; some layers first run a block of attention and MLP, which they share.
+    "ZambaForCausalLM": ZAMBA,
     # Zamba2 (arXiv 2411.15242): Mamba-2; some layers first run one of few blocks of attention and MLP.
     "Zamba2ForCausalLM": ZAMBA2,
 }

@@ -46,6 +46,36 @@ class MambaConfig:
         divide(self.num_channels, tp_size, "mamba channels (mamba_expand * hidden_size)")
 
 
+@dataclass(frozen=True, slots=True)
+class HeadedMambaConfig:
+    """Geometry of Mamba in which each head has B, C and time steps from its own channels (Zamba).
+
+    Attributes:
+        mamba: the layer without heads. Its ``dt_rank`` is that of one head.
+    """
+
+    num_heads: int
+    mamba: MambaConfig
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """The states of Mamba. A head's projections are as many times smaller as there are heads."""
+        return self.mamba.layer_spec(hidden_size, dtypes)
+
+    def check_shares(self, tp_size: int) -> None:
+        """Heads are split."""
+        divide(self.num_heads, tp_size, "n_mamba_heads")
+
+
+def read_headed_mamba(text: JsonObject) -> HeadedMambaConfig:
+    """Read the ``mamba_*`` keys and ``n_mamba_heads``."""
+    mamba, heads = read_mamba(text, norm_weights=None), text.integer("n_mamba_heads")
+    if mamba.num_channels % heads:
+        raise text.wrong("n_mamba_heads", f"a divisor of the {mamba.num_channels} channels")
+    if text.text("hidden_mamba_act", "silu") not in ("silu", "swish"):
+        raise text.unsupported("hidden_mamba_act", "; supported is 'silu'")
+    return HeadedMambaConfig(heads, mamba)
+
+
 def read_mamba(text: JsonObject, *, norm_weights: bool | None) -> MambaConfig:
     """Read the ``mamba_*`` keys (Jamba; Mamba and FalconMamba rename their own to these).
 

@@ -1,4 +1,4 @@
-"""Zamba2 (arXiv 2411.15242): Mamba-2 with shared attention blocks and adapters. Readers of the family's keys."""
+"""Zamba (arXiv 2405.16712) and Zamba2 (arXiv 2411.15242): Mamba with blocks of attention and MLP that layers share."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family
 from weft.config.json_object import JsonObject
+from weft.config.mamba import read_headed_mamba
 from weft.config.mamba2 import Mamba2Config
 from weft.config.mamba_families import read_nemotron_mamba2
 from weft.config.shared_block import SharedBlockConfig
@@ -26,6 +27,13 @@ def zamba2_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
     return tuple(types)
 
 
+def zamba_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Layer types of Zamba: a shared block in the third layer, and then every ``attn_layer_period`` layers."""
+    period, offset = text.integer("attn_layer_period"), text.integer("attn_layer_offset", low=0)
+    later = [HYBRID if i % period == offset else "linear_attention" for i in range(num_layers - 3)]
+    return ("linear_attention", "linear_attention", HYBRID, *later)
+
+
 def read_block_attention(text: JsonObject, *, rotary: bool) -> AttentionConfig:
     """Read attention over hidden states and embeddings. Scores are divided by the root of half a head's size."""
     width, heads = 2 * text.integer("hidden_size"), text.integer("num_attention_heads")
@@ -44,12 +52,24 @@ def hybrid_layers(text: JsonObject, default: Callable[[JsonObject, int], tuple[s
     return tuple(i for i, name in enumerate(types) if name == HYBRID)
 
 
+def _read_zamba_block(text: JsonObject) -> SharedBlockConfig:
+    _check_ties(text)
+    attention = read_block_attention(text, rotary=False)
+    width = text.integer("intermediate_size")
+    return SharedBlockConfig(hybrid_layers(text, zamba_layer_types), 1, attention, width)
+
+
+def _check_ties(text: JsonObject) -> None:
+    """Refuse separate embeddings: transformers then ties no blocks either."""
+    if not text.boolean("tie_word_embeddings", True):
+        raise text.unsupported("tie_word_embeddings", " with shared blocks; set it to true")
+
+
 def _read_zamba2_block(text: JsonObject) -> SharedBlockConfig:
+    _check_ties(text)
     attention = read_block_attention(text, rotary=text.boolean("use_mem_rope", False))
     if text.boolean("use_long_context", False):  # transformers says that it rescales the rotary base, and does not
         raise text.unsupported("use_long_context", "; set it to false to serve the original context length")
-    if not text.boolean("tie_word_embeddings", True):  # transformers then ties no blocks either
-        raise text.unsupported("tie_word_embeddings", " with shared blocks; set it to true")
     rank = text.integer("adapter_rank")
     adapts = text.boolean("use_shared_attention_adapter", False)
     if adapts and attention.num_kv_heads != attention.num_heads:
@@ -80,6 +100,18 @@ def _read_zamba2_mamba(text: JsonObject) -> Mamba2Config:
 def _intermediate_size(text: JsonObject) -> int:
     return text.integer("intermediate_size", 4 * text.integer("hidden_size"))
 
+
+ZAMBA = Family(
+    {
+        "linear_attention": {"mamba": read_headed_mamba},
+        HYBRID: {SHARED_BLOCK: _read_zamba_block, "mamba": read_headed_mamba},
+    },
+    layer_types=zamba_layer_types,
+    without_mlp=("linear_attention", HYBRID),
+    norm_placement={HYBRID: "shared_block"},
+    activation="gelu",
+    keys={"layers_block_type": "layer_types", "attention_head_dim": "head_dim"},
+)
 
 ZAMBA2 = Family(
     {

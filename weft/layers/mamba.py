@@ -7,6 +7,8 @@ channels, so they are summed over the ranks. Does not know: how states are alloc
 them by the layer's name.
 """
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.short_conv import DepthwiseConv
-from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows
+from weft.layers.weight import RowMap, WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows
 from weft.ops.convolution import causal_conv1d, causal_conv1d_update
 from weft.ops.mamba import ScanWeights, selective_scan, selective_scan_step
 from weft.ops.norm import split_rms_norm
@@ -56,29 +58,41 @@ class PartNorms(WeightModule):
         return 0.9, 1.1
 
 
-class Mamba(RecurrentLayer):
-    """Mamba; see ``RecurrentLayer``."""
+class SelectiveScanLayer(RecurrentLayer):
+    """Convolution, selective scan and output projection; see ``RecurrentLayer``.
 
-    def __init__(self, geometry: MambaConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
+    A subclass computes time steps, B and C from the convolution's output.
+
+    Args:
+        x_and_z: which rows of the input projection this rank has, for x and then for the gate z.
+    """
+
+    def __init__(
+        self, geometry: MambaConfig, x_and_z: RowMap, config: ModelConfig, context: ModelContext, name: str
+    ) -> None:
         super().__init__(context, name)
         hidden_size, channels, what = config.hidden_size, geometry.num_channels, "mamba channels"
         self.num_channels = divide(channels, context.tp.size, what)
-        inner = geometry.dt_rank + 2 * geometry.state_size
         self._channels = split_rows([channels], context.tp, what)
-        x_and_z = {"": split_rows([channels] * 2, context.tp, what)}
-        self.in_proj = PackedLinear(hidden_size, x_and_z, bias=geometry.bias, context=context)
+        self.in_proj = PackedLinear(hidden_size, {"": x_and_z}, bias=geometry.bias, context=context)
         self.conv1d = DepthwiseConv(
             {"": self._channels}, kernel=geometry.conv_kernel, bias=geometry.conv_bias, context=context
         )
-        self.x_proj = RowParallelLinear(channels, inner, bias=False, context=context, what=what)
-        self._all_reduce = AllReduce.inside_a_layer(inner, context)
-        self.part_norms = PartNorms(geometry, context)
-        self.dt_proj = ColumnParallelLinear(geometry.dt_rank, channels, bias=True, context=context, what=what)
         # The decay is an exponential of an exponential: its parameters stay in float32 whatever the model's dtype.
         shape, device = (geometry.state_size, self.num_channels), context.device
         self.A_log = empty_parameter(*shape, dtype=torch.float32, device=device)
         self.D = empty_parameter(self.num_channels, dtype=torch.float32, device=device)
         self.out_proj = RowParallelLinear(channels, hidden_size, bias=geometry.bias, context=context, what=what)
+
+    @property
+    @abstractmethod
+    def time_bias(self) -> Tensor:
+        """The bias ``[num_channels]`` of time steps, which is added in float32."""
+
+    @abstractmethod
+    def time_steps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From the convolution's output ``[T, num_channels]``: time steps ``[T, num_channels]`` without their bias,
+        and B and C as ``selective_scan`` takes them."""
 
     @split_op("mamba", width=lambda layer: layer.num_channels)
     def mix(self, projected: Tensor) -> Tensor:
@@ -96,11 +110,9 @@ class Mamba(RecurrentLayer):
             lambda x, *, slots, out: causal_conv1d_update(x, *conv, slots, backend=backend, out=out),
             lambda x: causal_conv1d(x, *conv, batch, backend=backend),
         )
-        bias = self.dt_proj.bias
-        assert bias is not None, "dt_proj has a bias, which is added in float32"
-        scan = ScanWeights(bias, self.A_log, self.D), cache["recurrent"]
+        scan = ScanWeights(self.time_bias, self.A_log, self.D), cache["recurrent"]
         return mix_rows(
-            [x, z, *self._time_steps(x)],
+            [x, z, *self.time_steps(x)],
             [cache["recurrent"]],
             batch,
             shape,
@@ -110,9 +122,27 @@ class Mamba(RecurrentLayer):
             lambda x, z, dt, b, c: selective_scan(x, z, dt, b, c, *scan, batch, backend=backend),
         )
 
-    def _time_steps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From the convolution's output ``[T, num_channels]``: time steps ``[T, num_channels]`` without their bias,
-        and B and C ``[T, state_size]``."""
+
+class Mamba(SelectiveScanLayer):
+    """Mamba; see ``RecurrentLayer``."""
+
+    def __init__(self, geometry: MambaConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
+        channels, what = geometry.num_channels, "mamba channels"
+        x_and_z = split_rows([channels] * 2, context.tp, what)
+        super().__init__(geometry, x_and_z, config, context, name)
+        inner = geometry.dt_rank + 2 * geometry.state_size
+        self.x_proj = RowParallelLinear(channels, inner, bias=False, context=context, what=what)
+        self._all_reduce = AllReduce.inside_a_layer(inner, context)
+        self.part_norms = PartNorms(geometry, context)
+        self.dt_proj = ColumnParallelLinear(geometry.dt_rank, channels, bias=True, context=context, what=what)
+
+    @property
+    def time_bias(self) -> Tensor:
+        bias = self.dt_proj.bias
+        assert bias is not None, "dt_proj has a bias"
+        return bias
+
+    def time_steps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = self.x_proj(x)
         if self._all_reduce is not None:
             parts = self._all_reduce(parts)

@@ -16,7 +16,7 @@ from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.indexed_attention import IndexedAttentionConfig, IndexedLatentConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.lightning_attention import LightningAttentionConfig
-from weft.config.mamba import MambaConfig
+from weft.config.mamba import HeadedMambaConfig, MambaConfig
 from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig, layer_name
 from weft.config.ngram import NGramConfig
@@ -30,6 +30,7 @@ from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from weft.layers.gated_delta_net import GatedDeltaNet
+from weft.layers.headed_mamba import HeadedMamba
 from weft.layers.indexed_attention import IndexedAttention
 from weft.layers.indexed_latent import IndexedLatentAttention
 from weft.layers.kimi_delta import KimiDelta
@@ -61,6 +62,7 @@ MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] =
     KimiDeltaConfig: KimiDelta,
     LightningAttentionConfig: LightningAttention,
     MambaConfig: Mamba,
+    HeadedMambaConfig: HeadedMamba,
     Mamba2Config: Mamba2,
     ShortConvConfig: ShortConv,
     RgLruConfig: RgLru,

@@ -187,6 +187,17 @@ _GRANITE = WeightTable(
         r"\.block_sparse_moe\.output_linear\.weight$": ".block_sparse_moe.experts.down_proj",
     },
 )
+_ZAMBA = WeightTable(
+    _PLAIN,
+    modules={"norm": "final_layernorm"},
+    patterns={  # a layer with a block holds another with Mamba
+        r"\.mamba_decoder\.": ".",
+        r"\.linear\.": ".shared_block.linear.",
+        r"\.shared_transf\.self_attn\.": ".shared_block.",
+        r"\.shared_transf\.feed_forward\.": ".shared_block.mlp.",
+        r"\.shared_transf\.": ".shared_block.",
+    },
+)
 _ZAMBA2 = WeightTable(
     _ATTENTION | {"qkv_down": ("linear_q_adapter.0", "linear_k_adapter.0", "linear_v_adapter.0")},
     modules={
@@ -247,6 +258,7 @@ WEIGHT_TABLES = {
     "MambaForCausalLM": _MAMBA2,
     "MiniMaxForCausalLM": _MINIMAX,
     "Mamba2ForCausalLM": _MAMBA2,
+    "ZambaForCausalLM": _ZAMBA,
     "Zamba2ForCausalLM": _ZAMBA2,
 }
 """By the architectures of ``config/families.py``."""

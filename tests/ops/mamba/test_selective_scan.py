@@ -115,6 +115,31 @@ def test_step_kernels(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
         close(got, expected, dtype)
 
 
+@pytest.mark.parametrize("backend", [TORCH, TRITON])
+def test_heads_are_scans_of_their_own(backend: Backend) -> None:
+    """Prefill and one token, with B and C of each of two heads; a power of two that divides a head's channels is 16."""
+    batch, width = mixed_batch(), 4096 if ON_GPU else 48
+    rows = batch.num_tokens + 3
+    x, z, dt, *_, weights = scan_inputs(rows, torch.float32, 2 * width)
+    b, c = (torch.randn(rows, 2, SIZE, device=DEVICE) for _ in range(2))
+    poisoned(batch, x, z, dt, b, c)
+    state = torch.randn(13, SIZE, 2 * width, device=DEVICE)
+    state[[3, 4]] = torch.nan
+    slots = torch.tensor([5, 0, 6], dtype=torch.int32, device=DEVICE)
+    by_head = [state[..., part].contiguous() for part in (slice(width), slice(width, None))]
+    got = selective_scan(x, z, dt, b, c, weights, state, batch, backend=backend)
+    token = [t[:3] for t in (x, z, dt, b, c)]
+    step = selective_scan_step(*token, weights, state, slots, backend=backend)
+    for head, (part, own) in enumerate(zip((slice(width), slice(width, None)), by_head, strict=True)):
+        cut = ScanWeights(*(w[..., part].contiguous() for w in weights))
+        inputs = [*(t[:, part] for t in (x, z, dt)), *(t[:, head].contiguous() for t in (b, c))]
+        want = selective_scan(*inputs, cut, own, batch, backend=TORCH)
+        close(got[:, part], want, torch.float32)
+        want = selective_scan_step(*(t[:3] for t in inputs), cut, own, slots, backend=TORCH)
+        close(step[:, part], want, torch.float32)
+        close(state[1:, :, part], own[1:], torch.float32)
+
+
 def test_norms_of_parts() -> None:
     sizes = (7, 5, 5)
     wide, weight = torch.randn(4, 30, device=DEVICE), torch.randn(17, device=DEVICE)

@@ -60,7 +60,7 @@ def selective_scan_step(
 
     Args:
         x, z, dt: ``[R, C]``; rows may be strided.
-        b, c: ``[R, N]``.
+        b, c: ``[R, N]``, or ``[R, H, N]`` if each of H heads of equally many channels has B and C of its own (Zamba).
         state: ``[num_slots, N, C]``.
         state_slots: ``[R]`` int32; rows with slot 0 are padding: zero, or left as they are in a given ``out [R, C]``.
 
@@ -80,8 +80,13 @@ def _step(
     dt_bias, A_log, D = weights
     step, values = F.softplus(dt.float() + dt_bias.float()), x.float()
     decay = (-A_log.float().exp() * step[:, None]).exp()  # [R, N, C]
-    new = old * decay + b.float()[..., None] * (step * values)[:, None]
-    y = torch.matmul(c.float()[:, None], new).squeeze(1) + D.float() * values
+    if b.dim() == 3:
+        b, c = (part.repeat_interleave(x.shape[1] // part.shape[1], 1).transpose(1, 2).float() for part in (b, c))
+        new = old * decay + b * (step * values)[:, None]
+        y = (c * new).sum(1) + D.float() * values
+    else:
+        new = old * decay + b.float()[..., None] * (step * values)[:, None]
+        y = torch.matmul(c.float()[:, None], new).squeeze(1) + D.float() * values
     return new, y * F.silu(z.float())
 
 

@@ -38,11 +38,19 @@ def _token(b_state, b_rate, b_x, b_z, b_dt, b_b, b_c, b_bias, b_skip):
     return b_state, y * b_z * sigmoid(b_z)
 
 
+@triton.jit
+def _head_offset(C: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Where B and C of this program's channels begin in a row; a block of channels belongs to one head."""
+    if HEADS == 1:
+        return 0
+    return tl.program_id(0) * BLOCK_C // (C // HEADS) * N
+
+
 @jit(do_not_specialize_on_alignment=["state_slots"])
 def _scan_step_kernel(
     x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, out, stride_x, stride_z, stride_dt,
-    C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, KEEP: tl.constexpr,
-    EARLY: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one row and block of channels. Its state, which an earlier step wrote, begins to load before the wait."""
     release(EARLY)
@@ -66,8 +74,9 @@ def _scan_step_kernel(
     b_x = tl.load(x + i_row * stride_x + o_c, mask=c_mask, other=0.0).to(tl.float32)
     b_z = tl.load(z + i_row * stride_z + o_c, mask=c_mask, other=0.0).to(tl.float32)
     b_dt = tl.load(dt + i_row * stride_dt + o_c, mask=c_mask, other=0.0).to(tl.float32)
-    b_b = tl.load(b + i_row * N + o_n, mask=n_mask, other=0.0).to(tl.float32)
-    b_c = tl.load(c + i_row * N + o_n, mask=n_mask, other=0.0).to(tl.float32)
+    p_head = i_row * HEADS * N + _head_offset(C, N, HEADS, BLOCK_C)
+    b_b = tl.load(b + p_head + o_n, mask=n_mask, other=0.0).to(tl.float32)
+    b_c = tl.load(c + p_head + o_n, mask=n_mask, other=0.0).to(tl.float32)
     b_state, y = _token(b_state, b_rate, b_x, b_z, b_dt, b_b, b_c, b_bias, b_skip)
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
     tl.store(out + i_row * C + o_c, y.to(out.dtype.element_ty), mask=c_mask)
@@ -76,7 +85,7 @@ def _scan_step_kernel(
 @triton.jit
 def _read(
     tokens, x, z, dt, b, c, begin, end, o_n, o_c, n_mask, c_mask, stride_x, stride_z, stride_dt,
-    N: tl.constexpr, COUNT: tl.constexpr,
+    STRIDE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """``tokens`` and the inputs of ``COUNT`` tokens from ``begin`` on, five vectors each; zero from ``end`` on."""
     for i in tl.static_range(COUNT):
@@ -85,8 +94,8 @@ def _read(
         b_x = tl.load(x + row * stride_x + o_c, mask=here, other=0.0)
         b_z = tl.load(z + row * stride_z + o_c, mask=here, other=0.0)
         b_dt = tl.load(dt + row * stride_dt + o_c, mask=here, other=0.0)
-        b_b = tl.load(b + row * N + o_n, mask=n_mask & inside, other=0.0)
-        b_c = tl.load(c + row * N + o_n, mask=n_mask & inside, other=0.0)
+        b_b = tl.load(b + row * STRIDE + o_n, mask=n_mask & inside, other=0.0)
+        b_c = tl.load(c + row * STRIDE + o_n, mask=n_mask & inside, other=0.0)
         tokens = tokens + (b_x, b_z, b_dt, b_b, b_c)  # noqa: RUF005 (kernels cannot unpack)
     return tokens
 
@@ -96,8 +105,8 @@ def _selective_scan_kernel(
     x, z, dt, b, c, dt_bias, A_log, D, state, out,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, stride_x, stride_z, stride_dt,
-    C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    TOKENS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one sequence and block of channels: its tokens in order, the state in registers."""
     enter(EARLY)
@@ -116,16 +125,18 @@ def _selective_scan_kernel(
     b_rate = -tl.exp(tl.load(A_log + inside, mask=mask, other=0.0).to(tl.float32))
     b_bias = tl.load(dt_bias + o_c, mask=c_mask, other=0.0).to(tl.float32)
     b_skip = tl.load(D + o_c, mask=c_mask, other=0.0).to(tl.float32)
+    head = _head_offset(C, N, HEADS, BLOCK_C)
     for i_chunk in range(first, last):
         start = tl.load(chunk_start + i_chunk).to(tl.int64)
         end = start + tl.load(chunk_length + i_chunk)
         tokens = _read(
-            (), x, z, dt, b, c, start, end, o_n, o_c, n_mask, c_mask, stride_x, stride_z, stride_dt, N, TOKENS
+            (), x, z, dt, b + head, c + head, start, end, o_n, o_c, n_mask, c_mask, stride_x, stride_z, stride_dt,
+            HEADS * N, TOKENS,
         )  # fmt: skip
         for token in range(start, end, TOKENS):
             ahead = _read(
-                (), x, z, dt, b, c, token + TOKENS, end, o_n, o_c, n_mask, c_mask, stride_x, stride_z, stride_dt,
-                N, TOKENS,
+                (), x, z, dt, b + head, c + head, token + TOKENS, end, o_n, o_c, n_mask, c_mask, stride_x, stride_z,
+                stride_dt, HEADS * N, TOKENS,
             )  # fmt: skip
             for i in tl.static_range(TOKENS):
                 b_x, b_z = tokens[5 * i].to(tl.float32), tokens[5 * i + 1].to(tl.float32)
@@ -141,16 +152,16 @@ def _selective_scan_kernel(
 
 @launches(selective_scan_step, invariant={})
 def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, out) -> Tensor:
-    (num_rows, channels), size = x.shape, b.shape[1]
+    (num_rows, channels), size = x.shape, b.shape[-1]
     dt_bias, A_log, D = weights
     _check(x, z, dt, b, c, A_log, state)
     keep, out = out is not None, x.new_empty(x.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
-        block = min(_BLOCK_C, next_power_of_2(channels))
+        heads, block = _heads(b), _channel_block(channels, _heads(b))
         _scan_step_kernel[(cdiv(channels, block), num_rows)](
             x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, out, x.stride(0), z.stride(0), dt.stride(0),
-            C=channels, N=size, BLOCK_N=next_power_of_2(size), BLOCK_C=block, KEEP=keep,
+            C=channels, N=size, HEADS=heads, BLOCK_N=next_power_of_2(size), BLOCK_C=block, KEEP=keep,
             num_warps=1, **early_launch(x.device),
         )  # fmt: skip
     return out
@@ -159,7 +170,7 @@ def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, o
 @launches(selective_scan, invariant={"fixed": True})
 def selective_scan_triton(x, z, dt, b, c, weights, state, batch, *, fixed: bool = False) -> Tensor:
     """Triton kernel of ``selective_scan``. ``fixed``: one order of a channel's states for any number of sequences."""
-    chunks, (num_rows, channels), size = batch.chunk_table, x.shape, b.shape[1]
+    chunks, (num_rows, channels), size, heads = batch.chunk_table, x.shape, b.shape[-1], _heads(b)
     dt_bias, A_log, D = weights
     _check(x, z, dt, b, c, A_log, state)
     out = x.new_empty(x.shape)
@@ -167,14 +178,24 @@ def selective_scan_triton(x, z, dt, b, c, weights, state, batch, *, fixed: bool 
         shape = gluon.choose_shape(1) if fixed else None
         gluon.launch_selective_scan(x, z, dt, b, c, weights, state, out, batch, shape)
         return out
-    block = min(_BLOCK_C, next_power_of_2(channels))
+    block = _channel_block(channels, heads)
     _selective_scan_kernel[(cdiv(channels, block), chunks.max_seqs)](
         x, z, dt, b, c, dt_bias, A_log, D, state, out,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
-        C=channels, N=size, BLOCK_N=next_power_of_2(size), BLOCK_C=block, TOKENS=_TOKENS, CHUNK=CHUNK_SIZE,
-        num_warps=2, **early_launch(x.device),
+        C=channels, N=size, HEADS=heads, BLOCK_N=next_power_of_2(size), BLOCK_C=block, TOKENS=_TOKENS,
+        CHUNK=CHUNK_SIZE, num_warps=2, **early_launch(x.device),
     )  # fmt: skip
     return out
+
+
+def _heads(b: Tensor) -> int:
+    return 1 if b.dim() == 2 else b.shape[1]
+
+
+def _channel_block(channels: int, heads: int) -> int:
+    """Channels of a program, which belong to one head."""
+    share = channels // heads
+    return min(_BLOCK_C, next_power_of_2(share) if heads == 1 else share & -share)
 
 
 def _check(x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, A_log: Tensor, state: Tensor) -> None:

@@ -221,8 +221,8 @@ def choose_shape(num_seqs: int) -> Shape:
 
 def takes(x: Tensor, b: Tensor) -> bool:
     """Whether the kernel exists for ``x [T, C]`` and ``b [T, N]``: on compute capability 9, for states of 16 and whole
-    blocks of channels."""
-    return runs_gluon(x.device) and b.shape[1] == _N.value and x.shape[1] % 32 == 0
+    blocks of channels. B with heads has three dimensions."""
+    return runs_gluon(x.device) and b.dim() == 2 and b.shape[1] == _N.value and x.shape[1] % 32 == 0
 
 
 def launch_selective_scan(
