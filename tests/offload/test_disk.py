@@ -251,7 +251,7 @@ def test_a_rejected_file_is_not_used(tmp_path: Path) -> None:
     house = with_files(tmp_path)
     tier = house.tier.disk
     assert tier is not None
-    assert house.restores.waits(request("r", PROMPT), house.manager.match([*PROMPT, 1]), 0)
+    assert house.restores.restore_first(request("r", PROMPT), house.manager.match([*PROMPT, 1]), 0)
     loads = tier.take_orders()
     house.restores.files_done([(order.number, 10, "" if place else "torn") for place, order in enumerate(loads)])
     assert house.found([*PROMPT, 1]) == 0 and len(tier) == 6
@@ -261,12 +261,12 @@ def test_a_request_waits_for_files_no_longer_than_computing_takes(tmp_path: Path
     house = with_files(tmp_path)
     house.tier.costs.flops_per_s = 1e30
     late, other = request("r", PROMPT), request("other", PROMPT)
-    assert not house.restores.waits(late, house.manager.match([*PROMPT, 1]), 0)
+    assert not house.restores.restore_first(late, house.manager.match([*PROMPT, 1]), 0)
     house.tier.costs.flops_per_s = None
-    assert house.restores.waits(other, house.manager.match([*PROMPT, 1]), 0)
+    assert house.restores.restore_first(other, house.manager.match([*PROMPT, 1]), 0)
     assert house.restores.still_waits(other)
     house.restores._deadlines["other"] = time.monotonic()
     assert not house.restores.still_waits(other)
-    assert not house.restores.waits(other, house.manager.match([*PROMPT, 1]), 0)
+    assert not house.restores.restore_first(other, house.manager.match([*PROMPT, 1]), 0)
     house.restores.files_done([(order.number, 10, "") for order in house.restores.take_file_orders()])
     assert house.found([*PROMPT, 1]) == 22, "the files were read for others"

@@ -105,7 +105,7 @@ def test_a_state_alone_comes_back_to_kv_on_the_device() -> None:
 
 
 def restore(house: House, tokens: list[int], name: str = "r") -> None:
-    assert house.restores.waits(request(name, tokens), house.manager.match(tokens), 0)
+    assert house.restores.restore_first(request(name, tokens), house.manager.match(tokens), 0)
     while house.restores.is_active:
         house.memory.flush()
         while house.memory.in_flight:
@@ -139,10 +139,10 @@ def test_a_lookup_goes_on_in_later_steps(monkeypatch: pytest.MonkeyPatch) -> Non
         house.restores.begin_step(1)
         match = house.manager.match(tokens)
         assert match.below is not None and match.below.is_pending
-        assert house.restores.waits(asked, match, 1)
+        assert house.restores.restore_first(asked, match, 1)
         assert not house.restores.is_active and not house.restores.still_waits(asked)
     house.restores.begin_step(1)
-    assert house.restores.waits(asked, house.manager.match(tokens), 1) and house.restores.is_active
+    assert house.restores.restore_first(asked, house.manager.match(tokens), 1) and house.restores.is_active
 
 
 def test_a_lookup_beside_no_request_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_restores_of_different_prefixes_overlap() -> None:
     longer = [*PROMPT, 5]  # its entries are those of the first
     for name, tokens in (("a", [*PROMPT, 1]), ("b", longer), ("c", [*other, 1])):
         house.restores._slice_pages = 5  # one slice each
-        assert house.restores.waits(request(name, tokens), house.manager.match(tokens), 0)
+        assert house.restores.restore_first(request(name, tokens), house.manager.match(tokens), 0)
     assert [active.request_id for active in house.restores._active] == ["a", "c"]
     house.restores.check()
     while house.restores.is_active:
@@ -195,10 +195,10 @@ def test_a_restore_with_slices_to_order_is_the_only_one() -> None:
     house.serve(other)
     house.evict()
     house.restores._slice_pages = 1
-    assert house.restores.waits(request("a", [*PROMPT, 1]), house.manager.match([*PROMPT, 1]), 0)
+    assert house.restores.restore_first(request("a", [*PROMPT, 1]), house.manager.match([*PROMPT, 1]), 0)
     house.memory.flush()
     house.memory.finish()  # three slices are in flight, and one is not ordered
-    assert house.restores.waits(request("b", [*other, 1]), house.manager.match([*other, 1]), 0)
+    assert house.restores.restore_first(request("b", [*other, 1]), house.manager.match([*other, 1]), 0)
     assert [active.request_id for active in house.restores._active] == ["a"]
 
 
@@ -207,7 +207,7 @@ def test_entries_of_a_restore_are_not_evicted_meanwhile() -> None:
     house.serve(PROMPT)
     house.evict()
     match = house.manager.match([*PROMPT, 1])
-    assert house.restores.waits(request("r", PROMPT), match, 0)
+    assert house.restores.restore_first(request("r", PROMPT), match, 0)
     house.serve([9] * 20)
     assert house.manager.evictor.make_room(3)
     house.memory.flush()
@@ -270,7 +270,7 @@ def test_restores_that_take_longer_than_computing_are_refused() -> None:
     house.evict()
     match = house.manager.match([*PROMPT, 1])
     assert match.below is not None and match.below.refused
-    assert not house.restores.waits(request("r", PROMPT), match, 0)
+    assert not house.restores.restore_first(request("r", PROMPT), match, 0)
     assert house.tier.stats()["num_refused_restores"] == 1
     lease = house.manager.lease(match)
     assert lease is not None and "host memory has 22 tokens, but restoring would take" in lease.report.reason
@@ -295,7 +295,7 @@ def test_a_snapshot_shows_what_the_tier_has() -> None:
     house.evict()
     inspection = Inspection(house.manager)
     assert below() == []
-    assert house.restores.waits(request("r", PROMPT), house.manager.match([*PROMPT, 1]), 0)
+    assert house.restores.restore_first(request("r", PROMPT), house.manager.match([*PROMPT, 1]), 0)
     while house.restores.is_active:
         house.memory.flush()
         house.memory.finish()

@@ -74,7 +74,7 @@ class Life:
         assert self.manager.tree.version == version
         if match.below is not None:
             assert match.num_tokens < match.below.num_tokens <= len(tokens)
-        if self.restores.waits(request(name, tokens), match, len(self.running)):
+        if self.restores.restore_first(request(name, tokens), match, len(self.running)):
             self.waiting.append((name, tokens, salt))
             return
         match = self.manager.match(tokens, salt)

@@ -142,15 +142,17 @@ class Restores:
         """Bound what the lookups of a step may compute, so that running requests need not wait for them."""
         self.tier.keys_left = KEYS_PER_STEP if num_running else inf
 
-    def waits(self, request: Request, match: Match, num_running: int) -> bool:
-        """Whether a waiting request waits for a restore, which may begin now, or for its lookup. Others pass it."""
+    def restore_first(self, request: Request, match: Match, num_running: int) -> bool:
+        """Begin a restore for a waiting request if that pays. Returns whether the request waits for a restore, or for
+        its lookup, so that others pass it."""
         if match.below is not None and match.below.is_pending:
             return True
-        waits = self._may_wait(request, match, num_running)
+        waits = self._begin_restore(request, match, num_running)
         (self._blocked.add if waits else self._blocked.discard)(request.request_id)
         return waits
 
-    def _may_wait(self, request: Request, match: Match, num_running: int) -> bool:
+    def _begin_restore(self, request: Request, match: Match, num_running: int) -> bool:
+        """Begin a restore, or a load of its files, unless one is in flight. Returns whether the request waits."""
         below = match.below
         if any(active.request_id == request.request_id for active in self._active):
             return True

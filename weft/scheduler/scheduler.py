@@ -271,7 +271,7 @@ class Scheduler:
             if self._grid is not None and not self._grid.reach(request, match.num_tokens, budget):
                 break
             if self.restores is not None:
-                if self.restores.waits(request, match, len(self._rows.running)):
+                if self.restores.restore_first(request, match, len(self._rows.running)):
                     continue
                 if match.version != self.manager.tree.version:
                     match = self._lookups.match(request)
