@@ -18,7 +18,8 @@ EVERYWHERE = frozenset(
     {
         "model", "served_model_name", "load_format", "skip_tokenizer_init", "dtype", "quantization", "max_model_len",
         "seed", "device", "backend", "tensor_parallel_size", "data_parallel_size", "data_parallel_backend", "page_size",
-        "num_kv_pages", "max_num_seqs", "max_logprobs", "max_num_batched_tokens", "enable_overlap",
+        "num_kv_pages", "max_num_seqs", "max_logprobs", "logprobs_mode", "max_num_batched_tokens",
+        "enable_overlap",
         "speculative_config", "language_model_only", "enable_prefix_caching", "enforce_eager", "cuda_graph_mode",
         "deterministic", "graph_profile", "enable_piecewise_cuda_graph", "profile_dir", "enable_sleep_mode",
     }

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.layers.sampler import BlockedTokens, LogitBias, Penalties, Sampler, SamplingMetadata, logprobs_of
+from weft.layers.sampler import (
+    BlockedTokens,
+    LogitBias,
+    Penalties,
+    Sampler,
+    SamplingMetadata,
+    logprobs_of,
+    processed_logits,
+)
 from weft.ops.backend import Backend
 
 VOCAB = 65
@@ -160,3 +168,30 @@ def test_an_invariant_backend_samples_all_batches_alike(monkeypatch: pytest.Monk
         for backend in (Backend.INVARIANT_TRITON, Backend.TORCH):
             Sampler(backend)(logits(2).bfloat16(), each)
     assert set(ways[::2]) == {(torch.float32, False, VOCAB, True)} and len(set(ways[1::2])) == 3
+
+
+@pytest.mark.parametrize("backend", [Backend.TORCH, Backend.TRITON])
+def test_processed_logits_keep_what_was_sampled(backend: Backend) -> None:
+    """Rows with each filter, with all, without one, and greedy; the filtered are gone, the others divided."""
+    n = 6
+    x = logits(n)
+    metadata = replace(
+        batch(n, temperature=0.5),
+        temperature=torch.tensor([0.0, 0.5, 0.5, 0.5, 2.0, 1.0]),
+        top_k=torch.tensor([3, 3, 0, 0, 9, 0]),
+        top_p=torch.tensor([0.5, 1.0, 0.6, 1.0, 0.7, 1.0]),
+        min_p=torch.tensor([0.5, 0.0, 0.0, 0.2, 0.1, 0.0]),
+        candidates=VOCAB,
+        uses_min_p=True,
+    )
+    token_ids = Sampler(backend)(x, metadata).token_ids
+    scores = processed_logits(x, metadata, token_ids)
+    assert scores.gather(1, token_ids[:, None]).isfinite().all()
+    kept = scores.isfinite()
+    assert kept.sum(-1).tolist()[:2] == [VOCAB, 3] and kept[5].all() and kept[2:5].sum(-1).lt(VOCAB).all()
+    scaled = x / torch.tensor([1.0, 0.5, 0.5, 0.5, 2.0, 1.0])[:, None]
+    assert torch.equal(scores[kept], scaled[kept])
+    dropped = kept.logical_not()[1].nonzero()[0]
+    assert processed_logits(x[1:2], replace(metadata, **{
+        name: getattr(metadata, name)[1:2] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    }), dropped)[0, dropped].isfinite()  # fmt: skip

@@ -74,6 +74,8 @@ def _problems_of_settings(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"dtype={values['dtype']!r} on a GPU: its kernels were measured in bfloat16; use dtype='bfloat16'"
     if values["mamba_ssm_dtype"] == "bfloat16":
         yield "mamba_ssm_dtype='bfloat16': a step's end would round the state; use float32"
+    if values["logprobs_mode"] == "processed_logprobs":
+        yield "logprobs_mode='processed_logprobs': its sums of top-p may follow the number of rows; use raw_logprobs"
     if values["enable_torch_compile"]:
         yield "enable_torch_compile=True: compiled decodes round elsewhere than other steps; leave it out"
     sources = ("capture",) if values["device"] == "cpu" else ("capture", "eager")

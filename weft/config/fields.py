@@ -134,6 +134,11 @@ class EngineConfig:
     max_logprobs: int = _option(
         "int", 20, "most log probabilities per token that a request may ask for; -1: the vocabulary", low=-1
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = _option(
+        "text", "raw_logprobs", "log probabilities of sampled tokens: raw_logprobs (the model's own) or "
+        "processed_logprobs (after penalties, temperature and filters)",
+        choices=("raw_logprobs", "processed_logprobs"),
+    )  # fmt: skip
     max_num_batched_tokens: int = _option(
         "int", None, "token budget of one step; longer prompts run in chunks; default: 8192 on a GPU, 2048 on the CPU",
         low=1, high=65_535,  # some kernels have a program for each token along the second dimension of a CUDA grid

@@ -58,7 +58,6 @@ VLLM_SETTINGS: Mapping[str, Elsewhere] = {
     "generation_config": Elsewhere(("auto",), "the checkpoint's is read; give what differs in SamplingParams"),
     "override_generation_config": Elsewhere(({},), "give what differs in SamplingParams"),
     "hf_overrides": Elsewhere(({},), "change config.json in a copy of the folder"),
-    "logprobs_mode": Elsewhere(("raw_logprobs",), "log probabilities are the model's own"),
     "revision": Elsewhere((), "download that revision and give its folder as model"),
     "tokenizer_revision": Elsewhere((), "download that revision and give its folder as tokenizer"),
     "download_dir": Elsewhere((), "set HF_HOME, or give a folder as model"),

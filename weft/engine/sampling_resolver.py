@@ -23,6 +23,7 @@ class SamplingResolver:
         self._generation = config.generation
         self._num_processes = config.tensor_parallel_size
         self._max_logprobs = config.max_logprobs
+        self._reports_processed = config.logprobs_mode == "processed_logprobs"
         self._tokenizer = tokenizer
         self._eos = frozenset(config.eos_token_ids)
 
@@ -37,6 +38,11 @@ class SamplingResolver:
             RequestError: the parameters do not fit this model.
         """
         self._check_params(params)
+        if self._reports_processed and params.logits_processors and params.logprobs is not None:
+            raise RequestError(
+                "logprobs with logits_processors need logprobs_mode='raw_logprobs', since processors run once",
+                "logprobs",
+            )
         defaults = self._generation
         top_k = int(_first(params.top_k, defaults.top_k, 0))
         sampling = RowSampling(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend
-from weft.ops.sampling import SamplingFlags, apply_penalties_, sample
+from weft.ops.sampling import SamplingFlags, apply_penalties_, apply_top_k_top_p_min_p_, sample
+from weft.sampling_params import GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,23 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, top_n: int) -> Logprobs:
         return Logprobs(chosen_ids, chosen, ranks)
     values, ids = scores.topk(top_n, dim=-1)
     return Logprobs(torch.cat([chosen_ids, ids], dim=1), torch.cat([chosen, values], dim=1), ranks)
+
+
+def processed_logits(logits: Tensor, batch: SamplingMetadata, token_ids: Tensor) -> Tensor:
+    """The logits ``[N, V]`` float32 whose softmax ``token_ids [N]`` were sampled from.
+
+    Greedy rows are neither divided by a temperature nor filtered. A sampled token is never filtered, however a kernel
+    has rounded the sums of top-p.
+    """
+    scores = _edit(logits.to(torch.float32, copy=True), batch)
+    is_greedy = batch.temperature < GREEDY_BELOW
+    scores /= torch.where(is_greedy, 1.0, batch.temperature)[:, None]
+    chosen = scores.gather(1, token_ids[:, None])
+    if batch.candidates or batch.uses_min_p:
+        top_k, top_p = batch.top_k.masked_fill(is_greedy, 0), batch.top_p.masked_fill(is_greedy, 1.0)
+        min_p = batch.min_p.masked_fill(is_greedy, 0.0) if batch.uses_min_p else None
+        apply_top_k_top_p_min_p_(scores, top_k, top_p, min_p, candidates=batch.candidates)
+    return scores.scatter_(1, token_ids[:, None], chosen)
 
 
 class Sampler:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from weft.config import EngineConfig
-from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
+from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of, processed_logits
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder
@@ -53,7 +53,7 @@ class StepTokens:
         num_logprobs: place among the M -> how many alternatives its row asked for.
         drafts: ``[S or more, K]`` int64, drafted in the step's graph, padding included. None if nothing is drafted on
             the device, or if tokens were sampled again after the graph.
-        logprobs: of the places in ``num_logprobs``, in that order; of the model's own distribution, before any edit.
+        logprobs: of the places in ``num_logprobs``, in that order; see ``EngineConfig.logprobs_mode``.
     """
 
     rows: list[int]
@@ -83,6 +83,7 @@ class StepSampler:
         self._builder, self._rows, self._drafts = builder, rows, drafts
         self._device = rows.last_token.device
         self._sampler = Sampler(backend)
+        self._reports_processed = config.logprobs_mode == "processed_logprobs"
         self.state = SamplingState(rows, config.model_config.vocab_size, self._device)
 
     def sample_any(self, logits: Tensor, samples: SamplingTensors) -> FullStepOutput:
@@ -131,12 +132,13 @@ class StepSampler:
             found = self._drafts.accept(sampled, tokens.token_ids, samples or self._builder.sampling_tensors(count))
             if found is not None:
                 tokens = replace(tokens, token_ids=found[0], acceptance=found[1])
+        wanted = self.state.num_logprobs(sampled)
+        if wanted:  # before the tokens count for penalties
+            scores, chosen = self._scores(logits[:count], sampled, tokens.token_ids, list(wanted), samples, edits)
+            tokens = replace(tokens, num_logprobs=wanted, logprobs=logprobs_of(scores, chosen, max(wanted.values())))
         counted = tokens.acceptance.counted if tokens.acceptance is not None else None
         self.state.record(sampled, tokens.token_ids, counted)
-        wanted = self.state.num_logprobs(sampled)
-        if not wanted:
-            return tokens
-        return replace(tokens, num_logprobs=wanted, logprobs=self._logprobs(logits[:count], tokens.token_ids, wanted))
+        return tokens
 
     def _positions(
         self, requests: Sequence[ScheduledRequest], replayed: FullStepOutput | None, edits: StepEdits
@@ -159,12 +161,26 @@ class StepSampler:
             acceptance = acceptance.leading(count // query_len, count)
         return StepTokens(rows, result.token_ids[:count], result.nan_rows[:count], acceptance, replayed.drafts)
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Logprobs:
-        top_n = max(wanted.values())
-        if len(wanted) == len(token_ids):
-            return logprobs_of(logits, token_ids, top_n)
-        places = self._places(list(wanted))
-        return logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
+    def _scores(
+        self,
+        logits: Tensor,
+        sampled: Sequence[ScheduledRequest],
+        token_ids: Tensor,
+        wanted: list[int],
+        samples: SamplingTensors | None,
+        edits: StepEdits,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits that log probabilities are of, and the tokens, at the wanted ones of the positions."""
+        places = None
+        if len(wanted) < len(sampled):
+            places = self._places(wanted)
+            logits, token_ids = logits.index_select(0, places), token_ids.index_select(0, places)
+        if self._reports_processed:
+            samples = samples or self._builder.sampling_tensors(len(sampled))
+            own = samples if places is None else samples.select(places)
+            metadata = self.state.with_edits([sampled[i] for i in wanted], own, edits)
+            logits = processed_logits(logits, metadata, token_ids)
+        return logits, token_ids
 
     def _sample(
         self,
