@@ -57,12 +57,13 @@ class Rollouts:
         ]
         stale = self._engine.cached_tokens(ids[0])  # nothing of these weights is cached yet
         group = trainer.num_generations
-        answers = sum(self._engine.sample(ids[::group], group, len(self.steps)), start=[])
+        found = self._engine.sample(ids[::group], group, len(self.steps))
+        answers = [answer for each in found for answer in each]
         samples = [Sample(prompt, *answer, 0.0) for prompt, answer in zip(ids, answers, strict=True)]
         with torch.no_grad():
-            found = differences(samples, trainer_logprobs(trainer.model, samples))
+            gaps = differences(samples, trainer_logprobs(trainer.model, samples))
         seconds = round(time.monotonic() - began, 2)
-        self.steps.append(Step(0.0, *found, stale, seconds, round(update_ms, 1), resident_mib()))
+        self.steps.append(Step(0.0, *gaps, stale, seconds, round(update_ms, 1), resident_mib()))
         return {
             "prompt_ids": ids,
             "completion_ids": [tokens for tokens, _ in answers],

@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "head in graphs": {"cuda_graph_mode": "FULL"} | GRAPHS | HEAD,
     "two ranks": {"tensor_parallel_size": 2},
 }
-PROCESSED = {"logprobs_mode": "processed_logprobs"}
+PROCESSED: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_they_are_those_of_the_sampled_distribution(case: str, folder: Path, dra
             for token, found in entry.items():
                 assert found.logprob == pytest.approx(want[token], abs=1e-4), (place, token)
     if "drafts" in case:
-        assert sum(output.metrics.num_accepted_tokens for output in outputs if output.metrics) > 0
+        assert any(output.metrics.num_accepted_tokens for output in outputs if output.metrics)
 
 
 def test_the_modes_differ_and_draw_the_same_tokens(folder: Path) -> None:

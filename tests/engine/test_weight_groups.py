@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.patience import GUARD_S
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
 from weft.errors import ConfigError, WeightsError
+from weft.weights import shared
 from weft.weights.group import WeightGroup
 from weft.weights.shared import share_weights
 
@@ -98,3 +100,44 @@ def test_handles_need_a_gpu(pair: tuple[Path, Path]) -> None:
         for content, message in ((b"\x90", "need an engine on a GPU"), (b"\xc1", "not those of share_weights")):
             with pytest.raises(WeightsError, match=message):
                 llm.update_weights_from_ipc(content)
+
+
+def test_views_of_one_storage_are_shared_and_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages stay open until the last tensor is read, since closing one waits for the copies."""
+    base, alone = torch.arange(24.0), torch.ones(3)
+    memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in (base, alone)}
+    numbers = {address: number for number, address in enumerate(memory)}
+    counts = {"shared": 0, "opened": 0}
+
+    class Storage:
+        """A storage as if on a GPU. ``_share_cuda_`` returns another reference counter each time."""
+
+        def __init__(self, address: int) -> None:
+            self._address = address
+
+        def data_ptr(self) -> int:
+            return self._address
+
+        def _share_cuda_(self) -> tuple[Any, ...]:
+            counts["shared"] += 1
+            return 0, bytes([numbers[self._address]]), 96, 0, b"", counts["shared"], None, False
+
+    def on_gpu(tensor: torch.Tensor) -> Any:
+        facts = {name: getattr(tensor, name) for name in ("shape", "dtype", "stride", "storage_offset")}
+        storage = Storage(tensor.untyped_storage().data_ptr())
+        given = SimpleNamespace(**facts, device=SimpleNamespace(type="cuda", index=0), untyped_storage=lambda: storage)
+        given.detach = lambda: given
+        return given
+
+    def opened(device: int, handle: bytes, *others: Any) -> Any:
+        counts["opened"] += 1
+        return list(memory.values())[handle[0]]
+
+    monkeypatch.setattr(shared, "_uuid", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened, raising=False)
+    tensors = {"a": base[:12].view(3, 4), "b": base[12:].view(4, 3).t(), "c": alone, "d": base[5:9]}
+    description = share_weights((name, on_gpu(tensor)) for name, tensor in tensors.items())
+    found = {offered.name: read(...) for offered, read in shared.Handles([description], torch.device("cpu"))}
+    assert counts == {"shared": 2, "opened": 2}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()) and len(found) == 4

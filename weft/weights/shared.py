@@ -14,13 +14,16 @@ from torch import Tensor
 from weft.errors import WeightsError
 from weft.weights.update import DTYPE_NAMES, Offered, Reader
 
+StorageHandle = tuple[bytes, int, int, bytes, int, bytes | None, bool]
+"""Handle, bytes and offset of a storage, reference counter and event, as torch shares them."""
+
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
     """A CUDA tensor of a process that keeps it alive.
 
     Attributes:
         device: the GPU's UUID. Processes may number GPUs differently.
-        storage: handle, bytes and offset of the storage, reference counter and event, as torch shares them.
+        storage: the storage. Tensors may be views of one.
     """
 
     name: str
@@ -29,7 +32,7 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     dtype: str
     device: str
-    storage: tuple[bytes, int, int, bytes, int, bytes | None, bool]
+    storage: StorageHandle
 
 
 def share_weights(items: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> bytes:
@@ -38,20 +41,25 @@ def share_weights(items: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) ->
     The caller must not free or change the tensors before the update is done.
     """
     pairs = items.items() if isinstance(items, Mapping) else items
-    shared = [_share(name, tensor.detach()) for name, tensor in pairs]
+    storages: dict[int, StorageHandle] = {}
+    shared = [_share(name, tensor.detach(), storages) for name, tensor in pairs]
     torch.cuda.synchronize()  # the values are written
     return msgspec.msgpack.encode(shared)
 
 
-def _share(name: str, tensor: Tensor) -> SharedTensor:
+def _share(name: str, tensor: Tensor, storages: dict[int, StorageHandle]) -> SharedTensor:
+    """Describe a tensor. ``storages``: those shared before, by address; each is shared once for all of its views."""
     if tensor.device.type != "cuda":
         raise WeightsError(
             f"{name} is on {tensor.device}; only CUDA tensors have handles that other processes can open"
         )
-    device, *storage = tensor.untyped_storage()._share_cuda_()
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() not in storages:
+        storages[storage.data_ptr()] = storage._share_cuda_()[1:]
     shape, stride = tuple(tensor.shape), tensor.stride()
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-    return SharedTensor(name, shape, stride, int(tensor.storage_offset()), dtype, _uuid(device), tuple(storage))
+    device, handle = _uuid(tensor.device.index), storages[storage.data_ptr()]
+    return SharedTensor(name, shape, stride, int(tensor.storage_offset()), dtype, device, handle)
 
 
 def _uuid(device: int) -> str:
@@ -59,7 +67,9 @@ def _uuid(device: int) -> str:
 
 
 class Handles:
-    """The tensors of descriptions that are on one GPU. They are opened one by one.
+    """The tensors of descriptions that are on one GPU.
+
+    Each storage is opened once, and closed after the last tensor. Closing waits for all copies on the stream.
 
     Args:
         descriptions: results of ``share_weights``. Ranks on several GPUs need one from each GPU.
@@ -90,11 +100,11 @@ class Handles:
 
     def __iter__(self) -> Iterator[tuple[Offered, Reader]]:
         dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        opened: dict[StorageHandle, Any] = {}
         for shared in self._tensors:
-            tensor = self._open(shared, dtypes[shared.dtype])
+            if shared.storage not in opened:
+                index = self._device.index or 0
+                opened[shared.storage] = torch.UntypedStorage._new_shared_cuda(index, *shared.storage)
+            empty = torch.empty(0, dtype=dtypes[shared.dtype], device=self._device)
+            tensor = empty.set_(opened[shared.storage], shared.offset, shared.shape, shared.stride)
             yield Offered(shared.name, shared.shape, shared.dtype), tensor.__getitem__
-
-    def _open(self, shared: SharedTensor, dtype: torch.dtype) -> Tensor:
-        storage: Any = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *shared.storage)
-        empty = torch.empty(0, dtype=dtype, device=self._device)
-        return empty.set_(storage, shared.offset, shared.shape, shared.stride)
