@@ -21,6 +21,7 @@ from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 from weft.ops.convolution import causal_conv1d
 from weft.ops.convolution import prefill as conv
+from weft.ops.moe import Routed
 from weft.ops.moe import combine as moe_sum
 from weft.ops.norm import kernels as norm
 from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads, qk_norm_rope
@@ -130,18 +131,20 @@ def check_rope(tile: rope.Tile, sizes: dict[str, Any]) -> float:
     return max(error(q, want), error(cache.k_cache, wide.k_cache), error(cache.v_cache, wide.v_cache))
 
 
-def sum_inputs(num_tokens: int) -> tuple[Tensor, ...]:
+def sum_inputs(num_tokens: int) -> tuple[Tensor, Routed]:
     ids = torch.randint(0, 512, (num_tokens, TOP_K), device=DEVICE, dtype=torch.int32)
     weights = torch.rand(num_tokens, TOP_K, device=DEVICE)
-    return randn(num_tokens * TOP_K, HIDDEN), weights, ids, randn(num_tokens, HIDDEN), randn(num_tokens, 1)
+    return randn(num_tokens * TOP_K, HIDDEN), Routed(weights, ids, randn(num_tokens, HIDDEN), randn(num_tokens, 1))
 
 
 def check_sum(tile: moe_sum.Tile) -> float:
-    outputs, weights, ids, shared, logits = sum_inputs(CHECKED)
+    outputs, routed = sum_inputs(CHECKED)
+    weights, ids, shared, logits = routed
+    assert shared is not None and logits is not None
     ids[-1], ids[0, 0] = -1, -1
     outputs[(ids < 0).flatten()] = torch.nan
     with poisoned():
-        out = moe_sum.sum_experts(outputs, weights, ids, shared, logits, tile=tile)
+        out = moe_sum.sum_experts(outputs, routed, tile=tile)
     want = (outputs.nan_to_num().double().view(CHECKED, TOP_K, -1) * weights.double().unsqueeze(-1)).sum(1)
     return error(out, want + logits.double().sigmoid() * shared.double())
 

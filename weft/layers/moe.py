@@ -8,7 +8,6 @@ sharded, by their width or one by one. Does not know: which layers are sparse, h
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +34,7 @@ from weft.layers.weight import (
     whole_rows,
 )
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
-from weft.ops.moe import SOFTMAX, ExpertExtras, RoutingRule, topk_router
-
-
-class Routed(NamedTuple):
-    """The experts of each token, and a shared expert of all tokens: arguments of ``weft.ops.moe.fused_moe``."""
-
-    weights: Tensor
-    ids: Tensor
-    shared: Tensor | None = None
-    shared_gate: Tensor | None = None
+from weft.ops.moe import SOFTMAX, ExpertExtras, Routed, RoutingRule, topk_router
 
 
 class Experts(WeightModule):

@@ -12,11 +12,12 @@ from torch import Tensor
 from weft.config.quantization import Scheme
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
-from weft.layers.moe import Experts, ExpertsMethod, Routed
+from weft.layers.moe import Experts, ExpertsMethod
 from weft.layers.weight import RowMap, WeightLayout, uniform_range
 from weft.ops.codes import CodedMatrix, Packing, fitting_group
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
+from weft.ops.moe import Routed
 from weft.ops.moe.coded import coded_fused_moe
 from weft.quantization.arrangements import ARRANGEMENTS, RoundedRows
 from weft.quantization.gpt_oss import gpt_oss_layout
@@ -169,7 +170,7 @@ class CodedExperts(ExpertsMethod):
         from weft.ops.moe.coded_experts import pair_outputs
         from weft.ops.moe.combine import send_experts
 
-        return send_experts(pair_outputs(x, gate_up, down, routed.ids, extras), *routed, peers)
+        return send_experts(pair_outputs(x, gate_up, down, routed.ids, extras), routed, peers)
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
         matrix = "gate_up" if name.startswith("gate_up") else "down"

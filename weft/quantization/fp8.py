@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from weft.errors import ConfigError
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
-from weft.layers.moe import Experts, ExpertsMethod, Routed
+from weft.layers.moe import Experts, ExpertsMethod
 from weft.layers.weight import MatrixShard, RowMap, WeightLayout, uniform_range
 from weft.ops.activation import silu_and_mul
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.linear import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
-from weft.ops.moe import fp8_fused_moe
+from weft.ops.moe import Routed, fp8_fused_moe
 from weft.quantization.quantized import Parameters, QuantizedLinear, expert_layout, one_by_one, shards
 from weft.quantization.storage import OnlineStorage, QuantizedRows, Storage, random_ranges
 from weft.quantization.unquantized import fused_layout
@@ -135,7 +135,7 @@ class Fp8Experts(ExpertsMethod):
             from weft.ops.moe.combine import send_experts
             from weft.ops.moe.fp8_experts import pair_outputs
 
-            return send_experts(pair_outputs(x, routed.ids, gate_up, down), *routed, peers)
+            return send_experts(pair_outputs(x, routed.ids, gate_up, down), routed, peers)
         weights, ids, shared, gate = routed
         backend = self._context.backend
         return fp8_fused_moe(x, gate_up, down, weights, ids, shared=shared, shared_gate=gate, backend=backend)

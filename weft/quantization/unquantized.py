@@ -6,11 +6,11 @@ from torch import Tensor
 
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, LinearMethod
-from weft.layers.moe import Experts, ExpertsMethod, Routed
+from weft.layers.moe import Experts, ExpertsMethod
 from weft.layers.weight import CopyTarget, Interleaved, Slices, WeightLayout, WeightPiece, empty_parameter
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import invariant_linear_parts, linear, linear_parts, linear_silu_mul
-from weft.ops.moe import fused_moe
+from weft.ops.moe import Routed, fused_moe
 
 
 class UnquantizedLinear(LinearMethod):
@@ -80,7 +80,7 @@ class UnquantizedExperts(ExpertsMethod):
             from weft.ops.moe.combine import send_experts
             from weft.ops.moe.experts import pair_outputs
 
-            return send_experts(pair_outputs(x, gate_up, down, routed.ids, extras), *routed, peers)
+            return send_experts(pair_outputs(x, gate_up, down, routed.ids, extras), routed, peers)
         (weights, ids, shared, gate), backend = routed, self._context.backend
         return fused_moe(
             x, gate_up, down, weights, ids, extras=extras, shared=shared, shared_gate=gate, backend=backend

@@ -17,6 +17,7 @@ from weft.ops.collectives.packed import fits_packed
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters
 from weft.ops.linear import skinny as skinny_linear
 from weft.ops.linear.skinny_choice import Config
+from weft.ops.moe import Routed
 from weft.ops.moe import combine as moe_sum
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/multi_gpu has the same on GPUs")
@@ -62,7 +63,7 @@ def sent_by_experts(x: Tensor, peers: PeerBuffers) -> Tensor | SentRows:
         return x
     partial = torch.stack([x, torch.full_like(x, torch.nan)], dim=1).flatten(0, 1)
     ids = torch.tensor([[3, -1]] * x.shape[0], dtype=torch.int32)
-    return moe_sum.send_experts(partial, torch.ones(ids.shape), ids, None, None, peers)
+    return moe_sum.send_experts(partial, Routed(torch.ones(ids.shape), ids), peers)
 
 
 FORMS = (as_they_are, in_parts, sent_by_a_product, sent_by_experts)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.moe import ExpertExtras, RoutingRule, clamped_swiglu, fused_moe, topk_router
+from weft.ops.moe import ExpertExtras, Routed, RoutingRule, clamped_swiglu, fused_moe, topk_router
 from weft.ops.moe import combine as moe_sum
 from weft.ops.moe import groups as moe_groups
 from weft.ops.moe.blocks import Tile, Tiles
@@ -196,12 +196,12 @@ def test_sum_of_experts(tile: moe_sum.Tile, dtype: torch.dtype, with_shared: boo
     partial, shared = (torch.randn(n, 100, device=DEVICE).to(dtype) for n in (21, 7))
     partial[(ids < 0).flatten()] = torch.nan
     logits = torch.randn(7, 3, device=DEVICE).to(dtype)[:, 1:2]
-    extra = (shared, logits) if with_shared else (None, None)
-    out = moe_sum.sum_experts(partial, weights, ids, *extra, tile=tile)
+    routed = Routed(weights, ids, shared, logits) if with_shared else Routed(weights, ids)
+    out = moe_sum.sum_experts(partial, routed, tile=tile)
     want = (partial.nan_to_num().double().view(7, 3, -1) * weights.double().unsqueeze(-1)).sum(1)
     want += (torch.sigmoid(logits.double()) * shared.double()) if with_shared else 0.0
     assert (out.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
-    assert torch.equal(out, moe_sum.sum_experts(partial, weights, ids, *extra))
+    assert torch.equal(out, moe_sum.sum_experts(partial, routed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -239,6 +239,15 @@ class ExpertExtras(NamedTuple):
 NO_EXTRAS = ExpertExtras()
 
 
+class Routed(NamedTuple):
+    """The experts of each token, and a shared expert of all tokens, as in ``fused_moe``."""
+
+    weights: Tensor
+    ids: Tensor
+    shared: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+
 @traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
 @with_kernel("weft.ops.moe.experts", by_row("x", "weights", "ids", "shared", "shared_gate"))
 def fused_moe(

@@ -17,7 +17,7 @@ from weft.ops.backend import launches
 from weft.ops.codes import CodedMatrix
 from weft.ops.codes.product import coded_product, fixed_of, operands_of
 from weft.ops.linear.few_rows import rows_of_block
-from weft.ops.moe import ExpertExtras
+from weft.ops.moe import ExpertExtras, Routed
 from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, pairs_at, single_pairs
 from weft.ops.moe.coded import coded_fused_moe
 from weft.ops.moe.combine import sum_experts
@@ -122,7 +122,7 @@ def coded_fused_moe_triton(
     """``coded_fused_moe`` of ``weft/ops/moe/coded.py``. ``tiles``: overrides the choice (tests and measurements)."""
     outputs = pair_outputs(x, gate_up, down, ids, extras, tiles)
     released = Release.AT_END if len(ids) == 1 else Release.BY_KERNEL  # as ``fused_moe_triton``
-    return sum_experts(outputs, weights, ids, shared, shared_gate, released=released)
+    return sum_experts(outputs, Routed(weights, ids, shared, shared_gate), released=released)
 
 
 def pair_outputs(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.ops.collectives.packets import areas_of, flags_of, pack_values, route_to, send
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
+from weft.ops.moe import Routed
 from weft.ops.triton.early_launch import Release, early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
@@ -71,50 +72,31 @@ def _sum_kernel(
 
 
 def sum_experts(
-    partial: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    *,
-    released: Release = Release.BY_KERNEL,
-    tile: Tile | None = None,
+    partial: Tensor, routed: Routed, *, released: Release = Release.BY_KERNEL, tile: Tile | None = None
 ) -> Tensor:
     """``y[t] = sum_j weights[t, j] * partial[t, j]  (+ sigmoid(shared_gate[t]) * shared[t])``, ``[T, H]``.
 
     Args:
         partial: ``[T * top_k, H]``, the experts' outputs; rows of pairs without an expert are not read.
-        weights, ids: ``[T, top_k]``; id -1 is no expert.
-        shared: ``[T, H]``, or None.
-        shared_gate: ``[T, 1]``, or None: no factor.
         released: when the next kernel may start.
         tile: overrides the choice by ``TILES`` (tests and measurements).
     """
-    out = torch.empty((len(ids), partial.shape[1]), dtype=partial.dtype, device=partial.device)
-    _launch(partial, weights, ids, shared, shared_gate, out, tile, None, released=released)
+    out = torch.empty((len(routed.ids), partial.shape[1]), dtype=partial.dtype, device=partial.device)
+    _launch(partial, routed, out, tile, None, released=released)
     return out
 
 
-def send_experts(
-    partial: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    peers: PeerBuffers,
-) -> SentRows:
+def send_experts(partial: Tensor, routed: Routed, peers: PeerBuffers) -> SentRows:
     """``sum_experts``, sent to every rank; they are rows that ``takes_packets``."""
-    sent = SentRows.to(peers, len(ids), partial.dtype, passed_on=not 2 <= len(ids) <= 8)  # of these that was slower
-    _launch(partial, weights, ids, shared, shared_gate, sent.room[0], None, peers, passes_on=sent.passed_on)
+    count = len(routed.ids)
+    sent = SentRows.to(peers, count, partial.dtype, passed_on=not 2 <= count <= 8)  # of these that was slower
+    _launch(partial, routed, sent.room[0], None, peers, passes_on=sent.passed_on)
     return sent
 
 
 def _launch(
     partial: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
+    routed: Routed,
     out: Tensor,
     tile: Tile | None,
     peers: PeerBuffers | None,
@@ -122,6 +104,7 @@ def _launch(
     passes_on: bool = False,
     released: Release = Release.BY_KERNEL,
 ) -> None:
+    weights, ids, shared, shared_gate = routed
     (num_tokens, top_k), hidden_size = ids.shape, partial.shape[1]
     assert ids.is_contiguous() and weights.is_contiguous()
     route, addresses, counters = None, ids, ids

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.backend import launches
-from weft.ops.moe import ExpertExtras, fused_moe
+from weft.ops.moe import ExpertExtras, Routed, fused_moe
 from weft.ops.moe.blocks import (
     UNGROUPED_TOKENS,
     Tile,
@@ -235,7 +235,7 @@ def fused_moe_triton(
     outputs = pair_outputs(x, gate_up, down, ids, extras, tiles)
     # With one token, kernels of a whole layer would wait at the same time and load weights before earlier kernels do.
     released = Release.AT_END if len(ids) == 1 else Release.BY_KERNEL
-    return sum_experts(outputs, weights, ids, shared, shared_gate, released=released)
+    return sum_experts(outputs, Routed(weights, ids, shared, shared_gate), released=released)
 
 
 def pair_outputs(

@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.ops.backend import launches
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.fp8.quantize import prepare_pass, quantize_inputs_triton, scale_of, to_e4m3
-from weft.ops.moe import fp8_fused_moe
+from weft.ops.moe import Routed, fp8_fused_moe
 from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, load_tile, run_block
 from weft.ops.moe.combine import sum_experts
 from weft.ops.moe.fp8_pairs import pairs_product
@@ -276,7 +276,8 @@ def fp8_fused_moe_triton(
     x, gate_up, down, weights, ids, *, shared, shared_gate, config: Tiles | HopperPairs | None = None
 ) -> Tensor:
     """``fp8_fused_moe`` of ``weft/ops/moe``. ``config``: overrides the choice (tests and measurements)."""
-    return sum_experts(pair_outputs(x, ids, gate_up, down, config), weights, ids, shared, shared_gate)
+    outputs = pair_outputs(x, ids, gate_up, down, config)
+    return sum_experts(outputs, Routed(weights, ids, shared, shared_gate))
 
 
 def pair_outputs(
