@@ -34,15 +34,28 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "a-token-that-only-this-test-knows-0123456789")
         import ray  # reads the mode now
-        from ray.cluster_utils import Cluster
 
-        node = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-        cluster.add_node(**{name: value for name, value in node.items() if name != "include_dashboard"})
+        cluster = two_nodes()
         patch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
         ray.shutdown()
         cluster.shutdown()
+
+
+def two_nodes() -> Any:
+    """A cluster. A node gives up after 30 seconds, which a busy machine may need."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+    for is_last in (False, False, True):
+        try:
+            cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+            cluster.add_node(**node)
+            return cluster
+        except Exception as error:
+            if is_last or "timed out during startup" not in str(error):
+                raise
+    raise AssertionError("the last one returned or raised")
 
 
 def engines(server: Server) -> list[int]:
