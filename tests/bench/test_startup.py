@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.whole import takes_long
 from weft.bench import startup
 from weft.bench.startup import StartupWorkload, measure
 from weft.errors import EngineDeadError
@@ -16,6 +17,7 @@ from weft.errors import EngineDeadError
 SMALL = {"device": "cpu", "skip_tokenizer_init": True, "cpu_cache_gib": 0.05, "max_num_seqs": 2}
 
 
+@takes_long
 def test_cold_and_warm_processes() -> None:
     figures = measure(SMALL, StartupWorkload(cold_repeats=1, warm_repeats=1))
     assert figures["config"]["max_num_seqs"] == 2 and figures["device"]

@@ -55,6 +55,7 @@ def test_replicas_share_a_batch() -> None:
     bench_scaling._check(parser.parse_args(flags))
 
 
+@takes_long
 def test_an_engine_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 

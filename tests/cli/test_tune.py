@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.cli.conftest import RunWeft
+from tests.whole import takes_long
 from weft import LLM, SamplingParams
 from weft.bench.step_timing import Effort, fastest_split
 from weft.cli import main
@@ -67,6 +68,7 @@ def test_flags_of_the_measurement_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_
     assert seen == [Effort(3, 0.25, 9)]
 
 
+@takes_long
 def test_every_mode_is_measured_at_the_ends_of_every_size(tuned: Path) -> None:
     _, profile = profile_in(tuned)
     assert [t.num_tokens for t in profile.prefill] == [1, 16, 17, 34, 40]

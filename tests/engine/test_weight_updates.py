@@ -419,6 +419,7 @@ def test_a_folder_without_weights(llm: LLM, tmp_path: Path) -> None:
         llm.update_weights_from_path(tmp_path)
 
 
+@takes_long
 def test_memory_does_not_grow(pair: tuple[Path, Path], llm: LLM) -> None:
     """200 updates with requests between them."""
     tensors = [tensors_of(folder) for folder in pair]

@@ -69,7 +69,12 @@ def judge(mutant: Mutant, folder: Path) -> dict[str, Any]:
 
 
 def run_tests(tests: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "WEFT_LONG_TESTS": "1",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(

@@ -266,6 +266,7 @@ assert len(runner.graphs.pieces._source._plan) + 1 == len(runner.config.model_co
 """
 
 
+@takes_long
 def test_split_ops_of_layers_that_the_model_lacks_are_known(tmp_path: Path) -> None:
     """In every process: whether a name is known must not depend on which models were loaded before."""
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)

@@ -23,6 +23,7 @@ import uvicorn
 from tests.patience import GUARD_S, stretched
 from tests.server.fake_engine import CAPACITY, SLOW, FakeCore
 from tests.server.running import RunningServer, chat_body, is_alive, wait_until
+from tests.whole import takes_long
 from weft.engine import wire
 from weft.errors import ConfigError
 from weft.messages import RowSampling
@@ -172,6 +173,7 @@ def test_sigterm_lets_the_calls_of_all_finish(start: Start) -> None:
     assert any("12 open completions may finish" in line for line in server.log)
 
 
+@takes_long
 def test_a_second_sigterm_does_not_wait(start: Start) -> None:
     server = start()
     opened(server, 4, 4000)
@@ -224,6 +226,7 @@ def test_a_killed_server_leaves_no_child(start: Start) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), 10)
 
 
+@takes_long
 def test_one_that_cannot_start_ends_the_server() -> None:
     server = RunningServer(*TWO)
     try:

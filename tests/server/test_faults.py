@@ -21,6 +21,7 @@ import pytest
 from tests.patience import GUARD_S, stretched
 from tests.server.fake_engine import CRASH, SLOW
 from tests.server.running import RunningServer, chat_body, is_alive, wait_until
+from tests.whole import takes_long
 from weft.assets import MODEL_DIR
 
 Start = Callable[..., RunningServer]
@@ -106,6 +107,7 @@ def test_a_frozen_engine_is_unhealthy_until_it_moves(server: RunningServer) -> N
     wait_until(lambda: server.client.get("/health").status_code == 200, 2.0)
 
 
+@takes_long
 def test_a_frozen_engine_takes_no_calls_and_then_goes_on(start: Start) -> None:
     """Calls that it cannot have seen get 503, before and after the heartbeat is late; a running stream waits."""
     server = start()
@@ -159,6 +161,7 @@ def test_sigterm_lets_open_requests_finish(start: Start) -> None:
     assert server.process.wait(GUARD_S) == 0
 
 
+@takes_long
 def test_a_second_sigterm_does_not_wait(start: Start) -> None:
     server = start()
     reader = Reader(server)
@@ -197,6 +200,7 @@ def test_over_the_queue_is_429_at_once(start: Start) -> None:
         reader.join(GUARD_S)
 
 
+@takes_long
 def test_a_request_that_takes_too_long(start: Start) -> None:
     server = start("--request-timeout", "0.5")
     fields = {"priority": SLOW, "ignore_eos": True}
@@ -220,6 +224,7 @@ def test_keys(start: Start) -> None:
     assert strict.status_code == 400 and strict.json()["error"]["param"] == "odd"
 
 
+@takes_long
 def test_a_checkpoint_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> None:
     """With the status for which nobody starts it again (``deploy/weft.service``)."""
     folder = shutil.copytree(MODEL_DIR, tmp_path / "model")

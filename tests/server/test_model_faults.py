@@ -8,6 +8,7 @@ import pytest
 
 from tests.server import faults
 from tests.server.running import RunningServer
+from tests.whole import takes_long
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,7 @@ def test_a_killed_engine_is_replaced(mini: RunningServer) -> None:
     faults.killed_engine(mini, 1)
 
 
+@takes_long
 def test_five_times_too_many() -> None:
     faults.overload(150)
 

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 
 from tests.server.running import RunningServer, chat_body, wait_until
+from tests.whole import takes_long
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed (pip install 'weft[test]')")
 from selenium.webdriver.common.keys import Keys
@@ -53,6 +54,7 @@ def test_inspect_has_history(server: RunningServer) -> None:
 
 
 @needs_chromium
+@takes_long
 def test_tiers_below_the_device_have_pools(tmp_path: Path, browser: Browser) -> None:
     flags = ("--kv-offloading-size", "0.1", "--kv-offloading-dir", str(tmp_path), "--kv-offloading-disk-size", "0.5")
     server = RunningServer("--cpu-cache-gib", "0.1", "--max-num-seqs", "4", *flags, module="weft")
@@ -251,6 +253,7 @@ def test_steps_by_keyboard(mini: RunningServer, browser: Browser) -> None:
 
 
 @needs_chromium
+@takes_long
 def test_a_replica_is_chosen(browser: Browser) -> None:
     running = RunningServer("--dp", "2", "--device", "cpu").wait_ready()
     try:

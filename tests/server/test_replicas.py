@@ -16,6 +16,7 @@ from msgspec import structs
 from tests.media import item
 from tests.server.fake_engine import CAPACITY, SLOW
 from tests.server.running import RunningServer, is_alive, wait_until
+from tests.whole import takes_long
 from weft.engine import gpus, wire
 from weft.engine.launcher import EngineCommand
 from weft.engine.prefix_resets import PrefixResets
@@ -139,6 +140,7 @@ def test_a_replica_dies_or_freezes(number: int, monkeypatch: pytest.MonkeyPatch)
     serve(body)
 
 
+@takes_long
 def test_a_replica_is_drained_and_started_without_losing_a_request() -> None:
     async def body(server: Server) -> None:
         states = lambda: [view.state for view in server.set.views()]  # noqa: E731
@@ -206,6 +208,7 @@ def test_replicas_over_http() -> None:
         running.close()
 
 
+@takes_long
 def test_what_keeps_a_replica_from_starting_ends_all() -> None:
     async def main() -> Server:
         server = Server(model="/nowhere/at/all")

@@ -16,6 +16,7 @@ import pytest
 from tests.patience import GUARD_S
 from tests.server.fake_engine import SLOW
 from tests.server.running import ROOT, RunningServer, is_alive, wait_until
+from tests.whole import takes_long
 from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import ServerChannel
@@ -157,6 +158,7 @@ def test_the_last_words_of_an_engine_are_waited_for() -> None:
     assert status == wire.FAILED_STATUS and isinstance(heard[-1], wire.Failed) and heard[-1].user_error
 
 
+@takes_long
 def test_busy_processes_of_a_higher_priority_make_a_server_slow_and_nothing_else() -> None:
     server = RunningServer().wait_ready()
     pids = [server.process.pid, server.engine_pid]

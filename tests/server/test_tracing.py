@@ -20,6 +20,7 @@ from tests.patience import stretched
 from tests.server.fake_engine import NAN
 from tests.server.running import RunningServer, chat_body
 from tests.server.test_async_engine import Link
+from tests.whole import takes_long
 from weft import __version__
 from weft.config import resolve
 from weft.engine.async_engine import AsyncEngine
@@ -155,6 +156,7 @@ def test_spans_reach_a_collector_at_the_latest_when_the_server_ends(collector: t
     assert sum(span.trace_id.hex() == TRACE for span in spans) == 4
 
 
+@takes_long
 def test_a_collector_that_is_not_there_delays_nobody() -> None:
     server = RunningServer("--otlp-traces-endpoint", "http://127.0.0.1:9").wait_ready()
     try:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.fake_engine import CUT
 from tests.server.running import RunningServer, chat_body, wait_until
+from tests.whole import takes_long
 from weft.errors import RequestError
 from weft.server.chat import check_special_tokens
 from weft.server.metrics import _drafts
@@ -185,6 +186,7 @@ def test_all_wrong_keys_of_a_logit_bias_are_told(server: RunningServer) -> None:
     assert "2049; the vocabulary has 2048 ids" in server.chat(TEXT, logit_bias={"2049": 1}).json()["error"]["message"]
 
 
+@takes_long
 def test_usage_in_every_event_and_tokens_by_id_if_the_operator_wants_it() -> None:
     running = RunningServer("--enable-force-include-usage", "--return-tokens-as-token-ids")
     try:
