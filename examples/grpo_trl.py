@@ -1,7 +1,7 @@
 """GRPO with TRL's trainer, and Weft as the generator through ``rollout_func``.
 
-    python -m examples.grpo_trl --steps 40 --json FILE
-    python -m examples.grpo_trl --steps 10 --server
+    python -m examples.grpo_trl --steps 50 --json FILE
+    python -m examples.grpo_trl --steps 12 --server
 
 Model, problems and checks are those of ``grpo.py``. TRL's ``GRPOTrainer`` computes advantages and losses and steps the
 optimizer. Before each batch the engine gets the trainer's weights.
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--problems", type=int, default=4)
     parser.add_argument("--group", type=int, default=6)
     parser.add_argument("--lr", type=float, default=2e-4)
