@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from tests.fp8_checkpoints import quantize_checkpoint
 from tests.harness import Harness
 from tests.models.test_parity import prompt
 from tests.tiny import MAMBA_ARCHITECTURES, make_checkpoint
@@ -30,6 +32,19 @@ def test_fp8_weights_are_near(arch: str, tmp_path: Path) -> None:
     """As near as rounding weights and inputs to three bits of mantissa leaves such small models."""
     more = {"layers_block_type": ["linear_attention", "mlp", "full_attention"]} if "Nemotron" in arch else {}
     assert 0.005 < relative_error(make_checkpoint(arch, tmp_path, **more)) < 0.3
+
+
+@pytest.mark.parametrize("arch", ["ZambaForCausalLM", "Zamba2ForCausalLM"])
+def test_published_fp8_of_shared_blocks(arch: str, tmp_path: Path) -> None:
+    """A block and the adapters of its layers are stored once. Only rounded inputs differ from the same weights."""
+    plain = make_checkpoint(arch, tmp_path / "plain")
+    folder = quantize_checkpoint(plain, "channel-token")
+    names = load_file(folder / "model.safetensors")
+    assert sum(name.endswith("self_attn.q_proj.weight_scale") for name in names) == (2 if "2" in arch else 1)
+    assert any("adapter" in name and name.endswith("weight_scale") for name in names) == ("2" in arch)
+    logits = [harness.run([(harness.sequence(TOKENS), len(TOKENS))])[0] for harness in map(Harness, (plain, folder))]
+    errors = (logits[1] - logits[0]).norm(dim=1) / logits[0].norm(dim=1)
+    assert 1e-4 < errors.median() < 0.2, errors.median()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from weft.errors import ConfigError, WeightsError
 from weft.layers.linear import MergedReplicatedLinear
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
-from weft.weights import LoadReport, load_weights
+from weft.weights import LoadReport, load_weights, loader
+from weft.weights.safetensors_folder import SafetensorsFolder
 
 
 def build(folder: Path, dtype: torch.dtype = torch.float32, tp: Any = None) -> CausalLM:
@@ -178,6 +180,25 @@ def test_shards_hold_half_the_rows_and_no_more(arch: str, tmp_path: Path) -> Non
         assert torch.equal(got, full[:, rank * half : (rank + 1) * half])
     share = 0.7 if arch.startswith("Qwen4") else 0.6  # the mixers of its streams are on every rank
     assert shard_report.num_bytes < share * report.num_bytes
+
+
+def test_a_tensor_of_many_single_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zamba's input projections, whose x and gate alternate row by row; the values are those of row-by-row reads."""
+    folder = make_checkpoint("ZambaForCausalLM", tmp_path, mamba_expand=6)
+    expected = parameters(load(folder)[0])
+    reads: Counter[str] = Counter()
+    read = SafetensorsFolder.read
+
+    def counted(self: SafetensorsFolder, name: str, source: tuple[slice, ...]) -> Tensor:
+        reads[name] += 1
+        return read(self, name, source)
+
+    monkeypatch.setattr(SafetensorsFolder, "read", counted)
+    assert load(folder) and reads["model.layers.0.mamba.in_proj.weight"] == 1
+    monkeypatch.setattr(loader, "_MOST_READS", 10_000)
+    for name, parameter in parameters(load(folder)[0]).items():
+        assert torch.equal(parameter, expected[name]), name
+    assert reads["model.layers.0.mamba.in_proj.weight"] == 1 + 2 * 6 * 48
 
 
 # --- accounting -------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head.weight"
 _ROUNDED_AT_ONCE = 2**26  # random float32 values that are held at a time
+_MOST_READS = 256  # of parts of one tensor; a tensor of more parts, such as single rows, is read whole
 _SHOWN = 12  # names listed per kind of problem
 
 
@@ -132,9 +133,13 @@ def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: P
 
 
 def _copy_piece(piece: WeightPiece, checkpoint: SafetensorsFolder, stored: str) -> None:
-    is_transposed = piece.is_transposed(checkpoint.shape(stored))
+    shape = checkpoint.shape(stored)
+    is_transposed = piece.is_transposed(shape)
+    whole = checkpoint.read(stored, (slice(None),) * len(shape)) if len(piece.copies) > _MOST_READS else None
     for source, target in piece.copies:
-        if is_transposed:
+        if whole is not None:
+            target.copy_(whole[source])
+        elif is_transposed:
             experts, rows, columns = source
             target.copy_(checkpoint.read(stored, (experts, columns, rows)).transpose(1, 2))
         else:
