@@ -132,6 +132,24 @@ def test_commands_may_overlap() -> None:
     assert [(a.number, a.weight_version) for a in replicas.answers] == [(1, 1), (2, 2)]
 
 
+def test_a_question_during_an_update_takes_no_replica_out() -> None:
+    """One replica has the new weights, the other waits for its requests to end."""
+    replicas = Replicas()
+    replicas.ask("load", folder="x", version=None)
+    replicas.say(0, 1)
+    replicas.ask("state")
+    replicas.say(0, 1)
+    replicas.say(1, 0, is_paused=True)
+    assert replicas.answers[-1].replicas_out == {} and replicas.commands.agreeing == {0, 1}
+    replicas.ask("load", folder="y", version=None)
+    replicas.say(1, 0, "refused", number=1, is_paused=True)
+    assert replicas.answers[-1].replicas_out == {1: "refused"} and not replicas.answers[-1].error
+    assert replicas.commands.agreeing == {0}
+    replicas.say(0, 2)
+    replicas.say(1, 2)
+    assert replicas.answers[-1].replicas_out == {} and replicas.commands.agreeing == {0, 1}
+
+
 def test_ranks_of_a_group_follow_each_other() -> None:
     replicas, given = Replicas(3, num_ranks=2), {"rank_offset": 1, "world_size": 7}
     replicas.commands.died(1)

@@ -114,11 +114,16 @@ class ReplicaCommands:
             self._conclude(number, pending)
 
     def _conclude(self, number: int, pending: _Pending) -> None:
-        """Find the state of the set and the replicas that have it, and answer."""
+        """Find the state of the set and the replicas that have it, and answer.
+
+        While other commands run, replicas differ for a while, so all stay in but those that failed alone.
+        """
         self._state = self._next_state(pending.errors)
         if not self._pending:
             self._newest = self._state.weight_version
-        self.agreeing = {replica for replica, state in self._states.items() if _agree(state, self._state)}
+            self.agreeing = {replica for replica, state in self._states.items() if _agree(state, self._state)}
+        elif len(pending.errors) < len(pending.asked):
+            self.agreeing -= pending.errors.keys()
         out = {
             replica: pending.errors.get(replica) or f"it is behind, with weights of version {state.weight_version}"
             for replica, state in sorted({**dict.fromkeys(pending.asked, _AT_START), **self._states}.items())
