@@ -32,9 +32,18 @@ CASES = {
     "chunked prefill": ([7, 64], [33, 146], 0),
     "mixed": ([1, 1, 1, 130, 3], [4, 257, 0, 0, 62], 2),
 }
-HEADS = [(4, 4, 16), (6, 2, 24), (5, 1, 64)]
+HEADS = [(4, 4, 16), (6, 2, 24), (5, 1, 64), (2, 2, 464)]
 if ON_GPU:
-    HEADS = [(16, 8, 128), (16, 2, 256), (14, 2, 64), (24, 8, 128), (5, 1, 80), (64, 4, 128), (64, 8, 64)]
+    HEADS = [
+        (16, 8, 128),
+        (16, 2, 256),
+        (14, 2, 64),
+        (24, 8, 128),
+        (5, 1, 80),
+        (64, 4, 128),
+        (64, 8, 64),
+        (16, 16, 464),
+    ]
 
 
 def on_device(batch: Batch) -> Batch:
@@ -111,7 +120,7 @@ def test_a_mixture_of_decodes_alone(heads: tuple[int, int, int]) -> None:
     assert out[batch.num_tokens :].isnan().all()
 
 
-VERIFIED = [(heads, n) for heads in HEADS for n in (2, 3, 4, 8)] if ON_GPU else [*zip(HEADS, (2, 4, 8), strict=True)]
+VERIFIED = [(heads, n) for heads in HEADS for n in (2, 3, 4, 8)] if ON_GPU else [*zip(HEADS, (2, 4, 8, 3), strict=True)]
 
 
 @pytest.mark.parametrize(("heads", "query_len"), VERIFIED)

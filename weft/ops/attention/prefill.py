@@ -146,7 +146,7 @@ def _prefill_kernel(
 def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
     """Tile of the prefill kernel. Rows hold at least one token of every head of the group."""
     at_least = next_power_of_2(group)
-    if element_size == 4:
+    if element_size == 4 or head_dim > 256:  # such as Zamba's heads of 464
         return Tile(rows=max(32, at_least), keys=32, warps=4, stages=1)
     if head_dim <= 128 and num_rows * num_heads >= _LONG_ROWS:
         return Tile(rows=max(128, at_least), keys=64, warps=8, stages=3)
