@@ -102,9 +102,9 @@ FAMILIES = {
         window_attention.kernels._window_merge_kernel window_attention.kernels._window_prefill_kernel"""),
     "RG-LRU": Family("RecurrentGemmaForCausalLM", {"hidden_size": 256, "lru_width": 256, "head_dim": 64}, {}, """
         rg_lru.scan._rg_lru_kernel rg_lru.scan._rg_lru_step_kernel"""),
+    "heads of 256": Family(NEXT, GEOMETRY | {"head_dim": 256}, {"speculative_config": _NGRAM}, ""),
     "heads of 464": Family(
         "ZambaForCausalLM", {"hidden_size": 928, "num_attention_heads": 4, "num_key_value_heads": 4}, {}, "",
-        (80, 90, 100),
     ),
     "images": Family("Qwen3VLForConditionalGeneration", {}, {}, """
         vision.kernels._add_kernel vision.kernels._add_layer_norm_kernel vision.kernels._bounded_attention_kernel

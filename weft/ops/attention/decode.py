@@ -281,18 +281,19 @@ def most_short_tokens(num_seqs: int, num_kv_heads: int, head_dim: int) -> int:
 
 def decode_tile(
     num_seqs: int, num_kv_heads: int, head_dim: int, num_rows: int, element_size: int, cache_size: int,
-    table_tokens: int,
+    table_tokens: int, *, small: bool = False,
 ) -> Tile:  # fmt: skip
     """Choose the tile of the decode kernel for ``num_rows`` rows (heads of a group times query tokens) and the bytes of
     an element of queries and of the cache. A stage holds up to 32 KiB of keys and as much of values, or half as much if
-    several programs share a multiprocessor."""
+    several programs share a multiprocessor, or a program has the least shared memory (``small``)."""
     rows, work = max(16, next_power_of_2(num_rows)), num_seqs * num_kv_heads
     if element_size == 4:
         keys = max(16, min(64, 8192 // next_power_of_2(head_dim)))
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
-    stage = 32768 if work < _FEW_SEQUENCES else 16384
+    stage = 32768 if work < _FEW_SEQUENCES and not small else 16384
     keys = max(16, min(64, stage // (next_power_of_2(head_dim) * cache_size)))
-    if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= _HELD_HEAD:
+    held_head = 128 if small else _HELD_HEAD
+    if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= held_head:
         return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS, held_keys=_SPLIT)
     if work * head_dim <= 2 * _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= 128:
         return Tile(rows, keys, warps=4, stages=2, ahead=True, held_splits=_HELD_SPLITS, held_keys=_SPLIT // 2)

@@ -27,7 +27,7 @@ from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import LEAST_SHARED_BYTES, cdiv, next_power_of_2, precision, shared_bytes
+from weft.ops.triton.sizes import cdiv, is_small, next_power_of_2, precision
 
 _MANY_ROWS = 1024
 """Least rows (tokens times heads) for which tiles hold several tokens."""
@@ -222,7 +222,7 @@ def _launch(
     is_wide = q.element_size() == 4
     rows = max(16, next_power_of_2(num_heads), 1 if is_wide else rows)
     tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
-    roomy = rows < 64 or shared_bytes(q.device) > LEAST_SHARED_BYTES
+    roomy = rows < 64 or not is_small(q.device)
     fixed = Fixed(
         num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows,
         max(16, min(64, (16384 if roomy else 8192) // block_r)), block_r, max(16, next_power_of_2(entry - rank)),

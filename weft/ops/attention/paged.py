@@ -25,7 +25,7 @@ from weft.ops.attention.prefill import launch_prefill, prefill_tile
 from weft.ops.backend import launches
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.graph_branch import graph_branch
-from weft.ops.triton.sizes import MULTIPROCESSORS
+from weft.ops.triton.sizes import MULTIPROCESSORS, is_small
 
 if GLUON_IS_KNOWN:
     from weft.ops.attention import decode_hopper
@@ -79,7 +79,8 @@ def _prefill(call: AttentionCall, *, skip_decodes: bool, fixed: bool) -> None:
         hopper.launch_prefill_hopper(call, skip_decodes=skip_decodes, is_shared=False if fixed else None)
         return
     group = q.shape[1] // k_cache.shape[2]
-    tile = prefill_tile(1 if fixed else q.shape[0], q.shape[1], q.shape[2], group, q.element_size())
+    num_rows, small = 1 if fixed else q.shape[0], is_small(q.device)
+    tile = prefill_tile(num_rows, *q.shape[1:], group, q.element_size(), small=small)
     launch_prefill(call, tile, skip_decodes=skip_decodes)
 
 
@@ -109,13 +110,13 @@ def _decode(call: AttentionCall, query_len: int = 1, *, fixed: bool = False) -> 
     group, table_tokens = q.shape[1] // num_kv_heads, batch.page_table.shape[1] * page_size
     rows = group * query_len
     num_seqs = batch.seq_lens.shape[0]
-    sizes = q.element_size(), k_cache.element_size()
+    sizes, small = (q.element_size(), k_cache.element_size()), is_small(q.device)
     if fixed:
-        tile = decode_tile(MANY_SEQUENCES, num_kv_heads, head_dim, rows, *sizes, table_tokens)
+        tile = decode_tile(MANY_SEQUENCES, num_kv_heads, head_dim, rows, *sizes, table_tokens, small=small)
         choice = DecodeChoice(tile, split=_FIXED_SPLIT, double_from=LONGER_SPLITS_FROM)
         launch_decode(call, choice, query_len=query_len)
         return
-    tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
+    tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens, small=small)
     on_hopper = GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
     choice = DecodeChoice(decode_hopper.TILE if on_hopper else tile, on_hopper)
     launch_decode(call, choice, query_len=query_len)

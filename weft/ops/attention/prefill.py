@@ -143,8 +143,11 @@ def _prefill_kernel(
             tl.store(out + rows * stride_out + offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
-    """Tile of the prefill kernel. Rows hold at least one token of every head of the group."""
+def prefill_tile(
+    num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int, *, small: bool = False
+) -> Tile:
+    """Tile of the prefill kernel. Rows hold at least one token of every head of the group. ``small``: see
+    ``is_small``."""
     at_least = next_power_of_2(group)
     if element_size == 4 or head_dim > 256:  # such as Zamba's heads of 464
         return Tile(rows=max(32, at_least), keys=32, warps=4, stages=1)
@@ -152,6 +155,8 @@ def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, eleme
         return Tile(rows=max(128, at_least), keys=64, warps=8, stages=3)
     if head_dim <= 128:
         return Tile(rows=max(64, at_least), keys=64, warps=4, stages=3)
+    if small:
+        return Tile(rows=max(64, at_least), keys=32, warps=4, stages=2)
     if num_rows * num_heads < _SHORT_ROWS:
         return Tile(rows=max(64, at_least), keys=64, warps=4, stages=2)
     return Tile(rows=max(128, at_least), keys=64, warps=8, stages=2)

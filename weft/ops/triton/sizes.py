@@ -27,6 +27,11 @@ def shared_bytes(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
+def is_small(device: torch.device) -> bool:
+    """Whether a program on a device has no more shared memory than on any GPU."""
+    return shared_bytes(device) <= LEAST_SHARED_BYTES
+
+
 def fitting_stages(stages: int, stage_bytes: int, device: torch.device) -> int:
     """The pipeline stages of which all but one fit in shared memory; at most ``stages``, and at least one."""
     return max(1, min(stages, 1 + shared_bytes(device) // stage_bytes))

@@ -23,7 +23,7 @@ from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
+from weft.ops.triton.sizes import cdiv, is_small, next_power_of_2, precision
 from weft.ops.window_attention import window_attention, window_attention_decode
 
 _LOWEST = tl.constexpr(-1e30)
@@ -346,7 +346,8 @@ def window_attention_triton(
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     chunks = batch.chunk_table
     (_, window, num_kv_heads, head_dim), num_seqs = k_window.shape, chunks.first.shape[0] - 1
-    tile = prefill_tile(1 if fixed else q.shape[0], q.shape[1], head_dim, q.shape[1] // num_kv_heads, q.element_size())
+    num_rows, group, small = 1 if fixed else q.shape[0], q.shape[1] // num_kv_heads, is_small(q.device)
+    tile = prefill_tile(num_rows, *q.shape[1:], group, q.element_size(), small=small)
     parameters = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, keep_padding=False)
     tables = (chunks.seq, chunks.first, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
     _window_prefill_kernel[(num_kv_heads, q.shape[0] // parameters.tokens + chunks.max_seqs + 1)](
