@@ -284,8 +284,8 @@ def decode_tile(
     table_tokens: int, *, small: bool = False,
 ) -> Tile:  # fmt: skip
     """Choose the tile of the decode kernel for ``num_rows`` rows (heads of a group times query tokens) and the bytes of
-    an element of queries and of the cache. A stage holds up to 32 KiB of keys and as much of values, or half as much if
-    several programs share a multiprocessor, or a program has the least shared memory (``small``)."""
+    an element of queries and of the cache. A stage holds up to 32 KiB of keys and as much of values. It holds half as
+    much if several programs share a multiprocessor, or if a program has the least shared memory (``small``)."""
     rows, work = max(16, next_power_of_2(num_rows)), num_seqs * num_kv_heads
     if element_size == 4:
         keys = max(16, min(64, 8192 // next_power_of_2(head_dim)))
