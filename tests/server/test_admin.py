@@ -19,6 +19,7 @@ from tests.patience import GUARD_S
 from tests.ranks import fork_ranks
 from tests.server.running import RunningServer, wait_until
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from weft import LLM, SamplingParams
 from weft.cli import main
 
@@ -97,6 +98,32 @@ def test_update_and_sleep(server: RunningServer, folders: list[Path]) -> None:
     assert lost.status_code == 503 and "update all of them" in lost.json()["error"]["message"]
     post(server, "/update_weights_from_disk", json={"model_path": str(folders[0])})
     assert token_ids(server) == old
+
+
+@pytest.mark.parametrize("api_processes", ["1", pytest.param("2", marks=takes_long)])
+def test_a_restarted_engine_serves_no_old_weights(api_processes: str, folders: list[Path]) -> None:
+    flags = ["--model", str(folders[0]), "--enable-admin-api", "--admin-key", "admin", "--restart-engine",
+             "--api-server-count", api_processes, "--max-num-seqs", "4", "--cpu-cache-gib", "0.05",
+             "--device", "cpu"]  # fmt: skip
+    running = RunningServer(*flags, module="weft")
+    try:
+        running.client.headers.update(KEY)
+        server = running.wait_ready()
+        old = token_ids(server)
+        post(server, "/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": 6})
+        new = token_ids(server)
+        assert old != new
+        for version in range(7, 7 + int(api_processes)):
+            os.kill(server.engine_pid, signal.SIGKILL)
+            wait_until(lambda: server.client.get("/ready").status_code == 503, GUARD_S)
+            wait_until(lambda: server.client.get("/ready").status_code == 200, GUARD_S)
+            wait_until(lambda: complete(server).status_code == 503, GUARD_S)
+            refusal = complete(server).json()["error"]["message"]
+            assert f"weights of version {version - 1} are expected; update all of them" in refusal
+            found = post(server, "/update_weights_from_disk", json={"model_path": str(folders[1])})
+            assert found["weight_version"] == version and token_ids(server) == new
+    finally:
+        running.close()
 
 
 def test_pause_and_resume(server: RunningServer) -> None:

@@ -61,7 +61,7 @@ class Controls:
             return
         if command.action == "resume":
             self._resume()
-        elif command.action not in ("wake_up", "state"):
+        elif command.action not in ("wake_up", "state", "lose"):
             self._stays_paused |= command.action == "pause"
             self._changed(self._core.rollouts.pause(mode))
             self._waiting.append(command)
@@ -117,6 +117,8 @@ class Controls:
                 rollouts.update(msgspec.convert(fields | complete, Receive), version=given["version"])
             case "join":
                 rollouts.join(msgspec.convert(given, JoinGroup))
+            case "lose":
+                rollouts.lose(given["version"])
             case "leave":
                 rollouts.leave(given["name"])
 

@@ -188,6 +188,14 @@ class Rollouts:
             request.note_version(new)
         return done
 
+    def lose(self, version: int) -> None:
+        """Note that the weights are those of the checkpoint, while clients know of those of ``version``."""
+        self.version = version
+        self._lost = (
+            f"the engine was started again with the weights of its checkpoint, and weights of version {version} are "
+            "expected; update all of them"
+        )
+
     def join(self, group: JoinGroup) -> None:
         """Join a group through which weights will come. Raises ConfigError if its members do not meet."""
         if group.name in self._groups:

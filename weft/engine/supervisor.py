@@ -69,6 +69,7 @@ class EngineSupervisor:
         self._process: EngineProcess | ReplicaSet | None = None
         self._failed: wire.Failed | None = None
         self._restarts = Restarts()
+        self._weight_version = 0
         self._is_stopping = False
 
     def listen(self, on_message: OnMessage, on_lost: OnLost) -> None:
@@ -117,8 +118,12 @@ class EngineSupervisor:
         if isinstance(message, wire.Failed):
             self._failed = message
             return
+        if isinstance(message, wire.Controlled):
+            self._weight_version = max(self._weight_version, message.weight_version)
         if isinstance(message, wire.Ready):
             self._restarts.ready()
+            if self._weight_version:  # of the engine before this one; requests come after this command
+                self.send(wire.Control(-1, "lose", "keep", {"version": self._weight_version}))
         self._on_message(message)
 
     def _on_exit(self, status: int) -> None:

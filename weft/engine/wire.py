@@ -71,7 +71,8 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """A command of an administrator; see ``engine/controls.py``. All replicas carry it out.
 
     Attributes:
-        action: pause, resume, sleep, wake_up, state, load, open, receive, join or leave.
+        action: pause, resume, sleep, wake_up, state, load, open, receive, join or leave; lose, to an engine that is
+            started again after an update.
         mode: what open requests do.
     """
 

@@ -104,6 +104,7 @@ class Service:
         self._counts = counts or OpenCounts()
         self._numbers = numbers
         self._engine: AsyncEngine | None = None
+        self._controlled: wire.Controlled | None = None
         self._config: EngineConfig | None = None
         self.keeps_states = False
         self._capacity: wire.Capacity | None = None
@@ -223,8 +224,9 @@ class Service:
                 assert self._engine is not None
                 self._engine.on_inspected(message)
             case wire.Controlled():
-                assert self._engine is not None
-                self._engine.on_controlled(message)
+                self._controlled = message
+                if self._engine is not None:
+                    self._engine.on_controlled(message)
             case wire.Configured():
                 self._config = message.config
                 self.keeps_states = message.config.keeps_states
@@ -267,6 +269,8 @@ class Service:
             PromptSetup(self.config, self.settings, capacity.max_model_len, inputs.text_only, self.keeps_states)
         )
         self._engine = AsyncEngine(self.engine_client, inputs, tokenizer, self.token_times, self._numbers)
+        if self._controlled is not None:  # as a start after an update brings it
+            self._engine.on_controlled(self._controlled)
         if self._admission is None:
             self._admission = Admission(capacity.max_num_seqs, self.settings.max_queue_size, self._counts)
         await self.api_processes.ready()
@@ -290,6 +294,7 @@ class Service:
         """The engine has ended; another one is started, or the service is over."""
         if self._engine is not None:
             self._engine.die(failure.message)
+        self._controlled = None
         if is_restarting:
             self._begin()
             return
