@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from weft.server.errors import ApiError
 from weft.server.protocol import BodyReader, CompletionRequest
 from weft.server.sampling import names_ids
 from weft.server.settings import ServerSettings
+from weft.text.chat_template import TemplateOptions
 from weft.text.tokenizer import Tokenizer
 
 CLIENT = Client(identity="key", connection="1.2.3.4:5")
@@ -140,9 +142,9 @@ def test_what_a_chat_says_reaches_its_template(
     seen: dict[str, Any] = {}
     render, encode = ChatPrompts.render, ChatPrompts.encode
 
-    def rendered(self: ChatPrompts, messages: Any, **more: Any) -> Any:
-        seen.update(more)
-        return render(self, messages, **more)
+    def rendered(self: ChatPrompts, messages: Any, options: TemplateOptions, **more: Any) -> Any:
+        seen.update(asdict(options) | more)
+        return render(self, messages, options, **more)
 
     def encoded(self: ChatPrompts, chat: Any, limit: int | None = None) -> Any:
         seen["limit"] = limit

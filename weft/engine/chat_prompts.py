@@ -124,7 +124,7 @@ class ChatPrompts:
         """Run the chat template.
 
         Args:
-            messages: messages from ``conversation.template_message``.
+            messages: messages from ``chat_messages.template_messages``.
 
         Raises:
             RequestError: there is no template, there are no messages, or the template refuses them.
