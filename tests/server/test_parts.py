@@ -373,7 +373,7 @@ def test_settings_that_are_fine() -> None:
 
 def parsed(words: str) -> tuple[ServerSettings, dict[str, Any]]:
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_parser(parser.add_subparsers(), "serve")
     args = parser.parse_args(["serve", *words.split()])
     return server_settings(args), serve_engine_settings(args)
 

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from weft.cache.manager import Manager
-from weft.messages import ModelOutput
 from weft.scheduler.draft_planner import DraftPlanner, Drafts
 from weft.scheduler.running import EMPTY, Launched, Planned, Running
 from weft.scheduler.step_grid import StepGrid
@@ -144,10 +143,3 @@ def retry_without_drafts(running: Running) -> bool:
     request.draft_token_ids = []
     running.retries = True
     return True
-
-
-def tokens_by_row(output: ModelOutput) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
-    for row, token_id in zip(output.rows, output.token_ids, strict=True):
-        tokens.setdefault(row, []).append(token_id)
-    return tokens

@@ -131,3 +131,11 @@ def extend_request(
         request.extend(sampled, logprobs)
         request.draft_token_ids = output.draft_token_ids.get(running.row, EMPTY)
     return len(request.output_token_ids) - num_output_tokens
+
+
+def tokens_by_row(output: ModelOutput) -> dict[int, list[int]]:
+    """The tokens that a step has sampled for each row. A row with drafts may have several."""
+    tokens: dict[int, list[int]] = {}
+    for row, token_id in zip(output.rows, output.token_ids, strict=True):
+        tokens.setdefault(row, []).append(token_id)
+    return tokens

@@ -46,11 +46,10 @@ from weft.scheduler.draft_steps import (
     following_step,
     must_wait,
     retry_without_drafts,
-    tokens_by_row,
 )  # fmt: skip
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.fair_order import FairOrder
-from weft.scheduler.launches import LaunchedSteps, extend_request
+from weft.scheduler.launches import LaunchedSteps, extend_request, tokens_by_row
 from weft.scheduler.lookups import PrefixLookups
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue
 from weft.scheduler.running import Planned, Running, RunningRequests
