@@ -80,7 +80,7 @@ def _prefill(call: AttentionCall, *, skip_decodes: bool, fixed: bool) -> None:
         return
     group = q.shape[1] // k_cache.shape[2]
     num_rows, small = 1 if fixed else q.shape[0], is_small(q.device)
-    tile = prefill_tile(num_rows, *q.shape[1:], group, q.element_size(), small=small)
+    tile = prefill_tile(num_rows, q.shape[1], q.shape[2], group, q.element_size(), small=small)
     launch_prefill(call, tile, skip_decodes=skip_decodes)
 
 

@@ -347,7 +347,7 @@ def window_attention_triton(
     chunks = batch.chunk_table
     (_, window, num_kv_heads, head_dim), num_seqs = k_window.shape, chunks.first.shape[0] - 1
     num_rows, group, small = 1 if fixed else q.shape[0], q.shape[1] // num_kv_heads, is_small(q.device)
-    tile = prefill_tile(num_rows, *q.shape[1:], group, q.element_size(), small=small)
+    tile = prefill_tile(num_rows, q.shape[1], q.shape[2], group, q.element_size(), small=small)
     parameters = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, keep_padding=False)
     tables = (chunks.seq, chunks.first, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
     _window_prefill_kernel[(num_kv_heads, q.shape[0] // parameters.tokens + chunks.max_seqs + 1)](
