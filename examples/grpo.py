@@ -264,9 +264,10 @@ def summary(steps: list[Step]) -> dict[str, Any]:
     }
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+def parse(argv: list[str] | None = None, *, description: str | None = __doc__, steps: int = 60) -> argparse.Namespace:
+    """Parse flags, which ``grpo_trl.py`` has too. ``steps``: without a flag."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--problems", type=int, default=4)
     parser.add_argument("--group", type=int, default=6)
     parser.add_argument("--lr", type=float, default=2e-4)

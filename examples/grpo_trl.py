@@ -28,6 +28,7 @@ from examples.grpo import (
     Step,
     differences,
     load_trainer,
+    parse,
     resident_mib,
     summary,
     trainer_logprobs,
@@ -117,16 +118,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--problems", type=int, default=4)
-    parser.add_argument("--group", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--noise", type=float, default=0.44)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--server", action="store_true", help="generate in a server's process")
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = parse(description=__doc__, steps=50)
     target = report.open_json(args.json)
     found = run(args)
     print(json.dumps(found["summary"], indent=1))

@@ -1,11 +1,11 @@
 """Transformer blocks whose weights several layers read (Zamba, arXiv 2405.16712 and 2411.15242).
 
-Job: attention over hidden states and embeddings, an MLP after it, and what each layer adds of its own: adapters and an
-output projection. Owns: the rule by which a layer finds the layer whose weights it reads. Does not know: caches; every
+Job: attention over hidden states and embeddings, an MLP, and the parts that each layer adds: adapters and an output
+projection. Owns: the rule by which a layer finds the layer whose weights it reads. Does not know: caches; every
 layer registers under its own name, and so has its own keys and values.
 
-Layers that share weights hold the same module objects. Whatever walks through a model's modules meets each of them
-once, in the first layer that has it.
+Layers that share weights hold the same module objects. A walk through a model's modules meets a shared module once, in
+the first layer that has it.
 """
 
 from collections.abc import Sequence

@@ -143,8 +143,8 @@ class Restores:
         self.tier.keys_left = KEYS_PER_STEP if num_running else inf
 
     def restore_first(self, request: Request, match: Match, num_running: int) -> bool:
-        """Begin a restore for a waiting request if that pays. Returns whether the request waits for a restore, or for
-        its lookup, so that others pass it."""
+        """Begin a restore for a waiting request if that pays. Returns whether the request waits for a restore or for
+        its lookup. Other requests then pass it."""
         if match.below is not None and match.below.is_pending:
             return True
         waits = self._begin_restore(request, match, num_running)
