@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.interpreter import DEVICE
 from weft.layers.sampler import (
     BlockedTokens,
     LogitBias,
@@ -174,13 +175,16 @@ def test_an_invariant_backend_samples_all_batches_alike(monkeypatch: pytest.Monk
 def test_processed_logits_keep_what_was_sampled(backend: Backend) -> None:
     """Rows with each filter, with all, without one, and greedy; the filtered are gone, the others divided."""
     n = 6
-    x = logits(n)
+    device = DEVICE if backend is Backend.TRITON else "cpu"
+    x, options = logits(n).to(device), batch(n, temperature=0.5)
     metadata = replace(
-        batch(n, temperature=0.5),
-        temperature=torch.tensor([0.0, 0.5, 0.5, 0.5, 2.0, 1.0]),
-        top_k=torch.tensor([3, 3, 0, 0, 9, 0]),
-        top_p=torch.tensor([0.5, 1.0, 0.6, 1.0, 0.7, 1.0]),
-        min_p=torch.tensor([0.5, 0.0, 0.0, 0.2, 0.1, 0.0]),
+        options,
+        temperature=torch.tensor([0.0, 0.5, 0.5, 0.5, 2.0, 1.0], device=device),
+        top_k=torch.tensor([3, 3, 0, 0, 9, 0], device=device),
+        top_p=torch.tensor([0.5, 1.0, 0.6, 1.0, 0.7, 1.0], device=device),
+        min_p=torch.tensor([0.5, 0.0, 0.0, 0.2, 0.1, 0.0], device=device),
+        seeds=options.seeds.to(device),
+        positions=options.positions.to(device),
         candidates=VOCAB,
         uses_min_p=True,
     )
@@ -189,7 +193,7 @@ def test_processed_logits_keep_what_was_sampled(backend: Backend) -> None:
     assert scores.gather(1, token_ids[:, None]).isfinite().all()
     kept = scores.isfinite()
     assert kept.sum(-1).tolist()[:2] == [VOCAB, 3] and kept[5].all() and kept[2:5].sum(-1).lt(VOCAB).all()
-    scaled = x / torch.tensor([1.0, 0.5, 0.5, 0.5, 2.0, 1.0])[:, None]
+    scaled = x / torch.tensor([1.0, 0.5, 0.5, 0.5, 2.0, 1.0], device=device)[:, None]
     assert torch.equal(scores[kept], scaled[kept])
     dropped = kept.logical_not()[1].nonzero()[0]
     assert processed_logits(x[1:2], replace(metadata, **{

@@ -15,7 +15,7 @@ from weft.forward_context import Batch, MixedBatch, Verification
 from weft.ops.attention import AttentionCall, paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
 from weft.config.sum_order import MOST_QUERY_ROWS  # isort: skip
-from weft.ops.attention.decode import DecodeChoice, launch_decode  # isort: skip
+from weft.ops.attention.decode import HELD_HEAD, DecodeChoice, launch_decode  # isort: skip
 from weft.ops.attention.merge import most_splits  # isort: skip
 from weft.ops.attention.tiles import Tile  # isort: skip
 from weft.ops.triton.sizes import next_power_of_2  # isort: skip
@@ -150,8 +150,9 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     rows = query_len * hq // hkv
     if rows > MOST_QUERY_ROWS or dtype == torch.float32:
         return
-    pipelined = Tile(max(16, next_power_of_2(rows)), 64, 4, 2, False)
-    for tile in (pipelined, pipelined._replace(held_splits=16, held_keys=256, warps=8)):
+    pipelined = Tile(max(16, next_power_of_2(rows)), 64 if dim <= HELD_HEAD else 16, 4, 2, False)
+    held = pipelined._replace(held_splits=16, held_keys=256, warps=8)
+    for tile in (pipelined, held) if dim <= HELD_HEAD else (pipelined,):
         out = torch.full_like(q, torch.nan)
         call = AttentionCall(q, cache, cache, batch, dim**-0.5, out, sinks)
         launch_decode(call, DecodeChoice(tile), query_len=query_len)

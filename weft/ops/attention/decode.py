@@ -57,7 +57,7 @@ and that are merged at once."""
 _FEW_SEQUENCES = 64
 """Sequences times key heads below which the decode kernel is bound by memory latency instead of bandwidth."""
 
-_HELD_WORK, _HELD_SPLITS, _HELD_TABLE, _HELD_HEAD = 16 * 128, 16, 16384, 256
+_HELD_WORK, _HELD_SPLITS, _HELD_TABLE, HELD_HEAD = 16 * 128, 16, 16384, 256
 """Limits for programs that hold all keys of a split: sequences times key heads times head size, splits of a sequence,
 tokens of the page table, head size. Within the limits no other data would move meanwhile. Longer sequences move more
 data through a pipeline with fewer warps. Wider page tables use the pipeline for all sequences, and so do larger heads,
@@ -292,7 +292,7 @@ def decode_tile(
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
     stage = 32768 if work < _FEW_SEQUENCES and not small else 16384
     keys = max(16, min(64, stage // (next_power_of_2(head_dim) * cache_size)))
-    held_head = 128 if small else _HELD_HEAD
+    held_head = 128 if small else HELD_HEAD
     if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= held_head:
         return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS, held_keys=_SPLIT)
     if work * head_dim <= 2 * _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= 128:
