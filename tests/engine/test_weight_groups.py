@@ -129,7 +129,8 @@ def test_views_of_one_storage_are_shared_and_opened_once(monkeypatch: pytest.Mon
         given.detach = lambda: given
         return given
 
-    def opened(device: int, handle: bytes, *others: Any) -> Any:
+    def opened(device: int, handle: bytes, size: int, offset: int, counter: bytes, place: int, *event: Any) -> Any:
+        assert event == (b"", False)  # the sender has waited
         counts["opened"] += 1
         return list(memory.values())[handle[0]]
 

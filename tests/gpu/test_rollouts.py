@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.engine.test_weight_groups import described, free_port
 from tests.engine.test_weight_updates import HYBRID, MOE, answers, tensors_of
 from tests.patience import GUARD_S
 from tests.tiny import make_checkpoint
 from weft import LLM
 from weft.errors import WeightsError
+from weft.weights.group import WeightGroup
 from weft.weights.shared import share_weights
 
 pytestmark = pytest.mark.gpu
@@ -93,5 +95,42 @@ def test_tensors_of_another_process(pairs: dict[str, tuple[Path, Path]]) -> None
         llm.update_weights_from_ipc(link.recv_bytes())
         assert answers(llm) == want
     link.send(None)
+    other.join(GUARD_S)
+    assert other.exitcode == 0
+
+
+def send(link: Connection, folder: Path, port: int) -> None:
+    """A trainer on the second GPU."""
+    torch.cuda.set_device(1)
+    group = WeightGroup("127.0.0.1", port, 0, 2, "nccl")
+    tensors = {name: tensor.cuda() for name, tensor in load_file(folder / "model.safetensors").items()}
+    while link.recv():
+        for tensor in tensors.values():
+            group.broadcast(tensor.contiguous())
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the trainer and the engine need a GPU each")
+@pytest.mark.parametrize("arch", [HYBRID, MOE])
+def test_a_trainer_on_another_gpu_broadcasts(arch: str, pairs: dict[str, tuple[Path, Path]]) -> None:
+    old, new = pairs[arch]
+    context, port, given = multiprocessing.get_context("spawn"), free_port(), described(new)
+    link, theirs = context.Pipe()
+    other = context.Process(target=send, args=(theirs, new, port), daemon=True)
+    other.start()
+    with engine(new) as fresh:
+        want = answers(fresh)
+    with engine(old) as llm:
+        before = answers(llm)
+        llm.init_weights_update_group("127.0.0.1", port, 1, 2)
+        link.send(True)
+        with pytest.raises(WeightsError, match=r"1 unexpected: model.foo. .*nothing was changed"):
+            llm.update_weights_from_distributed(**given | {"names": ["model.foo", *given["names"][1:]]})
+        assert answers(llm) == before
+        link.send(True)
+        assert llm.update_weights_from_distributed(**given) == 1
+        assert answers(llm) == want != before
+        llm.destroy_weights_update_group()
+    link.send(False)
     other.join(GUARD_S)
     assert other.exitcode == 0

@@ -22,6 +22,7 @@ from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.weights import LoadReport, load_weights, loader
 from weft.weights.safetensors_folder import SafetensorsFolder
+from weft.weights.update import ModelTensors
 
 
 def build(folder: Path, dtype: torch.dtype = torch.float32, tp: Any = None) -> CausalLM:
@@ -123,7 +124,10 @@ def test_experts_fused_or_one_by_one(arch: str, tmp_path: Path) -> None:
             tensors[f"{prefix}.down_proj"] = torch.stack(parts["down"])
 
     rewrite(fused, fuse)
-    assert_same(load(single)[0], load(fused)[0])
+    model = load(fused)[0]
+    assert_same(load(single)[0], model)
+    pieces = ModelTensors(model, ties_head=False).pieces
+    assert {len(pieces[n].copies) for n in pieces if n.endswith("gate_up_proj")} == {1}, "copied in parts"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,7 +7,7 @@ from torch import Tensor
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, LinearMethod
 from weft.layers.moe import Experts, ExpertsMethod
-from weft.layers.weight import CopyTarget, Interleaved, Slices, WeightLayout, WeightPiece, empty_parameter
+from weft.layers.weight import CopyTarget, Interleaved, RowRun, WeightLayout, WeightPiece, empty_parameter
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
 from weft.ops.linear import invariant_linear_parts, linear, linear_parts, linear_silu_mul
 from weft.ops.moe import Routed, fused_moe
@@ -117,12 +117,25 @@ def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget
         ("down_proj", layer.down_shard, down),
     ):
         columns = shard.source_columns
-        copies: list[tuple[Slices, CopyTarget]] = []
+        runs: list[RowRun] = []
         total = 0
         for rows in shard.parts.values():
-            for run in rows.runs:
-                source = slice(total + run.source, total + run.source + run.count)
-                copies.append(((experts, source, columns), parameter[:, run.target_rows]))
+            runs += [RowRun(total + run.source, run.target, run.count) for run in rows.runs]
             total += rows.total
-        layout[name] = WeightPiece((layer.num_experts, total, shard.total_columns), tuple(copies), transposable=True)
+        if isinstance(parameter, Tensor):  # converters need the parts
+            runs = _joined(runs)
+        copies = tuple(((experts, run.source_rows, columns), parameter[:, run.target_rows]) for run in runs)
+        layout[name] = WeightPiece((layer.num_experts, total, shard.total_columns), copies, transposable=True)
     return layout
+
+
+def _joined(runs: list[RowRun]) -> list[RowRun]:
+    """Merge consecutive runs. Copies of contiguous memory are faster than copies of rows."""
+    joined = runs[:1]
+    for run in runs[1:]:
+        last = joined[-1]
+        if (run.source, run.target) == (last.source + last.count, last.target + last.count):
+            joined[-1] = RowRun(last.source, last.target, last.count + run.count)
+        else:
+            joined.append(run)
+    return joined

@@ -14,8 +14,8 @@ from torch import Tensor
 from weft.errors import WeightsError
 from weft.weights.update import DTYPE_NAMES, Offered, Reader
 
-StorageHandle = tuple[bytes, int, int, bytes, int, bytes | None, bool]
-"""Handle, bytes and offset of a storage, reference counter and event, as torch shares them."""
+StorageHandle = tuple[bytes, int, int, bytes, int]
+"""Handle, bytes and offset of a storage, and its reference counter, as torch shares them."""
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +55,7 @@ def _share(name: str, tensor: Tensor, storages: dict[int, StorageHandle]) -> Sha
         )
     storage = tensor.untyped_storage()
     if storage.data_ptr() not in storages:
-        storages[storage.data_ptr()] = storage._share_cuda_()[1:]
+        storages[storage.data_ptr()] = storage._share_cuda_()[1:6]  # without torch's event: share_weights waits
     shape, stride = tuple(tensor.shape), tensor.stride()
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     device, handle = _uuid(tensor.device.index), storages[storage.data_ptr()]
@@ -104,7 +104,7 @@ class Handles:
         for shared in self._tensors:
             if shared.storage not in opened:
                 index = self._device.index or 0
-                opened[shared.storage] = torch.UntypedStorage._new_shared_cuda(index, *shared.storage)
+                opened[shared.storage] = torch.UntypedStorage._new_shared_cuda(index, *shared.storage, b"", False)
             empty = torch.empty(0, dtype=dtypes[shared.dtype], device=self._device)
             tensor = empty.set_(opened[shared.storage], shared.offset, shared.shape, shared.stride)
             yield Offered(shared.name, shared.shape, shared.dtype), tensor.__getitem__
