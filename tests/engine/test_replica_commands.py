@@ -87,12 +87,16 @@ def test_nobody_serves_old_weights_after_the_last_one_died() -> None:
     replicas.update(4, 4, version=4)
     for replica in (0, 1):
         replicas.commands.died(replica)
+    assert "no replica runs" in replicas.answers[-1].unavailable, "told without a command"
+    for replica in (0, 1):
         replicas.commands.started(replica)
+    assert "no replica has weights of version 4; update all of them" in replicas.answers[-1].unavailable
+    assert len(replicas.answers) == 3 and replicas.answers[-1].number == -1
     replicas.ask("state")
     for replica in (0, 1):
         replicas.say(replica, 0)
     answer = replicas.answers[-1]
-    assert "no replica has the weights of version 4" in answer.unavailable and not replicas.commands.agreeing
+    assert "no replica has weights of version 4" in answer.unavailable and not replicas.commands.agreeing
     assert sorted(answer.replicas_out) == [0, 1] and answer.weight_version == 4
     assert replicas.ask("load", folder="x", version=None)[1].arguments == {
         "folder": "x", "version": 5, "complete": True
@@ -100,6 +104,15 @@ def test_nobody_serves_old_weights_after_the_last_one_died() -> None:
     for replica in (0, 1):
         replicas.say(replica, 5)
     assert not replicas.answers[-1].unavailable and replicas.commands.agreeing == {0, 1}
+
+
+def test_servers_are_told_when_no_replica_runs() -> None:
+    replicas = Replicas(1)
+    replicas.commands.died(0)
+    replicas.ask("resume")
+    assert all("no replica runs" in answer.unavailable for answer in replicas.answers)
+    replicas.commands.started(0)
+    assert [answer.number for answer in replicas.answers] == [-1, 1, -1] and not replicas.answers[-1].unavailable
 
 
 @pytest.mark.parametrize("restarted", [0, 1])

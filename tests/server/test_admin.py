@@ -117,9 +117,10 @@ def test_a_restarted_engine_serves_no_old_weights(api_processes: str, folders: l
             os.kill(server.engine_pid, signal.SIGKILL)
             wait_until(lambda: server.client.get("/ready").status_code == 503, GUARD_S)
             wait_until(lambda: server.client.get("/ready").status_code == 200, GUARD_S)
-            wait_until(lambda: complete(server).status_code == 503, GUARD_S)
-            refusal = complete(server).json()["error"]["message"]
-            assert f"weights of version {version - 1} are expected; update all of them" in refusal
+            for response in (complete(server), complete(server)):
+                assert response.status_code == 503 and int(response.headers["Retry-After"]) > 0
+                refusal = response.json()["error"]["message"]
+                assert f"weights of version {version - 1} are expected; update all of them" in refusal
             found = post(server, "/update_weights_from_disk", json={"model_path": str(folders[1])})
             assert found["weight_version"] == version and token_ids(server) == new
     finally:
@@ -219,6 +220,12 @@ def test_replicas(folders: list[Path]) -> None:
         found = post(server, "/update_weights_from_disk", json={"model_path": str(folders[0])})
         assert found["weight_version"] == 2 and "replicas_out" not in found
         assert states(server) == ["up", "up"] and of_each(server) == [old] * 4
+        for view in views(server):
+            os.kill(view["pid"], signal.SIGKILL)
+        wait_until(lambda: states(server) == ["behind", "behind"], GUARD_S)
+        refused = complete(server)
+        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+        assert "no replica has weights of version 2; update all of them" in refused.json()["error"]["message"]
     finally:
         server.close()
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -22,7 +22,7 @@ from weft.engine.channel import Address, EngineStart
 from weft.engine.input_processor import InputProcessor
 from weft.engine.process import MAX_BROKEN_STEPS, PREFIXES_EVERY_S, EngineLoop, start_core
 from weft.engine.response_stream import PromptDelta, ResponseStream
-from weft.errors import EngineDeadError, RequestError
+from weft.errors import EngineDeadError, RequestError, UnavailableError
 from weft.outputs import CacheReport
 from weft.request import RequestSpec
 from weft.sampling_params import SamplingParams
@@ -325,6 +325,35 @@ def test_a_slow_reader_gets_everything_at_once(inputs: InputProcessor) -> None:
         assert len(collected) == 1 and collected[0][1].text == TEXT
 
     run(inputs, body)
+
+
+def test_a_request_that_cannot_run_ends_as_unavailable(inputs: InputProcessor) -> None:
+    """After the tokens that it has."""
+
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        stream, other = submit(engine), submit(engine, "ab", name="s")
+        link.run()
+        update = wire.Update(stream.requests[0].request_id, [], "unavailable", "the weights are lost")
+        link.send(wire.Outputs([update], link.core.stats()))
+        assert len(await anext(stream)) == 1
+        with pytest.raises(UnavailableError, match="the weights are lost"):
+            await anext(stream)
+        link.run(1000)
+        assert (await other.results())[0].finished
+
+    run(inputs, body)
+
+
+@pytest.mark.parametrize(
+    ("reason", "why", "told"),
+    [("error", "asleep", "unavailable"), ("error", None, "error"), ("error", "no token left", "error"),
+     ("length", None, "length"), (None, None, None)],
+)  # fmt: skip
+def test_ends_without_an_engine_are_told_apart(reason: Any, why: str | None, told: str | None) -> None:
+    loop = object.__new__(EngineLoop)
+    core = SimpleNamespace(rollouts=SimpleNamespace(unavailable="asleep"))
+    loop._core, loop._controls = cast(Any, core), cast(Any, object())
+    assert loop._finish_reason(cast(Any, SimpleNamespace(finish_reason=reason, stop_reason=why))) == told
 
 
 def test_the_death_of_the_engine_ends_every_stream(inputs: InputProcessor) -> None:

@@ -436,6 +436,25 @@ def test_a_replica_with_old_weights_gets_no_requests() -> None:
     assert not update(3, 3).replicas_out and [view.state for view in replicas.views()] == ["up", "up"]
 
 
+def test_requests_end_as_unavailable_while_no_replica_takes_any() -> None:
+    """The server is told before, and again when one takes requests."""
+    replicas, processes, told = replicas_without_processes(2)
+    replicas._launch = lambda member, *callbacks: cast(Any, processes[member.index])  # type: ignore[method-assign]
+    replicas.send(structs.replace(SPEC, request_id="open"))
+    for member in replicas.members:
+        member.restarts.ready()
+        replicas._ended(member, -9)
+    replicas.send(structs.replace(SPEC, request_id="later"))
+    (state, *outputs) = told
+    assert isinstance(state, wire.Controlled) and "no replica runs" in state.unavailable
+    updates = [update for each in outputs if isinstance(each, wire.Outputs) for update in each.updates]
+    assert [(u.request_id, u.finish_reason, u.stop_reason) for u in updates] == [
+        (name, "unavailable", state.unavailable) for name in ("open", "later")
+    ]
+    replicas._handle(replicas.members[0], wire.Ready(CAPACITY))
+    assert isinstance(told[-1], wire.Controlled) and not told[-1].unavailable
+
+
 def test_a_dead_replica_has_nothing_open() -> None:
     replicas, processes, _ = replicas_without_processes(2)
     for i in range(4):

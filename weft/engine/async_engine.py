@@ -139,6 +139,10 @@ class AsyncEngine:
             if owner is None:
                 continue  # its reader is gone, or a stop string ended it
             stream, index, request = owner
+            if update.finish_reason == "unavailable":
+                del self._owners[update.request_id]
+                stream.fail(UnavailableError(str(update.stop_reason)))
+                continue
             updated[stream] = None
             try:
                 update.apply(request)

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
@@ -194,7 +194,7 @@ class EngineLoop:
         return wire.Update(
             request_id=request.request_id,
             token_ids=request.output_token_ids[num_tokens:],
-            finish_reason=request.finish_reason,
+            finish_reason=self._finish_reason(request),
             stop_reason=request.stop_reason,
             num_cached_tokens=request.num_cached_tokens,
             first_scheduled=request.times.first_scheduled,
@@ -209,6 +209,12 @@ class EngineLoop:
             no_drafts_because=request.no_drafts_because,
             weight_version=request.weight_spans[-1][1],
         )
+
+    def _finish_reason(self, request: Request) -> FinishReason | Literal["unavailable"] | None:
+        """The reason of an end. The core ends requests with an error and the reason if no request can run."""
+        if self._controls is None or request.finish_reason != "error":
+            return request.finish_reason
+        return "unavailable" if request.stop_reason == self._core.rollouts.unavailable else "error"
 
 
 Start = Callable[[EngineStart, EngineChannel], tuple[Core, wire.Capacity]]

@@ -47,6 +47,7 @@ class ReplicaCommands:
         self._states: dict[int, wire.Controlled] = {}  # the last answer of each running replica
         self._pending: dict[int, _Pending] = {}
         self._newest = 0  # version of the last update that was sent
+        self._told = ""  # the reason in the last answer why no request can run
         self.agreeing: set[int] = set()
 
     def started(self, replica: int) -> None:
@@ -54,6 +55,7 @@ class ReplicaCommands:
         self._states[replica] = _AT_START
         if not self._pending and _agree(self._state, _AT_START):
             self.agreeing.add(replica)
+        self._tell()
 
     def died(self, replica: int) -> None:
         """Note that a replica has ended. Commands no longer wait for it."""
@@ -62,13 +64,36 @@ class ReplicaCommands:
         for number, pending in list(self._pending.items()):
             if replica in pending.waiting:
                 self._note(number, replica, "its process has ended")
+        self._tell()
+
+    @property
+    def unavailable(self) -> str:
+        """The reason why no replica can run a request; empty if one can."""
+        if self.agreeing:
+            return self._state.unavailable
+        if not self._states:
+            return "no replica runs; try again when one was started"
+        version = self._state.weight_version
+        wanted = f"weights of version {version}; update all of them" if version else "the state that commands left"
+        return f"no replica has {wanted}"
+
+    def _tell(self) -> None:
+        """Tell unasked that requests can run again, or that none can."""
+        if self.unavailable != self._told:
+            self._say(-1)
+
+    def _say(self, number: int, error: str = "", replicas_out: dict[int, str] | None = None) -> None:
+        """Answer the command of this number with the state of the set."""
+        self._told = self.unavailable
+        given = {"unavailable": self._told, "error": error, "replicas_out": replicas_out or {}}
+        self._answer(replace(self._state, number=number, **given))
 
     def ask(self, command: wire.Control) -> dict[int, wire.Control]:
         """Begin a command. Returns what to send to each replica; nothing if the command is refused."""
         replicas, arguments = sorted(self._states), command.arguments
         refusal = self._refusal(command, len(replicas))
         if refusal:
-            self._answer(replace(self._state, number=command.number, error=refusal))
+            self._say(command.number, refusal)
             return {}
         self._pending[command.number] = _Pending(replicas, set(replicas))
         match command.action:
@@ -130,7 +155,7 @@ class ReplicaCommands:
             if replica not in self.agreeing
         }
         errors = [why for replica, why in pending.errors.items() if replica in self.agreeing or not self.agreeing]
-        self._answer(replace(self._state, number=number, error=errors[0] if errors else "", replicas_out=out))
+        self._say(number, errors[0] if errors else "", out)
 
     def _next_state(self, errors: dict[int, str]) -> wire.Controlled:
         """The newest weights count first, then success, then the state that replicas had in common before."""
@@ -144,10 +169,7 @@ class ReplicaCommands:
             ),
             default=None,
         )
-        if best is not None and not self._is_older(best):
-            return self._states[best]
-        why = f"no replica has the weights of version {self._state.weight_version}; update all of them"
-        return replace(self._state, unavailable=why)
+        return self._state if best is None or self._is_older(best) else self._states[best]
 
 
 def _agree(one: wire.Controlled, other: wire.Controlled) -> bool:

@@ -158,7 +158,8 @@ class ReplicaSet:
             keys = cache_token_ids(prompt, message.media) if message.media else prompt
             index = self._router.choose(keys, message.cache_salt)
         except NoReplicaError:
-            self._forward([wire.Update(message.request_id, [], finish_reason="error")])
+            why = self._commands.unavailable or "no replica takes requests now; try again"
+            self._forward([wire.Update(message.request_id, [], "unavailable", why)])
             return
         self._open[message.request_id] = Open(index, message)
         self._process(index).send(message)

@@ -13,7 +13,7 @@ or go on. Moments are seconds of ``time.monotonic()``, which all processes of a 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -133,11 +133,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
-    """Changes of one request since its last update. Moments and counters as in ``Request``."""
+    """Changes of one request since its last update. Moments and counters as in ``Request``.
+
+    A request is "unavailable" that ended because no request can run; ``stop_reason`` says why.
+    """
 
     request_id: str
     token_ids: list[int]
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | Literal["unavailable"] | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
     first_scheduled: float | None = None
@@ -153,7 +156,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     weight_version: int = 0
 
     def apply(self, request: Request) -> None:
-        """Bring the server's copy of the request up to date."""
+        """Bring the server's copy of the request up to date. The caller handles "unavailable"."""
+        assert self.finish_reason != "unavailable"
         request.note_version(self.weight_version)
         request.output_token_ids += self.token_ids
         if self.logprobs:

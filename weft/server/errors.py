@@ -15,6 +15,9 @@ from weft.errors import (
 FROZEN_RETRY_S = 5
 """Seconds after which a caller may try an engine again that stood still."""
 
+UNAVAILABLE_RETRY_S = 1
+"""Seconds after which a caller may try an engine again that slept or had no weights."""
+
 MESSAGES_PATH = "/v1/messages"
 """The paths of the Anthropic protocol begin so."""
 
@@ -60,7 +63,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), type="server_error", code="engine_dead")
     if isinstance(error, UnavailableError):
-        return ApiError(503, str(error), type="server_error", code="unavailable")
+        return ApiError(503, str(error), type="server_error", code="unavailable", retry_after_s=UNAVAILABLE_RETRY_S)
     if isinstance(error, EngineFrozenError):
         return ApiError(503, str(error), type="server_error", code="frozen", retry_after_s=FROZEN_RETRY_S)
     return ApiError(500, "the server made a mistake; its log says more", type="server_error")
