@@ -46,6 +46,13 @@ def test_floor_of_a_prefill(name: str) -> None:
         assert got == pytest.approx(want, rel=0.03), num_tokens
 
 
+@pytest.mark.parametrize("name", sorted(folder.name for folder in CONFIGS.iterdir()))
+def test_every_model_of_the_benchmarks_has_a_floor(name: str) -> None:
+    """Some models need pages of several tokens. A floor has no pages."""
+    for work in (roofline(name).decode(8, CONTEXT), roofline(name).prefill(8192)):
+        assert 0.0 < work.floor_s(H200) < 10.0
+
+
 def test_products_in_fp8_take_the_time_of_their_own_ceiling() -> None:
     work = Work(0.0, 3e12, fp8_flops=2e12)
     assert work.floor_s(Ceilings(1.0, 1e12, 4e12, "")) == pytest.approx(1.5)

@@ -17,7 +17,7 @@ CHECK = [sys.executable, "-m", "tests.gpu.memory_check"]
 
 
 def run(command: list[str], **variables: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=450)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout + done.stderr
 

@@ -9,6 +9,7 @@ with uniform routing: of E experts, n tokens that choose k each use ``E * (1 - (
 are left out, since they could stay on the chip.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -65,7 +66,8 @@ class Roofline:
 
     def __init__(self, model: ModelConfig, dtypes: CacheDtypes) -> None:
         self._model = model
-        self._spec = CacheSpec.from_model(model, page_size=1, dtypes=dtypes)
+        page_size = math.lcm(*(spec.page_multiple for spec in model.layer_specs(dtypes).values()))  # any that fits
+        self._spec = CacheSpec.from_model(model, page_size=page_size, dtypes=dtypes)
         self._plain_bytes = DTYPE_BYTES[dtypes.model]
         self._linear_bytes = linear_weight_bytes(model, dtypes.model)
         self._router_weights = router_weights(model)
