@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -98,6 +99,16 @@ def test_modules_to_not_convert(entry: str, name: str, matches: bool) -> None:
 )
 def test_ignore(entry: str, name: str, matches: bool) -> None:
     assert (read(compressed(ignore=[entry])).scheme([name]) is None) is matches
+
+
+def test_a_name_for_each_layer_is_found_at_once() -> None:
+    """A model of a hundred layers lists a thousand names. Compared one by one, they would take a minute."""
+    names = [f"model.layers.{layer}.mlp.{part}" for layer in range(200) for part in "abcdefghij"]
+    config = read(block(modules_to_not_convert=names))
+    began = time.process_time()
+    assert all(config.scheme([f"{name}.weight"]) is None for name in names)
+    assert config.scheme(["model.layers.200.mlp.a"]) is not None
+    assert time.process_time() - began < 2.0
 
 
 def test_targets_by_pattern() -> None:

@@ -162,8 +162,7 @@ CONFIGS_AND_WEIGHTS = (
     ),
     mutant(
         "patterns-from-anywhere", "a pattern holds from the beginning of a name", "weft/config/quantization.py",
-        'return re.match(pattern.removeprefix("re:"), name) is not None',
-        'return re.search(pattern.removeprefix("re:"), name) is not None', QUANTIZATION,
+        're.match(pattern.removeprefix("re:"), name)', 're.search(pattern.removeprefix("re:"), name)', QUANTIZATION,
     ),
     mutant(
         "ignored-layers-are-quantised", "ignored_layers is read", "weft/config/quantization_formats.py",

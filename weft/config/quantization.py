@@ -7,6 +7,8 @@ keys of published configs (``quantization_formats.py``), tensors, layers, kernel
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 BLOCK = 128
@@ -63,7 +65,7 @@ class Rule:
     Attributes:
         scheme: None: their weights are not quantised.
         patterns: names and patterns of the modules; none: every module.
-        match: how a pattern is compared with a name, a key of ``MATCHERS``.
+        match: how patterns are compared with a name, a key of ``MATCHERS``.
     """
 
     scheme: Scheme | None
@@ -71,8 +73,7 @@ class Rule:
     match: Literal["exact", "part", "inside", "begin"] = "exact"
 
     def applies(self, names: Iterable[str]) -> bool:
-        matches = MATCHERS[self.match]
-        return not self.patterns or any(matches(pattern, name) for pattern in self.patterns for name in names)
+        return not self.patterns or any(MATCHERS[self.match](self.patterns, name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +120,44 @@ ONLINE_INT4 = QuantizationConfig("online", (Rule(Scheme("online", "int4", "group
 ONLINE_FORMS = {"fp8": ONLINE, "int4": ONLINE_INT4}
 
 
-def _matches_part(pattern: str, name: str) -> bool:
+@lru_cache(maxsize=64)
+def _split(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Plain names, and patterns with other characters. A checkpoint may list a name for each of its layers, and names
+    are found in a set without a look at the others."""
+    bare = [pattern.removeprefix("re:") for pattern in patterns]
+    return frozenset(bare), tuple(pattern for pattern in bare if not _PLAIN.fullmatch(pattern))
+
+
+_PLAIN = re.compile(r"[\w.-]+")
+
+
+def _matches_part(patterns: tuple[str, ...], name: str) -> bool:
     """Whether a pattern of ``quant_method: fp8`` matches: a module's name, the name of a parent, the end of the name
     after a dot, or a regular expression for the name or a parent's."""
-    pattern = pattern.removeprefix("re:")
-    return name.endswith(f".{pattern}") or re.match(rf"(?:{pattern})(?:\.|$)", name) is not None
+    names, expressions = _split(patterns)
+    parts = name.split(".")
+    beginnings, ends = accumulate(parts, "{}.{}".format), (".".join(parts[i:]) for i in range(1, len(parts)))
+    if not names.isdisjoint((*beginnings, *ends)):
+        return True
+    return any(re.match(rf"(?:{pattern})(?:\.|$)", name) for pattern in expressions)
 
 
-def _matches_exactly(pattern: str, name: str) -> bool:
+def _matches_exactly(patterns: tuple[str, ...], name: str) -> bool:
     """Whether a pattern of ``compressed-tensors`` matches: the name, or after ``re:`` a regular expression for its
     beginning. ``Linear`` matches every linear layer."""
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return pattern in ("Linear", name)
+    if name in patterns or "Linear" in patterns:
+        return True
+    return any(re.match(pattern.removeprefix("re:"), name) for pattern in patterns if pattern.startswith("re:"))
 
 
-def _matches_inside(pattern: str, name: str) -> bool:
+def _matches_inside(patterns: tuple[str, ...], name: str) -> bool:
     """Whether a pattern of AWQ matches: a part of the name."""
-    return pattern in name
+    return any(pattern in name for pattern in patterns)
 
 
-def _matches_begin(pattern: str, name: str) -> bool:
+def _matches_begin(patterns: tuple[str, ...], name: str) -> bool:
     """Whether a pattern of GPTQ or AutoRound matches: the name, or a regular expression for its beginning."""
-    return pattern == name or re.match(pattern, name) is not None
+    return name in patterns or any(re.match(pattern, name) for pattern in patterns)
 
 
 MATCHERS = {
