@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +18,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import create_function_from_signature
 
 from weft.ops.norm import rms_norm, rms_norm_reference
 from weft.ops.triton import launch as launch_module
-from weft.ops.triton.launch import Kernel, jit, launches_handled
+from weft.ops.triton.launch import Kernel, each_its_own, jit, launches_handled
 
 GRID, STREAM, FUNCTION, METADATA = (3, 2), 77, 1234, (4, 1, 0)
 
@@ -213,3 +216,29 @@ def test_rows_at_any_alignment_on_the_gpu() -> None:
         torch.testing.assert_close(
             rms_norm(x, weight, 1e-6, backend=Backend.TRITON), rms_norm_reference(x, weight, 1e-6), rtol=1e-2, atol=1e-2
         )
+
+
+MODULE = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&definition); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_a_launcher_that_is_loaded_again_stays_what_it_was(tmp_path: Path) -> None:
+    """CPython writes a module that it loads again into the last one of that name, here another launcher."""
+    load = build._load_module_from_path
+    if launch_module._TAKES_TUPLE:
+        load = each_its_own(load)
+    paths = []
+    for number in range(3):
+        source = tmp_path / f"{number}.c"
+        source.write_text(MODULE.replace("NUMBER", str(number)))
+        library = build._build("__triton_launcher", str(source), str(tmp_path), [], [], [], [])
+        paths.append(Path(library).rename(tmp_path / f"{number}.so"))
+    first = [load("__triton_launcher", str(path)) for path in paths]
+    again = [load("__triton_launcher", str(path)) for path in paths]
+    assert [module.launch() for module in (*first, *again)] == [0, 1, 2, 0, 1, 2]

@@ -17,9 +17,11 @@ Triton's is left out: that the global constants a kernel was compiled with are s
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,12 +40,33 @@ if _IS_KNOWN:
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
     from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import build
     from triton.runtime.driver import driver
 
     _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     _TAKES_TUPLE = not hasattr(nvidia, "make_launcher")
     """Whether the launcher takes the arguments as one tuple. Since Triton 3.7 all kernels share one launcher; until 3.6
     each kernel had its own."""
+
+
+def each_its_own(load: Callable[[str, str], Any]) -> Callable[[str, str], SimpleNamespace]:
+    """Wrap ``load(name, path)`` of an extension module, so that each call returns an object of its own.
+
+    All launchers are modules named ``__triton_launcher``. CPython loads a file for the second time by writing its
+    functions into the last module of that name, which another thread may be about to read. A kernel then has the
+    launcher of another kernel: a launch fails, or passes its arguments in other sizes.
+    """
+    lock = threading.Lock()
+
+    def load_alone(name: str, path: str) -> SimpleNamespace:
+        with lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    return load_alone
+
+
+if _IS_KNOWN and not _TAKES_TUPLE:
+    build._load_module_from_path = each_its_own(build._load_module_from_path)
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
