@@ -159,6 +159,12 @@ def test_import_stays_light(what: str) -> None:
     assert not HEAVY & set(loaded)
 
 
+def test_a_server_imports_no_torch() -> None:
+    """Nor do its API processes. The engine's process does."""
+    loaded = run_python("import weft.server.main, weft.server.api_process, sys; print(*sys.modules)").split()
+    assert not HEAVY - {"numpy"} & set(loaded)
+
+
 def test_import_weft_takes_under_200_ms() -> None:
     code = "import time; start = time.process_time(); import weft; print(time.process_time() - start)"
     assert min(float(run_python(code)) for _ in range(3)) < 0.2

@@ -10,16 +10,19 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.process import main
-from weft.engine.rollouts import Rollouts
 from weft.engine.snapshot import PoolView, Snapshot
 from weft.messages import TokenLogprobs
 from weft.request import FinishReason, Request
 from weft.stats import EngineStats
+
+if TYPE_CHECKING:
+    from weft.engine.rollouts import Rollouts
 
 SLOW, NAN, BREAK, CRASH, CUT = 7, 17, 18, 13, 19
 """Priorities: a token every 10 ms; ends with "error"; the step raises; the process exits; no end-of-sequence token."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -134,13 +134,3 @@ class Controls:
                 error=str(error) if error is not None else "",
             )
         )
-
-
-def fields_of(message: wire.Controlled) -> dict[str, Any]:
-    """The part of an answer that a caller gets."""
-    out = {"replicas_out": message.replicas_out} if message.replicas_out else {}
-    return out | {
-        "is_sleeping": message.is_sleeping,
-        "is_paused": message.is_paused,
-        "weight_version": message.weight_version,
-    }

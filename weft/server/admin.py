@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.controls import fields_of
 from weft.errors import ConfigError, RequestError
 from weft.server.api_call import Context
 from weft.server.errors import ApiError
@@ -154,7 +154,7 @@ def routes(context: Context, read: Read, answer: Answer, fail: Fail) -> list[Rou
                 engine = _engine(context, request)
                 fields = _fields(kind, request, await read(request) if method == "POST" else b"")
                 state = await engine.control(fields.action, fields.mode, **fields.arguments())
-                return answer({"success": True, **fields_of(state)})
+                return answer({"success": True, **_state_of(state)})
             except ConfigError as error:
                 return fail(ApiError(400, str(error)), path)
             except Exception as error:
@@ -163,6 +163,16 @@ def routes(context: Context, read: Read, answer: Answer, fail: Fail) -> list[Rou
         return Route(path, endpoint, methods=[method])
 
     return [*(route(path, kind, "POST") for path, kind in POSTS.items()), route("/is_sleeping", Fields, "GET")]
+
+
+def _state_of(message: wire.Controlled) -> dict[str, Any]:
+    """The part of an answer that a caller gets."""
+    out = {"replicas_out": message.replicas_out} if message.replicas_out else {}
+    return out | {
+        "is_sleeping": message.is_sleeping,
+        "is_paused": message.is_paused,
+        "weight_version": message.weight_version,
+    }
 
 
 def _engine(context: Context, request: Request) -> AsyncEngine:
