@@ -93,15 +93,20 @@ install: $(INSTALLED)
 
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
+define VENV
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weft needs Python 3.11 or newer: make PYTHON=python3.11")'
+test -x $(BIN)/python || $(PYTHON) -m venv .venv
+endef
+
 $(RUNS): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weft needs Python 3.11 or newer: make PYTHON=python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(VENV)
 	$(PIP_INSTALL) -e .
 	touch $@
 
-$(INSTALLED): $(RUNS)
+$(INSTALLED): pyproject.toml constraints.txt
+	$(VENV)
 	$(PIP_INSTALL) -e '.[dev]'
-	touch $@
+	touch $(RUNS) $@
 
 clean:
 	rm -rf .venv .venv-clients build dist *.egg-info

@@ -34,6 +34,7 @@ from tests.media import HYBRID as IMAGES_AND_STATES
 from tests.media import VL
 from tests.ranks import fork_ranks
 from tests.test_x_matrix_images import make_reference as make_images
+from tests.whole import covering
 from tests.x_matrix import (
     COMPANIONS,
     DENSE,
@@ -60,6 +61,7 @@ ONE_BY_ONE = [(name, GUESSES) for name in ("BambaForCausalLM", "KimiLinearForCau
 DRAFTING = [(DRAFTS[0], "FULL", "overlap"), (DRAFTS[2], "NONE", "overlap")]
 if WHOLE:
     DRAFTING = list(product([*DRAFTS, *ONE_BY_ONE], [*MODES, "PIECEWISE"], OVERLAP))
+CASES = covering(PATHS, PHASES if WHOLE else ["decode"], part(65, 210), of=1)
 
 
 class References(dict[str, Alone]):
@@ -89,9 +91,7 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Alone]) -> Iter
         yield engine
 
 
-@pytest.mark.parametrize("length", part(65, 210))
-@pytest.mark.parametrize("phase", PHASES if WHOLE else ["decode"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "phase", "length"), CASES)
 def test_bits_do_not_depend_on_the_company(engine: InCompany, path: str, phase: str, length: int) -> None:
     check(engine, path, phase, length)
 
@@ -103,9 +103,7 @@ def drafting(request: pytest.FixtureRequest, references: dict[str, Alone]) -> It
         yield engine
 
 
-@pytest.mark.parametrize("length", part(65, 210))
-@pytest.mark.parametrize("phase", PHASES if WHOLE else ["decode"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "phase", "length"), CASES)
 def test_bits_do_not_depend_on_drafts(drafting: InCompany, path: str, phase: str, length: int) -> None:
     check(drafting, path, phase, length)
 

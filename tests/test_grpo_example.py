@@ -9,10 +9,11 @@ from transformers import AutoTokenizer
 
 from examples.grpo import InProcess, Sample, advantages, load_trainer, parse, run
 from examples.grpo_trl import Rollouts, problems, reward
+from tests.whole import takes_long
 from weft.config.locate import locate
 
 
-@pytest.mark.parametrize("server", [False, True], ids=["in process", "server"])
+@pytest.mark.parametrize("server", [False, pytest.param(True, marks=takes_long)], ids=["in process", "server"])
 def test_engine_and_trainer_agree(server: bool) -> None:
     given = ["--steps", "3", "--problems", "2", "--group", "3", *(["--server"] if server else [])]
     found = run(parse(given))

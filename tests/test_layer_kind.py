@@ -7,7 +7,6 @@ the states that it stores. ``moving_average.py`` is the example.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ from tests import x_matrix as matrix
 from tests.harness import Harness
 from tests.layer_kind import LayerKind
 from tests.moving_average import AVERAGED
+from tests.whole import covering
 
 KINDS = [AVERAGED]
-CASES = list(product([1, 65, matrix.BUDGET + 18], matrix.PHASES, matrix.PATHS))
+CASES = covering([1, 65, matrix.BUDGET + 18], matrix.PHASES, matrix.PATHS)
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.architecture)

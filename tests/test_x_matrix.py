@@ -6,7 +6,8 @@ step all free pages and slots, and those that padding rows use, are filled with 
 random order. With overlap the device is late: a step runs when its results are asked for.
 
 ``make test`` leaves out length 129, the dense model without overlap, and for dense, compiled, sharded and drafting
-engines all lengths but those that ``part`` names. ``make test-all`` leaves out nothing.
+engines all lengths but those that ``part`` names. Of the rest every column runs cells that hold each pair of path,
+phase and length. ``make test-all`` leaves out nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from itertools import product
 import pytest
 
 from tests.ranks import fork_ranks
+from tests.whole import covering
 from tests.x_matrix import (
     ARCHITECTURES,
     DENSE,
@@ -105,30 +107,22 @@ def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Refere
             assert graphs.counters.replays and graphs.counters.padding_rows
 
 
-@pytest.mark.parametrize("length", part(1, 64, 65, 1000))
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 64, 65, 1000)))
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(engine, path, phase, length)
 
 
-@pytest.mark.parametrize("length", part(1, 65, 1000))
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65, 1000)))
 def test_tokens_without_recurrent_layers(dense_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(dense_engine, path, phase, length)
 
 
-@pytest.mark.parametrize("length", part(1, 65, 1000))
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65, 1000)))
 def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(compiled_engine, path, phase, length)
 
 
-@pytest.mark.parametrize("length", part(1, 65))
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65)))
 def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(sharded_engine, path, phase, length)
 

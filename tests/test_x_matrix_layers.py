@@ -1,5 +1,6 @@
 """The x-matrix of the other kinds of layers: every path and phase that the whole matrix (``test_x_matrix.py``) crosses,
-at the lengths around one chunk and at one that takes two steps."""
+at the lengths around one chunk and at one that takes two steps. ``make test`` runs cells that hold each pair of path,
+phase and length."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.whole import covering
 from tests.x_matrix import BUDGET, PATHS, PHASES, WHOLE, Poisoned, Reference, check, make_reference, open_engine, part
 
 COLUMNS = [("Lfm2ForCausalLM", mode) for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
@@ -31,9 +33,7 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> 
         yield engine
 
 
-@pytest.mark.parametrize("length", part(1, 65, BUDGET + 18))
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65, BUDGET + 18)))
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(engine, path, phase, length)
 

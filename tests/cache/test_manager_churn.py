@@ -9,6 +9,7 @@ import pytest
 
 from tests.cache.fake_memory import FakeMemory, Running
 from tests.cache.test_manager_fuzz import make_spec
+from tests.whole import covering
 from weft.cache.manager import Manager
 
 NUM_ACTIONS = 800
@@ -84,9 +85,9 @@ class Churn:
         self.memory.check_tree()
 
 
-@pytest.mark.parametrize("policy", ["exact", "aligned", "finish_only"])
-@pytest.mark.parametrize("eviction", ["lru", "flops"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("page_size", "eviction", "policy"), covering([1, 4, 16], ["lru", "flops"], ["exact", "aligned", "finish_only"])
+)
 def test_random_lives_of_hybrid_requests(policy: str, eviction: str, page_size: int) -> None:
     manager = Manager(
         make_spec(hybrid=True, page_size=page_size),

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.ranks import fork_ranks
+from tests.whole import takes_long
 from weft import LLM, SamplingParams
 from weft.assets import EVAL_PATH, MODEL_DIR, extract_answer
 from weft.outputs import RequestOutput
@@ -82,9 +83,9 @@ def test_bfloat16_hardly_changes_the_distribution(float32: LLM, problems: list[d
 @pytest.mark.parametrize(
     "settings",
     [
-        {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [64, 300]},
+        pytest.param({"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [64, 300]}, marks=takes_long),
         {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1, 4], "piecewise_cuda_graph_tokens": [64, 300]},
-        {"enable_prefix_caching": False},
+        pytest.param({"enable_prefix_caching": False}, marks=takes_long),
         {"tensor_parallel_size": 2},
     ],
     ids=lambda settings: next(iter(map(str, settings.items()))),

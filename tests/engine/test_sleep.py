@@ -11,6 +11,7 @@ import pytest
 from tests.engine.test_weight_updates import FULL, HYBRID, PIECES, PROMPTS, answers, engine, finish, opened, tensors_of
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
+from tests.whole import unless_long
 from tests.x_matrix import runner_of
 from weft import LLM
 from weft.errors import ConfigError, UnavailableError
@@ -56,7 +57,7 @@ def assert_as_after_a_start(llm: LLM) -> None:
         assert not any(tensor.any() for tensor in tensors.values()), "a page or a slot holds something"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", unless_long(["plain", "full", "fp8", "ranks", "tier"], WAYS))
 def test_a_woken_engine_answers_as_before(way: str, pair: tuple[Path, Path]) -> None:
     with sleepy(pair[1], **WAYS[way]) as fresh:
         new = answers(fresh)

@@ -11,6 +11,7 @@ import pytest
 from tests.engine.conftest import assert_idle
 from tests.engine.simulator import greedy as expected
 from tests.tiny import make_checkpoint, make_model
+from tests.whole import covering
 from weft import LLM, SamplingParams
 from weft.cache.spec import CacheSpec
 from weft.config import resolve
@@ -37,8 +38,9 @@ def test_windows_are_planned_as_states(tmp_path: Path) -> None:
     assert spec.kv_bytes_per_token == 2 * 2 * 16 * 4  # of the other layer
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("model", [MIXED, ONLY_WINDOWS], ids=["mixed", "only windows"])
+@pytest.mark.parametrize(
+    ("model", "mode"), covering([MIXED, ONLY_WINDOWS], ["NONE", "FULL", "FULL_AND_PIECEWISE"], of=1)
+)
 def test_greedy_tokens_of_the_reference(model: tuple[str, dict[str, Any]], mode: str, tmp_path: Path) -> None:
     """Cold and continued prompts, in prefills cut at odd places and decodes that turn the window over."""
     arch, overrides = model

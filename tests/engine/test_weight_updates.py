@@ -21,7 +21,7 @@ from tests.media import VL, Engine, Prompt, make_vision_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
-from tests.whole import takes_long
+from tests.whole import takes_long, unless_long
 from tests.x_matrix import runner_of
 from weft import LLM, RequestOutput, SamplingParams
 from weft.errors import ConfigError, EngineDeadError, UnavailableError, WeightsError
@@ -94,6 +94,10 @@ CASES: dict[str, tuple[Callable[[Path, int], Path], dict[str, Any]]] = {
     "int4 on two ranks": (plain(DENSE, **WIDE), {"tensor_parallel_size": 2, "quantization": "int4"}),
 }  # fmt: skip
 
+QUICK = ("bf16", "mixture", "tied", "gpt-oss", "granite", "latent attention", "pieces", "fp8 online", "fp8 static",
+         "int4 online", "gptq", "nvfp4", "drafts", "two ranks")  # fmt: skip
+"""What ``make test`` runs: every loader and every kind of step, each once."""
+
 
 @pytest.fixture(autouse=True)
 def _forks() -> Iterator[None]:
@@ -141,7 +145,7 @@ def llm(pair: tuple[Path, Path]) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[takes_long] if c == "inductor" else []) for c in CASES])
+@pytest.mark.parametrize("case", unless_long(QUICK, CASES))
 def test_answers_are_those_of_a_fresh_engine(case: str, tmp_path: Path) -> None:
     make, settings = CASES[case]
     folders = [tmp_path / name for name in "ab"]
@@ -307,7 +311,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["known", "streamed"])
-@pytest.mark.parametrize(("bad", "tp"), [*((bad, 1) for bad in BAD), ("unknown", 2), ("no pair", 2)])
+@pytest.mark.parametrize(
+    ("bad", "tp"),
+    [*((bad, 1) for bad in BAD), pytest.param("unknown", 2, marks=takes_long), ("no pair", 2)],
+)
 def test_bad_tensors_leave_the_old_weights(bad: str, tp: int, streamed: bool, pair: tuple[Path, Path]) -> None:
     change, message = BAD[bad]
     given = change(tensors_of(pair[1]))

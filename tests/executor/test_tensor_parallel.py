@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from tests.patience import stretched
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
+from tests.whole import unless_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.engine.core import EngineCore
@@ -38,6 +40,9 @@ MODELS = (
 )
 ON_FOUR = MODELS[:6]
 """Keys and values are replicated there; of the others layers alone are tested (``tests/layers``)."""
+EVERY = [*((arch, 2) for arch in MODELS), *((arch, 4) for arch in ON_FOUR)]
+SOME = [*zip(ON_FOUR, cycle((2, 4)), strict=False), *((arch, 2) for arch in MODELS if arch not in ON_FOUR)]
+"""What ``make test`` runs: each model once."""
 HYBRID = "Qwen3NextForCausalLM"
 ODD = {
     "vocab_size": 211,  # padded to 212
@@ -98,7 +103,7 @@ def alone(folders: dict[str, Path]) -> dict[str, tuple[list[list[int]], list[flo
 Alone = dict[str, tuple[list[list[int]], list[float]]]
 
 
-@pytest.mark.parametrize(("arch", "size"), [*((arch, 2) for arch in MODELS), *((arch, 4) for arch in ON_FOUR)])
+@pytest.mark.parametrize(("arch", "size"), unless_long(SOME, EVERY))
 def test_ranks_generate_what_one_generates(arch: str, size: int, folders: dict[str, Path], alone: Alone) -> None:
     tokens, logprobs = generate(folders[arch], size)
     assert tokens == alone[arch][0]

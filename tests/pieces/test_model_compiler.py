@@ -20,7 +20,7 @@ from tests.harness import model_context
 from tests.pieces.fake_model import context_of
 from tests.pieces.test_piecewise import SETTINGS, TOKENS, answers, checkpoint, churn  # noqa: F401
 from tests.tiny import make_checkpoint
-from tests.whole import takes_long
+from tests.whole import covering, takes_long
 from weft.config import resolve
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
@@ -169,8 +169,7 @@ NAMED = {
 """What to split at, and the breaks that this makes of the layers' types. All layers of the checkpoint have experts."""
 
 
-@pytest.mark.parametrize("source", ["capture", "eager"])
-@pytest.mark.parametrize("what", NAMED)
+@pytest.mark.parametrize(("what", "source"), covering(NAMED, ["capture", "eager"], of=1))
 def test_functions_methods_and_modules_are_split_off_by_name(
     tmp_path: Path, what: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,8 +283,9 @@ def test_models_of_different_widths_are_traced_in_one_process(tmp_path: Path) ->
             trace(model, context_of([5], context.layers), torch.device("cpu"), 64, opaque_ops(fusible=True))
 
 
-@pytest.mark.parametrize("fusible", [True, False])
-@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    ("arch", "fusible"), covering(["Qwen3NextForCausalLM", "Qwen3ForCausalLM"], [True, False], of=1)
+)
 def test_the_kernels_path_is_traced_without_looking_into_kernels(tmp_path: Path, arch: str, fusible: bool) -> None:
     """On the CPU: nothing of a traced pass runs, so the kernels need not be there."""
     context = model_context(backend=Backend.TRITON)

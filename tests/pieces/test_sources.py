@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from tests.pieces.fake_model import SIZE, Model, context_of
 from tests.pieces.scribble import num_bytes, scribble_buffers
 from tests.pieces.test_capture import SIZES, AllAtOnce, Pieces, eager, random_lengths
+from tests.whole import takes_long
 from weft.errors import ConfigError
 from weft.forward_context import forward_context, get_forward_context
 from weft.graph.graph import Tape
@@ -49,7 +50,7 @@ def model() -> Model:
     return Model().requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", ["capture", "eager", "inductor"])
+@pytest.mark.parametrize("name", ["capture", "eager", pytest.param("inductor", marks=takes_long)])
 def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model, name: str, folder: Path) -> None:
     pieces, rng = prepared_pieces(model, make(name, folder) if name != "capture" else None), random.Random(4)
     kept = []

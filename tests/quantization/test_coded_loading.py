@@ -21,6 +21,7 @@ from tests.harness import Harness, model_context, poison
 from tests.layers.test_tensor_parallel import Group, run_layer, run_sharded
 from tests.quantization.test_coded_parity import logits_of, prompt, reference
 from tests.tiny import make_checkpoint
+from tests.whole import covering
 from weft import LLM, SamplingParams
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.quantization import ONLINE_INT4
@@ -101,8 +102,12 @@ def test_rounding_to_nearest() -> None:
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["int4 g64 zeros", "int4 rows zeros", "gptq zeros", "awq", "nvfp4"])
-@pytest.mark.parametrize("name", ["linear_attn", "mlp", "self_attn"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    covering(
+        ["linear_attn", "mlp", "self_attn"], ["int4 g64 zeros", "int4 rows zeros", "gptq zeros", "awq", "nvfp4"], of=1
+    ),
+)
 def test_shards_take_their_scales_along(name: str, kind: str, tmp_path: Path) -> None:
     folder = make_coded_checkpoint(NEXT, kind, tmp_path, **WIDE)
     run = run_layer(f"model.layers.{3 if name == 'self_attn' else 0}.{name}")

@@ -14,6 +14,7 @@ from tests.engine.conftest import assert_idle
 from tests.fp8_checkpoints import edit_tensors
 from tests.late_device import LateDevice
 from tests.tiny import make_checkpoint
+from tests.whole import covering
 from weft import LLM, SamplingParams
 from weft.request import Request
 
@@ -43,8 +44,12 @@ def checkpoint(arch: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "Qwen3NextForCausalLM", "Lfm2ForCausalLM"])
+@pytest.mark.parametrize(
+    ("arch", "mode"),
+    covering(
+        ["Qwen3ForCausalLM", "Qwen3NextForCausalLM", "Lfm2ForCausalLM"], ["NONE", "FULL", "FULL_AND_PIECEWISE"], of=1
+    ),
+)
 def test_tokens_are_those_without_drafts(arch: str, mode: str, tmp_path: Path) -> None:
     folder = str(checkpoint(arch, tmp_path))
     settings: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "cpu_cache_gib": 0.05, "max_num_seqs": 3}

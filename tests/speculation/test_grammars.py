@@ -10,6 +10,7 @@ import pytest
 from tests.drafters import FromOutputs, Random, install
 from tests.engine.conftest import assert_idle
 from tests.speculation.conftest import CONFIG, Case
+from tests.whole import takes_long
 from weft import LLM, SamplingParams, StructuredOutputsParams
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "cpu_cache_gib": 0.1}
@@ -21,7 +22,7 @@ GRAMMARS = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+@pytest.mark.parametrize("mode", [pytest.param("NONE", marks=takes_long), "FULL"])
 def test_the_text_is_that_without_drafts(mode: str) -> None:
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=40, structured_outputs=grammar)

@@ -14,6 +14,7 @@ from tests.harness import leave_parts
 from tests.late_device import LateDevice
 from tests.speculation.conftest import Case, make_repeating_checkpoint
 from tests.speculation.test_ngram import Steps
+from tests.whole import unless_long
 from weft import LLM, CompletionOutput, SamplingParams
 
 HEADS = [
@@ -54,7 +55,7 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield folder, case().run(plain)
 
 
-@pytest.mark.parametrize("num_drafts", MODES)
+@pytest.mark.parametrize("num_drafts", unless_long([2, 4], MODES))
 def test_tokens_are_those_without_drafts(expected: Expected, num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With sums left to the norms that follow, as on a GPU."""
     left = leave_parts(monkeypatch)

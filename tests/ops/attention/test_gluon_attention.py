@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.whole import takes_long
+from tests.whole import covering, takes_long
 from weft.platforms.triton_version import is_known
 
 triton = pytest.importorskip("triton")
@@ -128,15 +128,17 @@ class Case:
         return self
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "layout, is_shared", [("128 of 2", True), ("128 of 2", False), ("64 of 4", True), ("256 of 8", False)]
-)
-@pytest.mark.parametrize("cache", CACHES, ids=str)
+    ("cache", "heads", "case"),
+    covering(
+        CACHES, [("128 of 2", True), ("128 of 2", False), ("64 of 4", True), ("256 of 8", False)], CASES,
+    ),
+)  # fmt: skip
 def test_equals_plain_attention(
-    case: str, layout: str, is_shared: bool, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    cache: torch.dtype, heads: tuple[str, bool], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By consumers that share their rows, or have rows of their own; tiles are as stored, or widened."""
+    layout, is_shared = heads
     monkeypatch.setattr(attention_prefill_hopper, "_SHARED_HEADS", 1 << 30 if is_shared else 0)
     query_lens, contexts, num_decodes = CASES[case]
     tensors = Case(layout, query_lens, contexts, cache=cache)

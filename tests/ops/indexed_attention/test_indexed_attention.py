@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
+from tests.whole import covering
 from weft.forward_context import Batch, MixedBatch
 
 from weft.ops.backend import Backend  # isort: skip
@@ -20,6 +21,8 @@ from weft.ops.indexed_attention import select  # isort: skip
 BACKENDS = [Backend.TORCH, Backend.TRITON]
 ON_GPU = DEVICE == "cuda"
 DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]
+WAYS = [(Backend.TORCH, torch.float32), *((Backend.TRITON, dtype) for dtype in DTYPES)]
+"""The reference rounds as torch does, so only float32 is exact there."""
 CASES = {
     "decode": ([1, 1, 1], [5, 300, 16], 3),
     "first tokens": ([1, 2], [0, 0], 0),
@@ -70,12 +73,13 @@ def index_keys(batch: Batch, pool: int, dim: int, dtype: torch.dtype, whole: boo
     return cache, keys
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("whole", [False, True], ids=["real", "equal scores"])
-@pytest.mark.parametrize(("pool", "heads", "dim", "count"), [(4, 3, 20, 5), (1, 1, 16, 17), (2, 20, 32, 9)])
-@pytest.mark.parametrize("case", CASES)
-def test_selection(case: str, pool: int, heads: int, dim: int, count: int, whole: bool, backend: Backend) -> None:
+@pytest.mark.parametrize(
+    ("case", "sizes", "whole", "backend"),
+    covering(CASES, [(4, 3, 20, 5), (1, 1, 16, 17), (2, 20, 32, 9)], [False, True], BACKENDS),
+)
+def test_selection(case: str, sizes: tuple[int, int, int, int], whole: bool, backend: Backend) -> None:
     """Of equal scores, which whole numbers make, the earlier pool is selected."""
+    pool, heads, dim, count = sizes
     batch = batch_of(case)
     cache, keys = index_keys(batch, pool, dim, torch.float32, whole)
     q, weights = (poisoned(batch.num_tokens + 3, *s, dtype=torch.float32) for s in ((heads, dim), (heads,)))
@@ -93,17 +97,15 @@ def test_selection(case: str, pool: int, heads: int, dim: int, count: int, whole
         assert selected[row].tolist() == best + [-1] * (count - len(best)), f"token {row}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("as_mixture", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("hq", "hkv", "dim", "value_dim"), [(4, 2, 24, 24), (5, 1, 40, 32), (3, 1, 16, 16)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "sizes", "as_mixture", "way"),
+    covering(CASES, [(4, 2, 24, 24), (5, 1, 40, 32), (3, 1, 16, 16)], [False, True], WAYS),
+)
 def test_attention(
-    case: str, hq: int, hkv: int, dim: int, value_dim: int, dtype: torch.dtype, as_mixture: bool, backend: Backend
+    case: str, sizes: tuple[int, int, int, int], as_mixture: bool, way: tuple[Backend, torch.dtype]
 ) -> None:
     """Separate keys and values, and latents whose first columns are the values."""
-    if backend is Backend.TORCH and dtype is not torch.float32:
-        pytest.skip("the reference rounds as torch does")
+    (hq, hkv, dim, value_dim), (backend, dtype) = sizes, way
     batch, pool, count = batch_of(case, as_mixture=as_mixture), 4, 6
     pages = int(batch.page_table.max()) + 1
     k_cache = poisoned(pages, PAGE_SIZE, hkv, dim, dtype=dtype)
@@ -138,7 +140,7 @@ def test_more_scores_than_a_program_holds(held: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(select, "_HELD", held)
     monkeypatch.setattr(select, "_SCORES", 400)
     for whole in (False, True):
-        test_selection("mixed", 4, 3, 20, 5, whole, Backend.TRITON)
+        test_selection("mixed", (4, 3, 20, 5), whole, Backend.TRITON)
 
 
 def test_keys_of_pools() -> None:

@@ -21,6 +21,7 @@ from tests.ops.linear.test_triton_fp8 import (
     with_dtypes,
 )
 from tests.ops.moe.test_triton_moe import expected_moe, routing
+from tests.whole import covering
 from weft.ops.backend import Backend
 from weft.ops.fp8 import Fp8Matrix, quantize_inputs_reference, quantize_rows
 from weft.ops.fp8 import quantize as fp8_quantize
@@ -159,10 +160,13 @@ def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
     check_moe((300, 3, 2, 384, 256) if ON_GPU else (40, 3, 2, 128, 128), scheme, torch.float32, 3, tiles)
 
 
-@pytest.mark.parametrize("hidden", [256, 384], ids=["whole", "ragged"])
-@pytest.mark.parametrize(("rows", "scheme"), [(16, "block"), (128, "block"), (16, "token"), (128, "static")])
-def test_down_product_through_tiles_of_columns(rows: int, scheme: str, hidden: int) -> None:
-    """The same bits as of programs with one tile each."""
+@pytest.mark.parametrize(
+    ("way", "hidden"),
+    covering([(16, "block"), (128, "block"), (16, "token"), (128, "static")], [256, 384], of=1),
+)
+def test_down_product_through_tiles_of_columns(way: tuple[int, str], hidden: int) -> None:
+    """The same bits as of programs with one tile each; the last tile is whole, or ragged."""
+    rows, scheme = way
     up, down = Tile(rows, 64, 128, 4, 2), Tile(rows, 128, 128, 4, 2)
     check_same_bits(scheme, hidden, Tiles(up, down), Tiles(up, down._replace(span=2)))
 

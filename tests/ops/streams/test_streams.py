@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
+from tests.whole import covering
 from weft.ops.backend import Backend
 
 from weft.ops.streams import read_streams, write_streams  # isort: skip
@@ -27,8 +28,7 @@ def inputs_of(rows: int, count: int, width: int, dtype: torch.dtype) -> tuple[Te
     return streams, *others
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), covering(SHAPES, DTYPES, of=1), ids=str)
 def test_kernels(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Streams that are one stream repeated without copies, as in the first layer, are read too."""
     streams, *others = inputs_of(*shape, dtype)
