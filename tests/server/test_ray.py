@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from tests.patience import GUARD_S
 from tests.server.fake_engine import CAPACITY, SLOW
 from tests.server.running import RunningServer, is_alive, wait_until
+from tests.server.test_admin import of_each, post, start, states, tokens_of, views
 from tests.server.test_replicas import Server, serve
+from tests.tiny import make_checkpoint
 from weft.engine import ray_cluster, wire
 from weft.errors import ConfigError
 
@@ -189,3 +192,25 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"need ray; install it with: pip install 'weft\[ray\]'"):
         ray_cluster.check_installed()
+
+
+def test_commands_of_a_training_loop(cluster: Any, tmp_path: Path) -> None:
+    """Both replicas get new weights. One that is started again has none of them and gets no requests."""
+    folders = [
+        make_checkpoint("Qwen3ForCausalLM", tmp_path / name, seed, with_tokenizer=True)
+        for seed, name in enumerate(("old", "new"))
+    ]
+    server = start(folders[0], "--data-parallel-size", "2", "--data-parallel-backend", "ray")
+    try:
+        server.wait_ready()
+        old, new = map(tokens_of, folders)
+        assert of_each(server) == [old] * 4
+        assert post(server, "/update_weights_from_disk", json={"model_path": str(folders[1])})["weight_version"] == 1
+        assert of_each(server) == [new] * 4 and all(view["num_decode_tokens"] for view in views(server))
+        assert post(server, "/sleep")["is_sleeping"] and not post(server, "/wake_up")["is_sleeping"]
+        os.kill(views(server)[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: states(server) == ["behind", "up"], LIMIT_S)
+        assert of_each(server) == [new] * 4
+        assert server.stop() == 0
+    finally:
+        server.close()

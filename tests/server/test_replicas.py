@@ -8,6 +8,7 @@ import signal
 import time
 from array import array
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
@@ -274,6 +275,9 @@ class _Recorder:
     async def stop(self, grace_s: float = 10.0) -> None:
         self.sent.append(wire.Shutdown())
 
+    def kill(self) -> None:
+        pass
+
 
 def replicas_without_processes(count: int) -> tuple[ReplicaSet, list[_Recorder], list[wire.FromEngine]]:
     """All of them up."""
@@ -453,6 +457,20 @@ def test_requests_end_as_unavailable_while_no_replica_takes_any() -> None:
     ]
     replicas._handle(replicas.members[0], wire.Ready(CAPACITY))
     assert isinstance(told[-1], wire.Controlled) and not told[-1].unavailable
+
+
+def test_a_set_that_is_killed_starts_no_replica() -> None:
+    """As when the server cannot load the tokenizer of engines that run already."""
+    replicas, _, _ = replicas_without_processes(2)
+    exits: list[int] = []
+    replicas._on_exit, replicas._looker = exits.append, cast(Any, SimpleNamespace(cancel=lambda: None))
+    replicas._launch = lambda member, *callbacks: pytest.fail("a replica was started")  # type: ignore[method-assign]
+    for member in replicas.members:
+        member.restarts.ready()
+    replicas.kill()
+    for member in replicas.members:
+        replicas._ended(member, -9)
+    assert exits == [-9]
 
 
 def test_a_dead_replica_has_nothing_open() -> None:

@@ -387,6 +387,7 @@ class ReplicaSet:
             self._on_exit(0)
 
     def kill(self) -> None:
+        self._is_ready = False  # the first death ends the set
         for member in self.members:
             if member.process is not None:
                 member.process.kill()
