@@ -79,6 +79,28 @@ def test_a_trainer_broadcasts(tp: int, pair: tuple[Path, Path]) -> None:
     assert trainer.exitcode == 0
 
 
+def send_half(folder: Path, port: int) -> None:
+    """A trainer that ends in the middle of an update."""
+    group = WeightGroup("127.0.0.1", port, 0, 2, "gloo")
+    tensors = list(load_file(folder / "model.safetensors").values())
+    for tensor in tensors[: len(tensors) // 2]:
+        group.broadcast(tensor.contiguous())
+
+
+def test_a_trainer_dies_in_the_middle(pair: tuple[Path, Path]) -> None:
+    port, given = free_port(), described(pair[1])
+    trainer = multiprocessing.get_context("forkserver").Process(target=send_half, args=(pair[1], port))
+    trainer.start()
+    with engine(pair[0]) as llm:
+        before = answers(llm)
+        llm.init_weights_update_group("127.0.0.1", port, 1, 2)
+        with pytest.raises(WeightsError, match="the old weights were written back"):
+            llm.update_weights_from_distributed(**given)
+        assert answers(llm) == before and llm.weight_version == 0
+        llm.destroy_weights_update_group()
+    trainer.join(GUARD_S)
+
+
 def test_bad_groups(pair: tuple[Path, Path]) -> None:
     given = described(pair[0])
     with engine(pair[0]) as llm:
