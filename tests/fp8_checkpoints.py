@@ -50,7 +50,7 @@ GEOMETRY: dict[str, Any] = {
 """Widths that blocks of 128 divide, projection by projection."""
 
 _PLAIN = re.compile(
-    r".*(norm|embed|lm_head|conv1d|\.gate\.weight|router|shared_expert_gate|in_proj_(ba|a|b)\.|kv_b_proj|visual"
+    r".*(norm|embed|lm_head|conv1d|\.gate\.(weight|down_proj)|router|shared_expert_gate|in_proj_(ba|a|b)\.|kv_b_proj|visual"
     r"|hyper_connection).*"
 )
 
@@ -158,7 +158,7 @@ def quantize_checkpoint(plain: Path, scheme: str, left_out: str = "no tensor") -
         left_out: pattern of further tensors that are not quantised; the config has the names of their modules.
     """
     folder = plain.parent
-    tensors = load_file(plain / "model.safetensors")
+    tensors = _by_expert(load_file(plain / "model.safetensors"))
     stored: dict[str, Tensor] = {}
     ignored = [name.removesuffix(".weight") for name in tensors if re.search(left_out, name)]
     for name, tensor in tensors.items():
@@ -171,7 +171,7 @@ def quantize_checkpoint(plain: Path, scheme: str, left_out: str = "no tensor") -
         if scheme.endswith("static"):
             stored[name.removesuffix("weight") + "input_scale"] = torch.tensor([input_scale(name)])
         tensors[name] = dequantize_weight(values, scale)
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(_fused(tensors), plain / "model.safetensors", metadata={"format": "pt"})
     (folder / "fp8").mkdir()
     save_file(stored, folder / "fp8" / "model.safetensors", metadata={"format": "pt"})
     for path in plain.glob("*.json"):
@@ -181,6 +181,40 @@ def quantize_checkpoint(plain: Path, scheme: str, left_out: str = "no tensor") -
     quantization["modules_to_not_convert" if scheme == "block" else "ignore"] += ignored
     (folder / "fp8" / "config.json").write_text(json.dumps(config))
     return folder / "fp8"
+
+
+_FUSED = re.compile(r"(.*\.self_attn\.qkv_proj)\..*")
+"""Tensors of ZAYA1, whose experts transformers stores in two tensors of a layer. Those in FP8 are stored one by one."""
+
+
+def _by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of each expert, where a tensor holds those of all."""
+    if not any(map(_FUSED.fullmatch, tensors)):
+        return tensors
+    apart = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            layer, _, kind = name.rpartition(".")
+            for i, matrix in enumerate(tensor):
+                parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
+                for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                    apart[f"{layer}.{i}.{part}.weight"] = rows.contiguous()
+    return apart
+
+
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of ``_by_expert``."""
+    if not any(map(_FUSED.fullmatch, tensors)):
+        return tensors
+    together = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in {name.rpartition(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}:
+        count = len({name for name in tensors if name.startswith(layer) and name.endswith("down_proj.weight")})
+        gate, up, down = (
+            torch.stack([tensors[f"{layer}.{i}.{part}.weight"] for i in range(count)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        together |= {f"{layer}.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.down_proj": down}
+    return together
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -39,6 +39,7 @@ ARCHITECTURES = (
     "Qwen4ExpForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "ZayaForCausalLM",
 )
 MAMBA_ARCHITECTURES = (
     "BambaForCausalLM",
@@ -332,6 +333,18 @@ _QWEN4_EXP = {
     "indexer_compress_ratio": 4,
     "pad_token_id": None,
 }
+_ZAYA = _NO_TOKENS | {
+    **{key: value for key, value in _BASE.items() if key != "intermediate_size"},
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid", "hybrid_sliding", "hybrid", "hybrid"],
+    "sliding_window": 20,
+    "rms_norm_eps": 1e-4,
+    "num_experts": 5,
+    "moe_intermediate_size": 24,
+    "router_hidden_size": 20,
+    "cca_time1": 3,
+    "tie_word_embeddings": False,
+}
 _WITHOUT_HEAD_DIM = {key: value for key, value in _BASE.items() if key != "head_dim"}
 
 _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -377,6 +390,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen4ExpForConditionalGeneration": ("Qwen4ExpConfig", _BASE | _LINEAR | _MOE | _SHARED | _QWEN4_EXP),
     "Qwen3VLForConditionalGeneration": ("Qwen3VLConfig", _BASE),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeConfig", _BASE | _MOE),
+    "ZayaForCausalLM": ("ZayaConfig", _ZAYA),
 }
 _WITHOUT_DENSE_MLP = (
     "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
@@ -417,6 +431,14 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith(("hc.base", "hc.scale", "compress_ape", "compress_gate", "hc.fn", "ple.conv1d.weight")):
                 parameter.copy_(torch.empty_like(parameter).uniform_(-0.5, 0.5, generator=generator))
+            if name.endswith("qk_norm.temp"):  # zeros, with which every score is zero
+                parameter.copy_(torch.empty_like(parameter).uniform_(0.7, 1.3, generator=generator))
+            if name.endswith("gate.down_proj.weight"):  # so that tokens choose different experts
+                parameter.mul_(10.0)
+            if name.endswith(("hidden_states_bias", "residual_bias")):
+                parameter.copy_(torch.empty_like(parameter).uniform_(-0.03, 0.03, generator=generator))
+            if ".router_mlp." in name and name.endswith("weight"):
+                parameter.mul_(5.0)
             if name.endswith(
                 (
                     "norm.weight",
@@ -430,11 +452,14 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
                     ".bias",
                     ".D",
                     "sinks",
+                    "hidden_states_scale",
+                    "residual_scale",
+                    "router_states_scale",
                 )
             ):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
         for name, buffer in model.named_buffers():
-            if name.endswith(("expert_bias", "correction_bias")):
+            if name.endswith(("expert_bias", "correction_bias", "balancing_biases")):
                 buffer.uniform_(-0.3, 0.3, generator=generator)
     return model
 

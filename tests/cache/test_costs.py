@@ -60,6 +60,8 @@ CASES = [
     ("KimiLinearForCausalLM", "model.layers.2.self_attn", 0, 32 * 2, 0, 2 * 4 * (26 + 20)),
     # A shared block's attention: keys and values of 4 heads of 24.
     ("Zamba2ForCausalLM", "model.layers.3.shared_block", 0, 2 * 4 * 24 * 2, 0, 4 * 4 * 24),
+    # Convolutional attention: 6 heads of 16, each for 3 tokens, and 2 of values; 3 earlier inputs.
+    ("ZayaForCausalLM", "model.layers.0.self_attn", (6 * 3 + 2) * 16 * 3 * 2, 2 * 2 * 16 * 2, 0, 4 * 4 * 16),
     # A window of 20 tokens: keys and values of 2 heads of 16 in bfloat16; 4 heads read it.
     ("Gemma3ForCausalLM", "model.layers.0.self_attn", 2 * 20 * 2 * 16 * 2, 0, 4 * 4 * 16 * 20, 0),
 ]

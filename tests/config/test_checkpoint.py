@@ -56,6 +56,7 @@ READ_BELOW = (
     "Qwen4ExpForConditionalGeneration",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
+    "ZayaForCausalLM",
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.config.published import attention, read, tiny
 from weft.config.attention import AttentionConfig
+from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.model import Multipliers
 from weft.config.moe import ClampedSwiGLU, MoeConfig, SigmoidRouting
@@ -172,6 +173,55 @@ def test_lfm3_empty_and_as_transformers_writes_it(tmp_path: Path) -> None:
 def test_what_lfm3_does_not_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         read(tmp_path, tiny(LFM3, **changes))
+
+
+ZAYA = "ZayaForCausalLM"
+
+
+def test_zaya_empty_and_as_transformers_writes_it(tmp_path: Path) -> None:
+    """Published files have a rotary type beside the settings of each layer type."""
+    import transformers
+
+    config, reference = read(tmp_path, {"architectures": [ZAYA]}), transformers.ZayaConfig()
+    assert list(config.layer_types) == reference.layer_types and config.tie_word_embeddings
+    for key in ("vocab_size", "hidden_size", "max_position_embeddings", "rms_norm_eps"):
+        assert getattr(config, key) == getattr(reference, key), key
+    heads = AttentionConfig(8, 2, 128, RopeConfig(5e6, 64))
+    assert config.mixers["hybrid"]["self_attn"] == ConvolutionalAttentionConfig(heads, 2, 2)
+    experts = MoeConfig(16, 1, 2048, False, None, frozenset(range(40)), router_size=256)
+    assert config.moe == experts and experts.num_classes == 17
+    written = json.loads(reference.to_json_string()) | {"architectures": [ZAYA]}
+    assert read(tmp_path, written) == config
+    both = written["rope_parameters"] | {"rope_type": "default"}
+    assert read(tmp_path, written | {"rope_parameters": both}) == config
+    windows = read(tmp_path, {"architectures": [ZAYA], "layer_types": ["hybrid_sliding"], "num_hidden_layers": 1,
+                              "sliding_window": 64})  # fmt: skip
+    slow = dataclasses.replace(heads, rope=RopeConfig(1e4, 64))
+    assert windows.mixers["hybrid_sliding"]["self_attn"] == ConvolutionalAttentionConfig(slow, 2, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lm_head_bias": True}, "lm_head_bias=True is not supported; set it to false"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not supported for this architecture; supported is 1"),
+        ({"rope_parameters": {"rope_theta": 5e3}}, "an object with an entry 'hybrid'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "use rope_parameters, with one entry per type"),
+        ({"num_key_value_heads": 1, "head_dim": 15}, "an even number of value channels"),
+        ({"sliding_window": None}, "required key 'sliding_window' is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ],
+)
+def test_what_zaya_does_not_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        read(tmp_path, tiny(ZAYA, **changes))
+
+
+def test_ranks_keep_query_heads_with_their_key_head(tmp_path: Path) -> None:
+    mixer = read(tmp_path, tiny(ZAYA)).mixers["hybrid"]["self_attn"]
+    mixer.check_shares(2)
+    with pytest.raises(ConfigError, match=r"num_key_value_heads .whose query heads stay together.=2 is not divisible"):
+        mixer.check_shares(4)
 
 
 LING = "BailingHybridForCausalLM"

@@ -37,6 +37,7 @@ MODELS = (
     "JambaForCausalLM",
     "MiniMaxForCausalLM",
     "Zamba2ForCausalLM",
+    "ZayaForCausalLM",
 )
 ON_FOUR = MODELS[:6]
 """Keys and values are replicated there; of the others layers alone are tested (``tests/layers``)."""

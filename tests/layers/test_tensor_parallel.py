@@ -125,6 +125,8 @@ def run_layer(name: str) -> Run:
         ("GptOssForCausalLM", "model.layers.1.mlp", {}),
         ("Lfm3ForCausalLM", "model.layers.1.self_attn", {}),
         ("Lfm3ForCausalLM", "model.layers.3.self_attn", {}),
+        ("ZayaForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 4, "attention_bias": True}),
+        ("ZayaForCausalLM", "model.layers.1.self_attn", {"num_attention_heads": 8, "num_key_value_heads": 4}),
         ("RecurrentGemmaForCausalLM", "model.layers.0.recurrent", {}),
         ("RecurrentGemmaForCausalLM", "model.layers.1.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.0.self_attn", {}),
@@ -234,6 +236,7 @@ def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
         ("Gemma3ForCausalLM", {}, 1 + 4 * 2),  # those after the blocks, and the first one, which sums the embedding
         ("OlmoHybridForCausalLM", LINEAR, 1 + 4 * 2),
         ("Glm5NextForConditionalGeneration", {}, 1 + 4),  # one sum for both halves of a layer
+        ("ZayaForCausalLM", {"num_experts": 4}, 1 + 4 * 2),
         ("Zamba2ForCausalLM", ZAMBA2, 3 + 3 * 3 + 2 + 2),  # of 2 blocks in 3 layers; the embeddings, twice
     ],
 )

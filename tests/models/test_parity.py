@@ -37,6 +37,7 @@ HYBRID = (
                 "Gemma3",
                 "GptOss",
                 "RecurrentGemma",
+                "Zaya",
             )
         )
     ),
@@ -44,7 +45,7 @@ HYBRID = (
 )
 LEAVE_NO_SUMS = (
     "FalconH1", "FalconMamba", "Gemma3", "Glm5Next", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid",
-    "Qwen4Exp", "RecurrentGemma", "Zamba",
+    "Qwen4Exp", "RecurrentGemma", "Zamba", "Zaya",
 )  # fmt: skip
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
 mixers that leave no sums."""
@@ -182,6 +183,7 @@ NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM"
 ZAMBA, ZAMBA2 = "ZambaForCausalLM", "Zamba2ForCausalLM"
+ZAYA = "ZayaForCausalLM"
 MINIMAX = "MiniMaxForCausalLM"
 JAMBA, FALCON_MAMBA = "JambaForCausalLM", "FalconMambaForCausalLM"
 GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
@@ -222,6 +224,12 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (MINIMAX, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "layer_types": None}),
     (MINIMAX, {"head_dim": None, "tie_word_embeddings": True, "num_hidden_layers": 2,
                "layer_types": ["linear_attention"] * 2}),
+    (ZAYA, {"num_key_value_heads": 1, "attention_bias": True, "layer_types": None, "tie_word_embeddings": True}),
+    (ZAYA, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20, "cca_time0": 1, "cca_time1": 1}),
+    (ZAYA, {"cca_time0": 4, "cca_time1": 1, "attention_bias": True, "rope_parameters": {
+        "hybrid": {"rope_type": "linear", "rope_theta": 50.0, "partial_rotary_factor": 0.25, "factor": 2.0},
+        "hybrid_sliding": {"rope_type": "default", "rope_theta": 70.0},
+    }}),
     (ZAMBA, {"n_mamba_heads": 4, "mamba_proj_bias": True, "mamba_conv_bias": False, "num_key_value_heads": 1}),
     (ZAMBA, {"n_mamba_heads": 3, "mamba_d_conv": 3, "attention_head_dim": 20, "layers_block_type": ["hybrid"] * 5}),
     (ZAMBA2, {"use_shared_attention_adapter": False, "num_key_value_heads": 2, "use_mem_rope": False, "head_dim": 20,

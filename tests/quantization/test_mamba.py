@@ -27,7 +27,9 @@ def relative_error(folder: Path) -> float:
     return ((results[0] - results[1]).norm() / results[1].norm()).item()
 
 
-@pytest.mark.parametrize("arch", [*MAMBA_ARCHITECTURES, "Lfm3ForCausalLM", "RecurrentGemmaForCausalLM"])
+@pytest.mark.parametrize(
+    "arch", [*MAMBA_ARCHITECTURES, "Lfm3ForCausalLM", "RecurrentGemmaForCausalLM", "ZayaForCausalLM"]
+)
 def test_fp8_weights_are_near(arch: str, tmp_path: Path) -> None:
     """As near as rounding weights and inputs to three bits of mantissa leaves such small models."""
     more = {"layers_block_type": ["linear_attention", "mlp", "full_attention"]} if "Nemotron" in arch else {}

@@ -23,8 +23,10 @@ JOINED = {"shared_expert_intermediate_size": 128}
 """As wide as the others: then the shared expert is one of them, unless inputs' scales are static."""
 CASES = [(arch, "block") for arch in ARCHITECTURES] + [("Qwen3NextForCausalLM", scheme) for scheme in SCHEMES[1:]]
 CASES += [("BailingHybridForCausalLM", "channel-token"), ("Qwen4ExpForCausalLM", "channel-token")]
+CASES += [("ZayaForCausalLM", scheme) for scheme in SCHEMES[:2]]
 LENGTHS = (1, 65, 130)
 ALONE = [("Qwen3NextForCausalLM", "block"), ("Qwen3NextForCausalLM", "tensor-token")]
+ALONE += [("ZayaForCausalLM", scheme) for scheme in SCHEMES[:2]]  # without shared experts
 EQUAL_ROWS = 0.05 if sums_in_order() else 0.2
 """Least share of rows without a value that fell to the other side. How far the first one lies is inverse to the
 difference of two sums, and sums without vectors of 16 differ by about sqrt(16) as much."""
@@ -44,7 +46,7 @@ def test_logits(arch: str, scheme: str, tmp_path: Path, monkeypatch: pytest.Monk
     """Rows are equal until a value near a border of the rounding falls to the other side; what follows in the sequence
     then differs a little, and far less than with inputs that are not rounded. Decodes have their sums left to the norms
     that follow, as on a GPU."""
-    overrides = {"num_key_value_heads": 2} if arch.startswith(("Llama", "Bailing")) else {}
+    overrides = {"num_key_value_heads": 2} if arch.startswith(("Llama", "Bailing", "Zaya")) else {}
     joined = (arch, scheme) not in ALONE
     harness = Harness(make_fp8_checkpoint(arch, scheme, tmp_path, **overrides, **(JOINED if joined else {})))
     joins = [module.shared_joins for module in harness.model.modules() if isinstance(module, Experts)]
@@ -61,5 +63,5 @@ def test_logits(arch: str, scheme: str, tmp_path: Path, monkeypatch: pytest.Monk
     left = leave_parts(monkeypatch)
     steps = torch.cat(harness.run([(s, 1) for s in sequences], pad_tokens=2, pad_seqs=2))
     want = torch.stack([reference.logits(s.tokens)[-1] for s in sequences])
-    leaves_sums = arch != "Qwen4ExpForCausalLM"  # residual streams take whole sums
+    leaves_sums = arch not in ("Qwen4ExpForCausalLM", "ZayaForCausalLM")  # their residuals take whole sums
     assert errors(steps, want).median() < unrounded / 2 and bool(left) == leaves_sums

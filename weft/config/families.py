@@ -39,6 +39,7 @@ from weft.config.sliding_window import (
 )
 from weft.config.vision import VisionTokens, read_vision
 from weft.config.zamba import ZAMBA, ZAMBA2
+from weft.config.zaya import ZAYA
 
 
 def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -261,6 +262,8 @@ FAMILIES: dict[str, Family] = {
     "ZambaForCausalLM": ZAMBA,
     # Zamba2 (arXiv 2411.15242): Mamba-2; some layers first run one of few blocks of attention and MLP.
     "Zamba2ForCausalLM": ZAMBA2,
+    # ZAYA1: convolutional attention, one expert per token, chosen by an MLP; scaled residuals.
+    "ZayaForCausalLM": ZAYA,
 }
 
 OTHER_NAMES = {"MiniMaxText01ForCausalLM": "MiniMaxForCausalLM"}

@@ -70,6 +70,7 @@ class LayerSpec:
             after each. Other layers with states run drafts as a prefill, or decode drafts one by one.
         page_multiple: pages hold a multiple of so many tokens.
         num_weights: weights of the token mixer that one token uses, of the whole model; two FLOPs each.
+        num_plain_weights: those of ``num_weights`` that are never quantised.
         num_reused_weights: those of ``num_weights`` that other layers own, on average over the layers of this kind.
         num_table_weights: weights of tables, of which a token reads some rows.
         flops_per_token: FLOPs of one token without the weights (decay, read and write of a state).
@@ -81,6 +82,7 @@ class LayerSpec:
     verifies: bool = False
     page_multiple: int = 1
     num_weights: int = 0
+    num_plain_weights: int = 0
     num_reused_weights: float = 0.0
     num_table_weights: int = 0
     flops_per_token: float = 0.0

@@ -94,7 +94,8 @@ class ModelConfig:
         norm_placement: layer type -> position of the norms in its block. ``pre`` (the default): before mixer and MLP.
             ``post``: after them. ``sandwich``: on both sides. ``stream``: before them, and the residual stream
             continues from the norm's output. ``streams``: before them, with the residual streams of ``streams``.
-            ``shared_block``: before mixers whose norm also reads the output of a shared block.
+            ``shared_block``: before mixers whose norm also reads the output of a shared block. ``scaled``: before mixer
+            and MLP, with a residual stream in float32 that learned vectors scale.
         streams: the residual streams; None: there is one, to which blocks add.
         residual_weights: layer type -> weights of a block with norms in the stream.
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.

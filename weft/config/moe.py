@@ -49,6 +49,7 @@ class MoeConfig:
         clamped: the experts' activation if it differs from the model's.
         latent_size: width of the vectors that routed experts read and write, if it is not the model's (Nemotron-H).
         interleaved: checkpoints store the experts' matrices transposed, with gate and up columns in turn.
+        router_size: width of an MLP that routes (ZAYA1, ``layers/mlp_router.py``); None: the router is one matrix.
     """
 
     num_experts: int
@@ -63,6 +64,23 @@ class MoeConfig:
     clamped: ClampedSwiGLU | None = None
     interleaved: bool = False
     latent_size: int | None = None
+    router_size: int | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Number of outputs of the router. An MLP has one more, which stands for no expert."""
+        return self.num_experts + (self.router_size is not None)
+
+    @property
+    def has_correction_bias(self) -> bool:
+        """Whether a learned bias affects the choice of experts, but not their weights."""
+        return self.router_size is not None or (self.sigmoid is not None and self.sigmoid.correction_bias)
+
+    def router_weights(self, hidden_size: int) -> int:
+        """Number of weights of one router."""
+        if (size := self.router_size) is None:
+            return hidden_size * self.num_experts
+        return size * (hidden_size + 2 * size + self.num_classes)
 
 
 def read_moe(

@@ -68,6 +68,7 @@ VERIFIED: dict[str, Verified] = {
     "MiniMaxForCausalLM": Verified(True, Ranks.ENGINE),
     "ZambaForCausalLM": Verified(False, Ranks.LAYERS),
     "Zamba2ForCausalLM": Verified(False, Ranks.ENGINE),
+    "ZayaForCausalLM": Verified(False, Ranks.ENGINE),
     "Mamba2ForCausalLM": Verified(True, Ranks.LAYERS),
     "Gemma3ForCausalLM": Verified(True, Ranks.ENGINE),
     "RecurrentGemmaForCausalLM": Verified(True, Ranks.LAYERS),

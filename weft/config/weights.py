@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from weft.config.layer_spec import DTYPE_BYTES, CacheDtypes
 from weft.config.model import MTP_LAYER, ModelConfig, layer_name
 
-_MIXER = ("q_proj", "qkv_proj", "q_a_proj", "in_proj", "in_proj_qkvz", "in_proj_qkv")
+_MIXER = ("q_proj", "qkv_proj", "qkv_proj.q_proj", "q_a_proj", "in_proj", "in_proj_qkvz", "in_proj_qkv")
 _EXPERTS, _SHARED = ("experts.0.gate_proj",), ("shared_expert.gate_proj", "shared_experts.gate_proj")
 _DENSE = ("gate_proj", "up_proj")
 """The first projections of modules, as checkpoints name them."""
@@ -32,7 +32,7 @@ def _module_bytes(model: ModelConfig, dtype: str, module: str, projections: tupl
 
 def router_weights(model: ModelConfig) -> int:
     """Weights of all routers, which are never quantised."""
-    return 0 if model.moe is None else model.num_sparse_mlps * model.hidden_size * model.moe.num_experts
+    return 0 if model.moe is None else model.num_sparse_mlps * model.moe.router_weights(model.hidden_size)
 
 
 def rank_weight_bytes(model: ModelConfig, dtype: str, ranks: int) -> int:
@@ -70,7 +70,9 @@ def _linear_weights(model: ModelConfig) -> float:
 def _linear_bytes(model: ModelConfig, dtype: str) -> Iterator[float]:
     """Bytes of the linear layers and experts, module by module."""
     for name, spec in model.layer_specs(CacheDtypes()).items():
-        yield spec.num_own_weights * _module_bytes(model, dtype, name, _MIXER)
+        plain = spec.num_plain_weights
+        yield plain * DTYPE_BYTES[dtype]
+        yield (spec.num_own_weights - plain) * _module_bytes(model, dtype, name, _MIXER)
     for index in sorted({*range(model.num_hidden_layers)} - model.layers_without_mlp):
         yield _mlp_bytes(model, dtype, f"{layer_name(index)}.mlp", model.is_sparse(index))
     if model.runs_mtp:

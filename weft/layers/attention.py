@@ -189,12 +189,15 @@ class Attention(PagedAttention):
         self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, scaled: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Queries and the output gate as attention takes them; keys and values into the cache. See ``qk_norm_rope``."""
-        q_norm, k_norm = (None, None) if self._norm_spans_heads else (self.q_norm, self.k_norm)
-        q_weight, k_weight = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
-        norms = HeadNorms(q_weight, k_weight, self._eps, self._zero_centered)
         k_scale, v_scale = (self.k_scale, self.v_scale) if scaled else (None, None)
         slots = CacheSlots(k_cache, v_cache, slot_mapping, k_scale, v_scale)
-        return qk_norm_rope(qkv, self._heads, norms, self._cos_sin, positions, slots, backend=self._backend)
+        return qk_norm_rope(qkv, self._heads, self._norms(), self._cos_sin, positions, slots, backend=self._backend)
+
+    def _norms(self) -> HeadNorms:
+        """The norms of heads that ``qk_norm_rope`` computes."""
+        q_norm, k_norm = (None, None) if self._norm_spans_heads else (self.q_norm, self.k_norm)
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
+        return HeadNorms(q_weight, k_weight, self._eps, self._zero_centered)
 
     def _normalize_whole(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """The projection with all query heads normalised together, and all key heads."""

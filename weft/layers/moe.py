@@ -20,6 +20,7 @@ from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, MergedReplicatedLinear, PackedLinear
 from weft.layers.mlp import MLP, dense_mlp
+from weft.layers.mlp_router import MlpRouter
 from weft.layers.quant_method import QuantMethod
 from weft.layers.weight import (
     Interleaved,
@@ -198,10 +199,10 @@ class SparseMoe(WeightModule):
         shared_size = moe.shared_expert_intermediate_size
         self._shared_gate = shared_size is not None and moe.shared_expert_gate
         outputs = [moe.num_experts, 1] if self._shared_gate else [moe.num_experts]
-        self.router = MergedReplicatedLinear(config.hidden_size, outputs, bias=moe.biases, context=context)
+        self.router: nn.Module = MergedReplicatedLinear(config.hidden_size, outputs, bias=moe.biases, context=context)
         self.correction_bias: nn.Parameter | None = None
-        if moe.sigmoid is not None and moe.sigmoid.correction_bias:
-            self.correction_bias = empty_parameter(moe.num_experts, dtype=torch.float32, device=context.device)
+        if moe.has_correction_bias:
+            self.correction_bias = empty_parameter(moe.num_classes, dtype=torch.float32, device=context.device)
         width = moe.latent_size or config.hidden_size
         self.experts = Experts(moe, width, context, gated=config.activation == "silu")
         self.shared_expert = None
@@ -233,7 +234,7 @@ class SparseMoe(WeightModule):
         them."""
         moe, batch, local = self._moe, get_forward_context().batch, self.experts.local_experts
         num_tokens = batch.num_tokens if batch.token_count is None else batch.token_count
-        rule = SOFTMAX
+        rule = SOFTMAX._replace(bias=self.correction_bias)
         if (sigmoid := moe.sigmoid) is not None:
             groups = sigmoid.num_groups, sigmoid.top_groups
             rule = RoutingRule(True, self.correction_bias, sigmoid.epsilon, sigmoid.scale, *groups)
@@ -262,6 +263,25 @@ class SparseMoe(WeightModule):
         return -0.1, 0.1
 
 
+class MlpRoutedMoe(SparseMoe):
+    """Experts that an MLP chooses. A class after the experts stands for no expert."""
+
+    router: MlpRouter
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(config, context)
+        self.router = MlpRouter(config, context)
+
+    def forward(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """``[T, hidden_size]``, ``[T, R]`` -> this rank's part of the sum, and the router's state ``[T, R]``."""
+        logits, state = self.router(x, carried)
+        return self.experts(x, *self._route(logits, False, None)), state
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        assert self.correction_bias is not None
+        return ({"gate.balancing_biases": whole(self.correction_bias)},)
+
+
 class LatentMoe(SparseMoe):
     """Routed experts between two projections, into a smaller space and back (Nemotron-H). The router and the shared
     expert read the model's own vectors. Both projections are whole on every rank, so the result is this rank's part of
@@ -284,8 +304,10 @@ class LatentMoe(SparseMoe):
 
 def sparse_moe(config: ModelConfig, context: ModelContext) -> SparseMoe:
     """The model's kind of mixture of experts."""
-    is_latent = config.moe is not None and config.moe.latent_size is not None
-    return (LatentMoe if is_latent else SparseMoe)(config, context)
+    assert config.moe is not None, "a sparse layer needs the model config's moe"
+    if config.moe.router_size is not None:
+        return MlpRoutedMoe(config, context)
+    return (SparseMoe if config.moe.latent_size is None else LatentMoe)(config, context)
 
 
 def _as_one_expert(shared: nn.Module, experts: Experts) -> dict[str, LinearBase] | None:

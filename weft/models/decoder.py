@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.attention import AttentionConfig
+from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.indexed_attention import IndexedAttentionConfig, IndexedLatentConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
@@ -28,6 +29,7 @@ from weft.forward_context import LogitsRows, get_forward_context, other_batch
 from weft.layers.all_reduce import AllReduce
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
+from weft.layers.convolutional_attention import convolutional_attention
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from weft.layers.gated_delta_net import GatedDeltaNet
 from weft.layers.headed_mamba import HeadedMamba
@@ -58,6 +60,7 @@ MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] =
     IndexedLatentConfig: IndexedLatentAttention,
     NGramConfig: NGramEmbedding,
     SharedBlockConfig: SharedBlock,
+    ConvolutionalAttentionConfig: convolutional_attention,
     GatedDeltaNetConfig: GatedDeltaNet,
     KimiDeltaConfig: KimiDelta,
     LightningAttentionConfig: LightningAttention,
@@ -271,49 +274,6 @@ class StreamsLayer(DecoderLayer):
         return out, self.ffn_hc.write(residual, out, weights)
 
 
-class SharedBlockLayer(DecoderLayer):
-    """Pre-norm mixers that read the layer's input and the output of a shared block (``layers/shared_block.py``).
-
-    The residual stream gets the mixers' output alone.
-    """
-
-    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace) -> None:
-        super().__init__(config, context, place)
-        [self._block] = (name for name in self._mixers if isinstance(getattr(self, name), SharedBlock))
-        self._mixers = tuple(name for name in self._mixers if name != self._block)
-
-    def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
-        self._input = ResidualSum(config.hidden_size, context, partial=partial_input)
-        self.input_layernorm = residual_norm(config, context, partial=True)
-
-    def run_block(self, x: Tensor, residual: Tensor | None, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """The block's output, this rank's part of the sum, and the layer's input."""
-        hidden_states = self._input(x, residual)
-        return getattr(self, self._block)(hidden_states, embeddings), hidden_states
-
-    def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
-        """Compute the mixers' output. ``x`` and ``residual`` are those of ``run_block``."""
-        both, _ = self.input_layernorm.add(x, residual)
-        return self.mixer_output(both, rows), residual
-
-
-_LAYERS = {
-    "stream": StreamNormLayer, "pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer,
-    "streams": StreamsLayer, "shared_block": SharedBlockLayer,
-}  # fmt: skip
-
-
-def _layer_class(config: ModelConfig, index: int) -> type[DecoderLayer]:
-    return _LAYERS[config.norm_placement.get(config.layer_types[index], "pre")]
-
-
-def _layer(config: ModelConfig, context: ModelContext, index: int) -> DecoderLayer:
-    partial_input = index == 0 or _layer_class(config, index - 1).partial_output
-    has_mlp = index not in config.layers_without_mlp
-    place = LayerPlace(layer_name(index), config.layer_types[index], config.is_sparse(index), partial_input, has_mlp)
-    return _layer_class(config, index)(config, context, place)
-
-
 def final_norm(config: ModelConfig, context: ModelContext, *, partial: bool) -> ResidualRMSNorm | GatedEnd:
     """The norm after the last layer, which also ends residual streams."""
     if config.streams is not None:
@@ -323,15 +283,28 @@ def final_norm(config: ModelConfig, context: ModelContext, *, partial: bool) -> 
 
 class Decoder(nn.Module):
     """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm. Only ``[N, hidden_size]`` if the
-    batch has ``logits_rows``."""
+    batch has ``logits_rows``.
+
+    Attributes:
+        layer_classes: by placement of norms (``ModelConfig.norm_placement``).
+    """
+
+    layer_classes: ClassVar[dict[str, type[DecoderLayer]]] = {
+        "stream": StreamNormLayer, "pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer,
+        "streams": StreamsLayer,
+    }  # fmt: skip
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
-        count = config.num_hidden_layers
-        layers = [_layer(config, context, i) for i in range(count)]
+        kinds = [self.layer_classes[config.norm_placement.get(kind, "pre")] for kind in config.layer_types]
+        layers = []
+        for i, kind in enumerate(kinds):
+            partial_input, has_mlp = i == 0 or kinds[i - 1].partial_output, i not in config.layers_without_mlp
+            place = LayerPlace(layer_name(i), config.layer_types[i], config.is_sparse(i), partial_input, has_mlp)
+            layers.append(kind(config, context, place))
         self.layers = nn.ModuleList(layers)
-        self.norm = final_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
+        self.norm = final_norm(config, context, partial=kinds[-1].partial_output)
         if all(type(layer) is DecoderLayer for layer in layers):
             for layer in layers:
                 layer.return_partial_sums(AllReduce.over_ranks(config.hidden_size, context))

@@ -1,5 +1,6 @@
 """From a model config to a model."""
 
+from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.model import ModelConfig
 from weft.config.ngram import NGramConfig
 from weft.config.shared_block import SharedBlockConfig
@@ -9,10 +10,13 @@ from weft.models.mtp import MultiTokenPredictor
 from weft.models.ngram import NGramModel
 from weft.models.shared_block import SharedBlockModel
 from weft.models.vision_language import VisionLanguageModel
+from weft.models.zaya import ZayaModel
 from weft.quantization import create_weights
 
-_MODELS: dict[type, type[CausalLM]] = {NGramConfig: NGramModel, SharedBlockConfig: SharedBlockModel}
-"""Models for layers that read the model's input, by the geometry of these layers' mixers."""
+_MODELS: dict[type, type[CausalLM]] = {
+    NGramConfig: NGramModel, SharedBlockConfig: SharedBlockModel, ConvolutionalAttentionConfig: ZayaModel,
+}  # fmt: skip
+"""Models with a decoder of their own, by the geometry of their layers' mixers."""
 
 
 def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:

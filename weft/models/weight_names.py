@@ -219,6 +219,20 @@ _ZAMBA2 = WeightTable(
         r"\.shared_block\.feed_forward\.": ".shared_block.mlp.",
     },
 )
+_CCA = "qkv_proj"
+"""The module of a ZAYA1 layer with projections and convolutions."""
+
+_ZAYA = WeightTable(
+    {
+        "qkv_proj": tuple(f"{_CCA}.{part}" for part in ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")),
+        "router.down_proj": ("down_proj",),
+        "fc1": ("router_mlp.fc1",),
+        "fc2": ("router_mlp.fc2",),
+        "out_proj": ("router_mlp.out_proj",),
+    },
+    modules={"conv_qk": _CCA, "router": "gate", "router_norm": "router_mlp.norm", "carry": "mlp.gate"},
+    patterns={r"^model\.input_hidden_states_": "model.input_scale."},
+)
 _DENSE_GRANITE = replace(_GRANITE, modules=_GRANITE.modules | {"mlp": "shared_mlp"}, patterns={})
 
 WEIGHT_TABLES = {
@@ -260,6 +274,7 @@ WEIGHT_TABLES = {
     "Mamba2ForCausalLM": _MAMBA2,
     "ZambaForCausalLM": _ZAMBA,
     "Zamba2ForCausalLM": _ZAMBA2,
+    "ZayaForCausalLM": _ZAYA,
 }
 """By the architectures of ``config/families.py``."""
 

@@ -279,6 +279,24 @@ def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], b
         torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(16, 1), (5, 1), (7, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_router_with_a_bias(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
+    """The bias affects choices, not weights. The last class has no expert here. Logits overflow unless shifted."""
+    logits = (3 * torch.randn(9, num_experts + 1, device=DEVICE) + 100).to(dtype)
+    bias = torch.rand(num_experts + 1, device=DEVICE) - 0.5
+    bias[-1] = 0.6
+    options = {"renormalize": False, "num_tokens": 8, "num_experts": num_experts}
+    rule = RoutingRule(bias=bias)
+    want, got = (route(logits, top_k, **options, rule=rule) for route in (topk_router.reference, topk_router_triton))
+    probabilities = torch.softmax(logits.float(), -1)
+    chosen = (probabilities + bias).argsort(-1, descending=True)[:8, :top_k]
+    assert torch.equal(got[1][:8].long(), chosen.where(chosen < num_experts, -1)) and torch.equal(got[1], want[1])
+    assert (got[1][:8] == -1).any() and (got[1][:8] >= 0).any() and not torch.equal(chosen[:, 0], logits[:8].argmax(-1))
+    torch.testing.assert_close(got[0][:8], probabilities[:8].gather(1, chosen))
+    torch.testing.assert_close(got[0], want[0])
+
+
 def test_sigmoid_router_keeps_to_the_best_groups() -> None:
     """The best expert of all stands in a group whose second is poor."""
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.2]], device=DEVICE)

@@ -25,8 +25,8 @@ class RoutingRule(NamedTuple):
 
     Attributes:
         sigmoid: choose the experts with the highest ``sigmoid(logit) + bias``, weighted by the sigmoid alone. All other
-            fields are for sigmoids only.
-        bias: ``[E]`` float32, or None.
+            fields but the bias are for sigmoids only.
+        bias: ``[E]`` float32, or None. It is added to probabilities of a softmax in the same way (ZAYA1).
         epsilon: added to the sum by which ``renormalize`` divides.
         scale: factor of the routed experts' weights, after that division.
         num_groups, top_groups: experts stand in ``num_groups`` equal groups. Only experts of the ``top_groups`` groups
@@ -74,7 +74,7 @@ def topk_router(
         renormalize: make the chosen weights sum to one (``norm_topk_prob``).
         num_tokens: real tokens; the rows from there on are padding. A ``[1]`` int32 tensor is read on the device.
         first_expert, num_experts: the experts that are here (``num_experts`` None: all from ``first_expert`` on). Ids
-            count from the first of them; experts that are elsewhere get id -1.
+            count from the first of them; experts that are elsewhere, and classes without an expert, get id -1.
         shared_expert: add one more place per token for a shared expert, which sees all tokens. Its id is the number of
             experts that are here.
         shared_gate: ``[T, 1]``, or None. The weight of the shared expert is ``sigmoid(shared_gate)``, or 1.
@@ -89,7 +89,9 @@ def topk_router(
         ids = _of_best_groups(choice, rule.num_groups, rule.top_groups).topk(top_k, dim=-1)[1]
         weights = scores.gather(1, ids)
     else:
-        weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        ids = (scores if rule.bias is None else scores + rule.bias).topk(top_k, dim=-1)[1]
+        weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + rule.epsilon)
     if rule.sigmoid:

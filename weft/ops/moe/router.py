@@ -124,14 +124,20 @@ def _best_groups(choice, experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.const
 
 
 @triton.jit
-def _choose_by_softmax(row_logits, experts, inside, places, FIXED: tl.constexpr):
-    """Choose by logits, whose order is that of the probabilities. If weights are renormalised, the sum over the chosen
-    experts is enough."""
+def _choose_by_softmax(row_logits, experts, inside, places, bias, FIXED: tl.constexpr):
+    """Choose by logits, whose order is that of the probabilities, unless there is a bias. If weights are renormalised,
+    the sum over the chosen experts is enough."""
     TOP_K: tl.constexpr = FIXED.top_k
     x = tl.load(row_logits + experts, mask=inside, other=float("-inf"))
-    chosen_ids = _best_experts(x, experts, inside, TOP_K, FIXED.block_k)
+    if bias is None:
+        chosen_ids = _best_experts(x, experts, inside, TOP_K, FIXED.block_k)
+    else:
+        wide = x.to(tl.float32)
+        odds = tl.exp(wide - tl.max(wide, 0))
+        choice = odds / tl.sum(odds, 0) + tl.load(bias + experts, mask=inside, other=0.0)
+        chosen_ids = _best_experts(choice, experts, inside, TOP_K, FIXED.block_k)
     best = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=float("-inf")).to(tl.float32)
-    highest = tl.max(best, 0)
+    highest = tl.max(best, 0) if bias is None else tl.max(x.to(tl.float32), 0)
     chosen = tl.exp(best - highest)
     if FIXED.renormalize:
         chosen = chosen / tl.sum(chosen, 0)
@@ -181,7 +187,7 @@ def _router_kernel(
         if FIXED.sigmoid:
             chosen_ids, chosen = _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale, FIXED)
         else:
-            chosen_ids, chosen = _choose_by_softmax(row_logits, experts, inside, places, FIXED)
+            chosen_ids, chosen = _choose_by_softmax(row_logits, experts, inside, places, bias, FIXED)
     _store_chosen(weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids, FIXED)
 
 

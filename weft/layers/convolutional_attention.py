@@ -1,0 +1,245 @@
+"""Attention whose queries and keys pass two convolutions (CCA, arXiv 2510.04476), over all tokens or a window.
+
+Job: convolve queries and keys, delay half of the value channels by a token, normalise heads. Owns: the weights of the
+convolutions, and a temperature per key head. Does not know: pages and windows, which the base classes use.
+
+One depthwise convolution computes everything that reads earlier tokens. The matrix of a head reads the first
+convolution at several tokens. Each channel of queries and keys therefore occurs once per token, with shifted taps. A
+value channel has a single tap of one, at the token itself or at the token before it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.config.convolutional_attention import ConvolutionalAttentionConfig
+from weft.config.model import ModelConfig
+from weft.forward_context import get_forward_context
+from weft.layers.attention import Attention
+from weft.layers.context import ModelContext
+from weft.layers.linear import QKVParallelLinear
+from weft.layers.recurrent import mix_rows
+from weft.layers.sliding_window import SlidingWindowAttention
+from weft.layers.weight import RowMap, RowRun, WeightLayout, WeightModule, WeightPiece, empty_parameter, uniform_range
+from weft.ops.backend import Backend
+from weft.ops.convolution import causal_conv1d, causal_conv1d_update
+from weft.ops.linear import head_linear
+from weft.ops.rotary import HeadNorms
+
+_EPS = 1e-16
+"""Added to the mean square of a head, for heads of zeros."""
+
+
+def _half(rows: RowMap, start: int) -> RowMap:
+    """The rows of ``rows`` that a tensor with half of them holds, from row ``start`` on."""
+    half, runs = rows.total // 2, []
+    for run in rows.runs:
+        first, end = max(run.source, start), min(run.source + run.count, start + half)
+        if first < end:
+            runs.append(RowRun(first - start, run.target + first - run.source, end - first))
+    return RowMap(half, tuple(runs))
+
+
+def _split_values(projection: QKVParallelLinear) -> RowMap:
+    """Let a projection read its values from two tensors. Returns which of its value channels the second one has."""
+    queries, keys = projection.head_rows
+    parts, current, delayed = projection.shard.parts, _half(keys, 0), _half(keys, keys.total // 2)
+    place = queries.count + keys.count
+    values = {"2.": current.moved(place), "3.": delayed.moved(place)}
+    projection.shard = replace(projection.shard, parts=parts | values)
+    return delayed
+
+
+class DelayedConv(WeightModule):
+    """The depthwise convolution. Its channels are ``[H, tokens, D]`` of queries and keys, then those of values.
+
+    Attributes:
+        weight, bias: ``[C, W]`` and ``[C]``; ``taps`` and ``taps_bias`` are views, the rest is constant.
+        channels: ``[C]``, the column of each channel in the projection.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    channels: Tensor
+
+    def __init__(self, geometry: ConvolutionalAttentionConfig, heads: int, values: int, context: ModelContext) -> None:
+        super().__init__()
+        size, tokens, width = geometry.attention.head_dim, geometry.head_kernel, geometry.taps
+        rows, shape = heads * tokens * size, (heads, tokens, size)
+        dense = torch.zeros(rows + values, width, dtype=context.dtype, device=context.device)
+        self.register_buffer("weight", dense, persistent=False)
+        self.register_buffer("bias", dense.new_zeros(len(dense)), persistent=False)
+        columns = torch.arange(heads * size + values, device=context.device)
+        copied = columns[: heads * size].view(heads, 1, size).expand(shape).flatten()
+        self.register_buffer("channels", torch.cat([copied, columns[heads * size :]]), persistent=False)
+        # The copy of a channel for a token reads one token further on than the copy before it.
+        taps, steps = geometry.channel_kernel, (tokens * size * width, size * width + 1, width, 1)
+        view = dense.as_strided((*shape, taps), steps, width - (tokens + taps - 1))
+        own: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
+        self.taps = empty_parameter(*shape, taps, **own, place=view)
+        self.taps_bias = empty_parameter(*shape, **own, place=self.bias[:rows].view(shape))
+
+    def delay(self, values: int, delayed: RowMap) -> Tensor:
+        """Set the taps of the last ``values`` channels. Those of ``delayed`` read the token before; ``[values]`` bool
+        says which they are."""
+        rows = self.weight[-values:]
+        rows[:, -1] = 1.0
+        for run in delayed.runs:
+            rows[run.target_rows, -2:] = rows.new_tensor([1.0, 0.0])
+        return rows[:, -1] == 0.0
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({},)
+
+
+class HeadConvs(WeightModule):
+    """Both convolutions of the query heads and key heads of this rank. H: heads, D: size of a head.
+
+    Attributes:
+        grouped, grouped_bias: ``[H, tokens * D, D]`` and ``[H, D]`` of the second convolution.
+    """
+
+    def __init__(
+        self, geometry: ConvolutionalAttentionConfig, projection: QKVParallelLinear, context: ModelContext
+    ) -> None:
+        super().__init__()
+        delayed = _split_values(projection)
+        queries, keys = projection.head_rows
+        size = self._size = geometry.attention.head_dim
+        self._total = queries.total + keys.total
+        first = [rows.runs[0].source + before for rows, before in ((queries, 0), (keys, queries.total))]
+        counts = projection.num_heads, projection.num_kv_heads
+        self._rows = [start + i * size for start, count in zip(first, counts, strict=True) for i in range(count)]
+        heads, tokens = len(self._rows), geometry.head_kernel
+        self.conv = DelayedConv(geometry, heads, keys.count, context)
+        self.delayed = self.conv.delay(keys.count, delayed)
+        own: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
+        self.grouped = empty_parameter(heads, tokens * size, size, **own)
+        self.grouped_bias = empty_parameter(heads, size, **own)
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        conv, size = self.conv, self._size
+        kernel, taps = conv.taps.shape[1], conv.taps.shape[3]
+        grouped, columns = self.grouped.view(-1, kernel, size, size).permute(0, 3, 2, 1), range(kernel)
+        shapes: dict[str, tuple[tuple[int, ...], list[list[Tensor]]]] = {
+            "depthwise.weight": ((1, taps), [[head[j].unsqueeze(1) for j in columns] for head in conv.taps]),
+            "depthwise.bias": ((), [[head[j] for j in columns] for head in conv.taps_bias]),
+            "grouped.weight": ((size, kernel), [[head] for head in grouped]),
+            "grouped.bias": ((), [[head] for head in self.grouped_bias]),
+        }
+        return (
+            {
+                f"conv_qk_{name}": WeightPiece((self._total, *rest), tuple(self._copies(targets)))
+                for name, (rest, targets) in shapes.items()
+            },
+        )
+
+    def _copies(self, targets: list[list[Tensor]]) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Copy the rows of each head to all of its targets."""
+        for first, places in zip(self._rows, targets, strict=True):
+            for place in places:
+                yield (slice(first, first + self._size),), place
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return uniform_range(self.grouped.shape[1]) if name == "grouped" else super().initial_range(name)
+
+
+class HeadScales(WeightModule):
+    """The norm of query and key heads: unit root mean square, then a temperature per key head.
+
+    Queries are multiplied by the temperature of their key head, which gives the same scores.
+
+    Attributes:
+        weight: ones ``[D]``.
+        temp: ``[num_kv_heads]``.
+    """
+
+    weight: Tensor
+
+    def __init__(self, size: int, keys: RowMap, context: ModelContext) -> None:
+        super().__init__()
+        self._heads = RowMap(
+            keys.total // size,
+            tuple(RowRun(run.source // size, run.target // size, run.count // size) for run in keys.runs),
+        )
+        self.register_buffer("weight", torch.ones(size, dtype=context.dtype, device=context.device), persistent=False)
+        self.temp = empty_parameter(self._heads.count, dtype=context.dtype, device=context.device)
+
+    def of_queries(self, q: Tensor) -> Tensor:
+        """Multiply ``[T, num_heads, D]``."""
+        grouped = q.unflatten(1, (len(self.temp), -1))
+        return (grouped * self.temp[:, None, None]).flatten(1, 2)
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({"temp": self._heads.piece(self.temp)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return 0.9, 1.1
+
+
+class ConvolutionalAttention(Attention):
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum, over all tokens."""
+
+    def __init__(
+        self, geometry: ConvolutionalAttentionConfig, config: ModelConfig, context: ModelContext, name: str
+    ) -> None:
+        super().__init__(geometry.mixer, config, context, name)  # type: ignore[arg-type]  # windows have their own
+        self.conv_qk = HeadConvs(geometry, self.qkv_proj, context)
+        self.qk_norm = HeadScales(self.head_dim, self.qkv_proj.head_rows[1], context)
+
+    def _norms(self) -> HeadNorms:
+        return HeadNorms(self.qk_norm.weight, self.qk_norm.weight, _EPS, zero_centered=False)
+
+    def _rotate(
+        self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, scaled: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        qkv = self._convolve(qkv, positions)
+        q, gate = super()._rotate(qkv, positions, k_cache, v_cache, slot_mapping, scaled=scaled)
+        return self.qk_norm.of_queries(q), gate
+
+    def _convolve(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """``[T, q | k | v] -> [T, q | k | v]``, which norms and rotation follow."""
+        heads, kv_heads, size = self._heads.num_heads, self._heads.num_kv_heads, self.head_dim
+        values = kv_heads * size
+        conv = self._depthwise(qkv.index_select(1, self.conv_qk.conv.channels))
+        copied, v = conv[:, :-values], conv[:, -values:]
+        if self.qkv_proj.bias is not None:  # which the token before the first one has, too
+            v = torch.where((positions == 0)[:, None] & self.conv_qk.delayed, self.qkv_proj.bias[-values:], v)
+        q, k = qkv[:, : heads * size].unflatten(1, (kv_heads, -1, size)), qkv[:, heads * size : -values]
+        mixed = torch.lerp(q, k.unflatten(1, (kv_heads, 1, size)), 0.5)
+        out = torch.cat([mixed.flatten(1), mixed.mean(2).flatten(1), v], dim=1)
+        own = out[:, :-values].unflatten(1, (-1, size))
+        backend = self._backend if self._backend.is_invariant else Backend.TORCH
+        own += head_linear(copied.unflatten(1, (own.shape[1], -1)), self.conv_qk.grouped, backend=backend)
+        own += self.conv_qk.grouped_bias
+        return out
+
+    def _depthwise(self, x: Tensor) -> Tensor:
+        """``[T, C] -> [T, C]``."""
+        context, conv = get_forward_context(), self.conv_qk.conv
+        batch, state = context.batch, context.caches[self.name]["conv"]
+        weights = conv.weight, conv.bias, state
+        options: dict[str, Any] = {"silu": False, "backend": self._backend}
+        return mix_rows(
+            [x],
+            [state],
+            batch,
+            x.shape[1:],
+            lambda x, *, slots, out: causal_conv1d_update(x, *weights, slots, out=out, **options),
+            lambda x: causal_conv1d(x, *weights, batch, **options),
+        )
+
+
+class ConvolutionalWindow(ConvolutionalAttention, SlidingWindowAttention):
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum, over a window."""
+
+
+def convolutional_attention(
+    geometry: ConvolutionalAttentionConfig, config: ModelConfig, context: ModelContext, name: str
+) -> ConvolutionalAttention:
+    """The layer for a geometry."""
+    kind = ConvolutionalAttention if geometry.window is None else ConvolutionalWindow
+    return kind(geometry, config, context, name)
