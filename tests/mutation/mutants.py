@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
+from tests.mutation.convolutional_attention import CONVOLUTIONAL_ATTENTION
 from tests.mutation.determinism import DETERMINISM
 from tests.mutation.doors import DOORS
 from tests.mutation.fields_and_figures import FIELDS_AND_FIGURES
@@ -501,6 +502,7 @@ MUTANTS = (
     *SETTINGS_AND_REUSE,
     *TIERS,
     *CONFIGS_AND_WEIGHTS,
+    *CONVOLUTIONAL_ATTENTION,
     *DETERMINISM,
     *FIELDS_AND_FIGURES,
     *WAITS_AND_LEAKS,
