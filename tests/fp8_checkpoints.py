@@ -184,7 +184,7 @@ def quantize_checkpoint(plain: Path, scheme: str, left_out: str = "no tensor") -
 
 
 _FUSED = re.compile(r"(.*\.self_attn\.qkv_proj)\..*")
-"""Tensors of ZAYA1, whose experts transformers stores in two tensors of a layer. Those in FP8 are stored one by one."""
+"""Tensors of ZAYA1. transformers stores all experts of a layer in two tensors; FP8 checkpoints store each expert."""
 
 
 def _by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

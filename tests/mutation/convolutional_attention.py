@@ -14,7 +14,8 @@ SCALES = "tests/layers/test_residual_scale.py"
 CONVOLUTIONAL_ATTENTION = (
     mutant(
         "copies-of-a-channel-in-step", "a copy reads one token further on than the copy before it", LAYER,
-        "(tokens * size * width, size * width + 1, width, 1)", "(tokens * size * width, size * width, width, 1)", PARITY,
+        "(tokens * size * width, size * width + 1, width, 1)", "(tokens * size * width, size * width, width, 1)",
+        PARITY,
     ),
     mutant(
         "taps-end-early", "the last tap is at the token itself", LAYER, "width - (tokens + taps - 1))", "0)",
@@ -58,20 +59,19 @@ CONVOLUTIONAL_ATTENTION = (
     ),
     mutant(
         "router-passes-on-a-copy-of-the-past", "a router passes on the sum", "weft/layers/mlp_router.py",
-        "state = state + carried\n        hidden = self.router_norm(state)", "hidden = self.router_norm(state + carried)",
-        PARITY,
+        "state = state + carried\n        hidden = self.router_norm(state)",
+        "hidden = self.router_norm(state + carried)", PARITY,
     ),
     mutant(
         "choice-without-bias", "a bias affects the choice of experts", "weft/layers/moe.py",
         "SOFTMAX._replace(bias=self.correction_bias)", "SOFTMAX", PARITY,
     ),
     mutant(
-        "kernel-weighs-with-the-bias", "a bias does not affect weights", "weft/ops/moe/router.py",
-        "highest = tl.max(best, 0) if bias is None else tl.max(x.to(tl.float32), 0)", "highest = tl.max(best, 0)",
-        "tests/ops/moe/test_triton_moe.py",
+        "kernel-adds-the-bias-to-logits", "a bias is added to probabilities", "weft/ops/moe/router.py",
+        "choice = odds / tl.sum(odds, 0) + tl.load", "choice = wide + tl.load", "tests/ops/moe/test_triton_moe.py",
     ),
     mutant(
         "stream-rounded", "the residual stream stays in float32", "weft/layers/residual_scale.py",
         "residual + self.residual_bias, self", "(residual + self.residual_bias).to(x.dtype).float(), self", SCALES,
     ),
-)
+)  # fmt: skip

@@ -1,4 +1,7 @@
-"""Drafts from the text in families with indexed attention or shared blocks: rejected drafts leave nothing behind."""
+"""Drafts from the text in families with indexed or convolutional attention, or shared blocks.
+
+Rejected drafts leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from weft import LLM, SamplingParams
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-@pytest.mark.parametrize("arch", ["Glm5NextForConditionalGeneration", "Qwen4ExpForCausalLM", "Zamba2ForCausalLM"])
+@pytest.mark.parametrize(
+    "arch", ["Glm5NextForConditionalGeneration", "Qwen4ExpForCausalLM", "Zamba2ForCausalLM", "ZayaForCausalLM"]
+)
 def test_tokens_are_those_without_drafts(arch: str, tmp_path: Path) -> None:
     folder, tokens = make_checkpoint(arch, tmp_path), []
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

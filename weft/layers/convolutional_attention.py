@@ -83,8 +83,8 @@ class DelayedConv(WeightModule):
         self.taps_bias = empty_parameter(*shape, **own, place=self.bias[:rows].view(shape))
 
     def delay(self, values: int, delayed: RowMap) -> Tensor:
-        """Set the taps of the last ``values`` channels. Those of ``delayed`` read the token before; ``[values]`` bool
-        says which they are."""
+        """Set the taps of the last ``values`` channels. The ``delayed`` channels read the token before. Returns a mask
+        of these, ``[values]`` bool."""
         rows = self.weight[-values:]
         rows[:, -1] = 1.0
         for run in delayed.runs:

@@ -137,7 +137,7 @@ def _choose_by_softmax(row_logits, experts, inside, places, bias, FIXED: tl.cons
         choice = odds / tl.sum(odds, 0) + tl.load(bias + experts, mask=inside, other=0.0)
         chosen_ids = _best_experts(choice, experts, inside, TOP_K, FIXED.block_k)
     best = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=float("-inf")).to(tl.float32)
-    highest = tl.max(best, 0) if bias is None else tl.max(x.to(tl.float32), 0)
+    highest = tl.max(best, 0)
     chosen = tl.exp(best - highest)
     if FIXED.renormalize:
         chosen = chosen / tl.sum(chosen, 0)
