@@ -139,8 +139,8 @@ CONFIGS_AND_WEIGHTS = (
     ),
     mutant(
         "routers-in-all-layers", "layers without experts have no router", "weft/config/weights.py",
-        "model.num_sparse_mlps * model.hidden_size * model.moe.num_experts",
-        "model.num_hidden_layers * model.hidden_size * model.moe.num_experts", "tests/config/test_weights.py",
+        "model.num_sparse_mlps * model.moe.router", "model.num_hidden_layers * model.moe.router",
+        "tests/config/test_weights.py",
     ),
     mutant(
         "kv-cache-scales-of-each-step", "dynamic scales of an FP8 cache are refused",

@@ -9,6 +9,7 @@ PARITY = "tests/models/test_parity.py::test_prompts_of_all_lengths_and_forty_gre
 CHUNKED = "tests/models/test_parity.py::test_chunked_prefill_mixed_batches_and_padding[ZayaForCausalLM]"
 STATES = "tests/models/test_parity.py::test_states_stored_at_any_position_continue_the_sequence[ZayaForCausalLM]"
 GEOMETRIES, SHARDS = "tests/models/test_parity.py::test_awkward_geometries", "tests/layers/test_tensor_parallel.py"
+WAKING = "tests/layers/test_convolutional_attention.py"
 SCALES = "tests/layers/test_residual_scale.py"
 
 CONVOLUTIONAL_ATTENTION = (
@@ -23,7 +24,11 @@ CONVOLUTIONAL_ATTENTION = (
     ),
     mutant(
         "values-without-delay", "half of the value channels come from the token before", LAYER,
-        "rows.new_tensor([1.0, 0.0])", "rows.new_tensor([0.0, 1.0])", PARITY,
+        "rows[:, -1], rows[:, -2] = ~self.delayed, self.delayed", "rows[:, -1] = True", PARITY,
+    ),
+    mutant(
+        "values-after-a-sleep", "constant taps come back with the weights", LAYER, "copies=piece.copies + always)",
+        "copies=piece.copies)", WAKING,
     ),
     mutant(
         "no-bias-before-the-first-token", "the token before the first one has the projection's bias", LAYER,

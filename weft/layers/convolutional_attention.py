@@ -8,12 +8,11 @@ convolution at several tokens. Each channel of queries and keys therefore occurs
 value channel has a single tap of one, at the token itself or at the token before it.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.model import ModelConfig
@@ -56,43 +55,63 @@ def _split_values(projection: QKVParallelLinear) -> RowMap:
 class DelayedConv(WeightModule):
     """The depthwise convolution. Its channels are ``[H, tokens, D]`` of queries and keys, then those of values.
 
+    Args:
+        delayed: which value channels read the token before.
+
     Attributes:
-        weight, bias: ``[C, W]`` and ``[C]``; ``taps`` and ``taps_bias`` are views, the rest is constant.
+        weight, bias: ``[C, W]`` and ``[C]``; zeros, but for taps.
+        copies, copied_bias: views ``[H, tokens, D, taps]`` and ``[H, tokens, D]`` of these. The last copies are the
+            parameters ``taps`` and ``taps_bias``.
         channels: ``[C]``, the column of each channel in the projection.
+        delayed: mask ``[values]`` of the value channels that read the token before.
     """
 
     weight: Tensor
     bias: Tensor
     channels: Tensor
+    delayed: Tensor
 
-    def __init__(self, geometry: ConvolutionalAttentionConfig, heads: int, values: int, context: ModelContext) -> None:
+    def __init__(
+        self, geometry: ConvolutionalAttentionConfig, heads: int, values: int, delayed: RowMap, context: ModelContext
+    ) -> None:
         super().__init__()
         size, tokens, width = geometry.attention.head_dim, geometry.head_kernel, geometry.taps
         rows, shape = heads * tokens * size, (heads, tokens, size)
         dense = torch.zeros(rows + values, width, dtype=context.dtype, device=context.device)
-        self.register_buffer("weight", dense, persistent=False)
-        self.register_buffer("bias", dense.new_zeros(len(dense)), persistent=False)
+        mask = torch.zeros(values, dtype=torch.bool, device=context.device)
+        for run in delayed.runs:
+            mask[run.target_rows] = True
         columns = torch.arange(heads * size + values, device=context.device)
-        copied = columns[: heads * size].view(heads, 1, size).expand(shape).flatten()
-        self.register_buffer("channels", torch.cat([copied, columns[heads * size :]]), persistent=False)
+        own, of_values = columns.split([heads * size, values])
+        channels = torch.cat([own.view(heads, 1, size).expand(shape).flatten(), of_values])
+        buffers = {"weight": dense, "bias": dense.new_zeros(len(dense)), "channels": channels, "delayed": mask}
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
         # The copy of a channel for a token reads one token further on than the copy before it.
         taps, steps = geometry.channel_kernel, (tokens * size * width, size * width + 1, width, 1)
-        view = dense.as_strided((*shape, taps), steps, width - (tokens + taps - 1))
-        own: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
-        self.taps = empty_parameter(*shape, taps, **own, place=view)
-        self.taps_bias = empty_parameter(*shape, **own, place=self.bias[:rows].view(shape))
+        self.copies = dense.as_strided((*shape, taps), steps, width - (tokens + taps - 1))
+        self.copied_bias = self.bias[:rows].view(shape)
+        self.taps = nn.Parameter(self.copies[:, -1], requires_grad=False)
+        self.taps_bias = nn.Parameter(self.copied_bias[:, -1], requires_grad=False)
+        self.set_values()
 
-    def delay(self, values: int, delayed: RowMap) -> Tensor:
-        """Set the taps of the last ``values`` channels. The ``delayed`` channels read the token before. Returns a mask
-        of these, ``[values]`` bool."""
-        rows = self.weight[-values:]
-        rows[:, -1] = 1.0
-        for run in delayed.runs:
-            rows[run.target_rows, -2:] = rows.new_tensor([1.0, 0.0])
-        return rows[:, -1] == 0.0
+    def set_values(self) -> None:
+        """Set the taps of value channels."""
+        rows = self.weight[-len(self.delayed) :]
+        rows[:, -1], rows[:, -2] = ~self.delayed, self.delayed
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({},)
+
+
+class _ValueTaps:
+    """Sets the constant taps whenever a checkpoint is loaded: memory may have been given back in between."""
+
+    def __init__(self, conv: DelayedConv) -> None:
+        self._conv = conv
+
+    def copy_(self, source: Tensor) -> None:
+        self._conv.set_values()
 
 
 class HeadConvs(WeightModule):
@@ -114,34 +133,34 @@ class HeadConvs(WeightModule):
         counts = projection.num_heads, projection.num_kv_heads
         self._rows = [start + i * size for start, count in zip(first, counts, strict=True) for i in range(count)]
         heads, tokens = len(self._rows), geometry.head_kernel
-        self.conv = DelayedConv(geometry, heads, keys.count, context)
-        self.delayed = self.conv.delay(keys.count, delayed)
+        self.conv = DelayedConv(geometry, heads, keys.count, delayed, context)
         own: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
         self.grouped = empty_parameter(heads, tokens * size, size, **own)
         self.grouped_bias = empty_parameter(heads, size, **own)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         conv, size = self.conv, self._size
-        kernel, taps = conv.taps.shape[1], conv.taps.shape[3]
-        grouped, columns = self.grouped.view(-1, kernel, size, size).permute(0, 3, 2, 1), range(kernel)
-        shapes: dict[str, tuple[tuple[int, ...], list[list[Tensor]]]] = {
-            "depthwise.weight": ((1, taps), [[head[j].unsqueeze(1) for j in columns] for head in conv.taps]),
-            "depthwise.bias": ((), [[head[j] for j in columns] for head in conv.taps_bias]),
-            "grouped.weight": ((size, kernel), [[head] for head in grouped]),
-            "grouped.bias": ((), [[head] for head in self.grouped_bias]),
+        kernel, taps = conv.copies.shape[1], conv.copies.shape[3]
+        grouped = self.grouped.view(-1, kernel, size, size).permute(0, 3, 2, 1)
+        layout = {
+            "conv_qk_depthwise.weight": self._piece(conv.copies.unsqueeze(3), 1, taps),
+            "conv_qk_depthwise.bias": self._piece(conv.copied_bias),
+            "conv_qk_grouped.weight": self._piece(grouped[:, None], size, kernel),
+            "conv_qk_grouped.bias": self._piece(self.grouped_bias[:, None]),
         }
-        return (
-            {
-                f"conv_qk_{name}": WeightPiece((self._total, *rest), tuple(self._copies(targets)))
-                for name, (rest, targets) in shapes.items()
-            },
-        )
+        piece = layout["conv_qk_depthwise.bias"]
+        always = (((slice(0, 1),), _ValueTaps(conv)),)
+        layout["conv_qk_depthwise.bias"] = replace(piece, copies=piece.copies + always)
+        return (layout,)
 
-    def _copies(self, targets: list[list[Tensor]]) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Copy the rows of each head to all of its targets."""
-        for first, places in zip(self._rows, targets, strict=True):
-            for place in places:
-                yield (slice(first, first + self._size),), place
+    def _piece(self, heads: Tensor, *rest: int) -> WeightPiece:
+        """The piece that fills ``heads [H, copies, D, *rest]``, each head from its rows."""
+        copies = tuple(
+            ((slice(first, first + self._size),), target)
+            for first, copies in zip(self._rows, heads, strict=True)
+            for target in copies
+        )
+        return WeightPiece((self._total, *rest), copies)
 
     def initial_range(self, name: str) -> tuple[float, float]:
         return uniform_range(self.grouped.shape[1]) if name == "grouped" else super().initial_range(name)
@@ -207,7 +226,7 @@ class ConvolutionalAttention(Attention):
         conv = self._depthwise(qkv.index_select(1, self.conv_qk.conv.channels))
         copied, v = conv[:, :-values], conv[:, -values:]
         if self.qkv_proj.bias is not None:  # which the token before the first one has, too
-            v = torch.where((positions == 0)[:, None] & self.conv_qk.delayed, self.qkv_proj.bias[-values:], v)
+            v = torch.where((positions == 0)[:, None] & self.conv_qk.conv.delayed, self.qkv_proj.bias[-values:], v)
         q, k = qkv[:, : heads * size].unflatten(1, (kv_heads, -1, size)), qkv[:, heads * size : -values]
         mixed = torch.lerp(q, k.unflatten(1, (kv_heads, 1, size)), 0.5)
         out = torch.cat([mixed.flatten(1), mixed.mean(2).flatten(1), v], dim=1)
