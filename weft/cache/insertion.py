@@ -12,14 +12,21 @@ from weft.cache.pools import StatePool
 from weft.cache.radix_tree import RadixTree
 
 
-def insert(lease: Lease, tokens: Tokens, tree: RadixTree, slots: StatePool, odds: ReuseOdds) -> None:
+def insert(
+    lease: Lease, tokens: Tokens, tree: RadixTree, slots: StatePool, odds: ReuseOdds, *, ends: bool = False
+) -> None:
     """Insert the KV of ``tokens``, the first ones of the lease, and the states stored up to their end.
 
     If the tree has a state already, the slot of the lease is freed.
+
+    Args:
+        ends: the lease ends next, so what is inserted need not be locked.
     """
     assert lease.node is not None
     if len(tokens) > lease.node.end:
-        _lock_own(lease, tree.extend(lease.node, tokens, lease.pages), tree)
+        deepest = tree.extend(lease.node, tokens, lease.pages)
+        if not ends:
+            _lock_own(lease, deepest, tree)
     states = lease.checkpoints
     for position, slot in states.take_stored(len(tokens)):
         at, kind = tree.locate(lease.node, tokens, position), states.kinds.get(position, "inside")

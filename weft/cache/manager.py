@@ -364,7 +364,7 @@ class Manager:
         if states.snapshot is not None and not moves_state:
             states.stored.append(states.snapshot)
             states.snapshot = None
-        insert(lease, tokens, self.tree, self.slots, self.evictor.odds)
+        insert(lease, tokens, self.tree, self.slots, self.evictor.odds, ends=True)
 
     def hold(self, lease: Lease) -> None:
         """Count a lease that no request has, for a restore."""
@@ -374,7 +374,7 @@ class Manager:
         """End such a lease, and insert its KV and state into the tree if ``keep``."""
         self._leases.remove(lease)
         if keep:
-            insert(lease, lease.tokens, self.tree, self.slots, self.evictor.odds)
+            insert(lease, lease.tokens, self.tree, self.slots, self.evictor.odds, ends=True)
         self._free(lease)
 
     def check(self) -> None:

@@ -34,8 +34,9 @@ from weft.offload.tier import HostTier
 from weft.outputs import CacheReport
 from weft.request import Request
 
-MAX_SLICES = 4
-"""Upper bound on slices that are ordered and not done. More would hold back the copies of evicted entries."""
+MAX_SLICES, SLICES_BESIDE = 4, 2
+"""Upper bounds on slices that are ordered and not done: more would hold back the copies of evicted entries; and beside
+running requests, whose steps wait for the host to order them."""
 
 KEYS_PER_STEP = 512
 """Keys of pages that the lookups of one step compute while requests run, in less than a millisecond."""
@@ -102,6 +103,7 @@ class Restores:
             None  # a request that did not fit, and the room that there was
         )
         self._confirmed: list[int] = []
+        self._max_slices = MAX_SLICES
         self._loads = Loads(tier)
         self._deadlines: dict[str, float] = {}  # of requests that wait for files
 
@@ -139,8 +141,9 @@ class Restores:
         return deadline is not None and time.monotonic() >= deadline
 
     def begin_step(self, num_running: int) -> None:
-        """Bound what the lookups of a step may compute, so that running requests need not wait for them."""
+        """Bound what a step may look up and order, so that running requests need not wait for it."""
         self.tier.keys_left = KEYS_PER_STEP if num_running else inf
+        self._max_slices = SLICES_BESIDE if num_running else MAX_SLICES
 
     def restore_first(self, request: Request, match: Match, num_running: int) -> bool:
         """Begin a restore for a waiting request if that pays. Returns whether the request waits for a restore or for
@@ -188,7 +191,7 @@ class Restores:
     @property
     def _is_full(self) -> bool:
         """Whether no further restore may begin now."""
-        return self._num_outstanding >= MAX_SLICES or any(not active.is_complete for active in self._active)
+        return self._num_outstanding >= self._max_slices or any(not active.is_complete for active in self._active)
 
     @property
     def _num_outstanding(self) -> int:
@@ -265,7 +268,7 @@ class Restores:
     def _order_slices(self) -> None:
         """Order slices of the newest restore."""
         active = self._active[-1]
-        while not (active.failed or active.is_complete) and self._num_outstanding < MAX_SLICES:
+        while not (active.failed or active.is_complete) and self._num_outstanding < self._max_slices:
             transfer = self._next_slice(active)
             if transfer is None:
                 break
