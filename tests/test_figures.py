@@ -56,7 +56,7 @@ FIGURE = re.compile(
 )
 NAMED = re.compile(r"`(?:benchmarks/results/)?([\w.*-]+\.json)`")
 VERSION = re.compile(
-    r"\b(?:torch|transformers|Triton|Python|CUDA|flash-linear-attention|vLLM|Qwen\d?)[ -]?\d+(?:\.\d+)+"
+    r"\b(?:torch|transformers|Triton|Python|CUDA|flash-linear-attention|vLLM|GLM|Qwen\d?)[ -]?\d+(?:\.\d+)+"
 )
 
 

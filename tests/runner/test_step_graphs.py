@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,25 @@ def test_all_graphs_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert captured == [[8, 16], [1, 2, 4], []]
         (output,) = llm.generate([[5] * 6], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 4 and llm.stats().steps_by_mode == {"FULL": 4}
+
+
+def test_large_steps_leave_room_for_graphs_of_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of 16 tokens would take more than the budget. Smaller ones are captured, and all decodes."""
+    monkeypatch.setattr("weft.runner.step_graphs.GRAPH_BYTES", 100)
+    runs: list[int] = []
+
+    def peak(run: Callable[[], torch.Tensor], device: torch.device) -> int:
+        runs.append(10 * len(run()))
+        return runs[-1]
+
+    monkeypatch.setattr("weft.runner.step_graphs.peak_bytes", peak)
+    sizes = {"cuda_graph_bs": (1, 2, 4), "piecewise_cuda_graph_tokens": (4, 8, 16)}
+    folder = str(make_checkpoint("Qwen3NextForCausalLM", tmp_path))
+    with LLM(folder, skip_tokenizer_init=True, cuda_graph_mode="FULL", **sizes) as llm:
+        graphs = runner_of(llm).graphs
+        assert [graphs.forward.sizes, graphs.decode.sizes] == [[4], [1, 2, 4]] and runs == [160, 80, 40]
+        (output,) = llm.generate([[5] * 6], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4 and llm.stats().steps_by_mode == {"FULL": 3, "NONE": 1}
 
 
 def test_settings_of_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,17 @@ GRAPH_BYTES = 2 * 2**30
 """Device memory set aside for captured graphs; sizes that would need more are not captured."""
 
 
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Device memory that ``run`` takes at its peak, beside what is allocated. On a CPU ``run`` is not called: 0."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
 def gpu_cache_budget(
     *, free_bytes: int, total_bytes: int, utilization: float, step_bytes: int, graph_bytes: int
 ) -> int:

@@ -6,13 +6,14 @@ what a step computes, how caches are used.
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from weft.cache.plan import CachePlan, mib, plan_for
 from weft.errors import CapacityError
 from weft.messages import RowSampling
-from weft.runner.memory import GRAPH_BYTES, gpu_cache_budget, largest_that_fits
+from weft.runner.memory import GRAPH_BYTES, gpu_cache_budget, largest_that_fits, peak_bytes
 from weft.runner.starting import StartingRunner
 from weft.runner.warmup import StepLimits, step
 
@@ -89,13 +90,9 @@ def cache_budget(runner: StartingRunner) -> int:
 
 def _measure_step_bytes(runner: StartingRunner) -> int:
     """Return the device memory that the largest steps take besides weights and caches."""
-    torch.cuda.synchronize(runner.device)
-    before = torch.cuda.memory_allocated(runner.device)
-    torch.cuda.reset_peak_memory_stats(runner.device)
-    run_largest_steps(runner)
-    peak = torch.cuda.max_memory_allocated(runner.device)
+    peak = peak_bytes(partial(run_largest_steps, runner), runner.device)
     runner.drop_steps()
-    return peak - before
+    return peak
 
 
 def run_largest_steps(runner: StartingRunner) -> None:

@@ -7,9 +7,11 @@ the order of capture, the dispatcher over their sizes. Does not know: what the g
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -23,13 +25,15 @@ from weft.graph.dispatcher import Dispatcher, smallest_fitting
 from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.runner.media_inputs import EncoderGraphs
-from weft.runner.memory import GRAPH_BYTES
+from weft.runner.memory import GRAPH_BYTES, peak_bytes
 from weft.runner.sampling.step_sampler import FullStepOutput
 from weft.runner.step_functions import StepFunctions
 
 if TYPE_CHECKING:
     from weft.pieces.capture import PiecewiseModel
     from weft.pieces.model_compiler import ModelCompiler
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -94,6 +98,22 @@ class StepGraphs:
             self.dispatcher = before
 
 
+_FORWARD_SHARE = 0.75
+"""Share of the budget that forward graphs may take. Decodes and samples gain more by their graphs, which are small."""
+
+
+def _sizes_with_room(functions: StepFunctions, sizes: Sequence[int], options: CaptureOptions) -> Sequence[int]:
+    """The sizes of forward graphs whose memory fits, measured by running the largest ones."""
+    budget = int(_FORWARD_SHARE * GRAPH_BYTES)
+    for size in sorted(sizes, reverse=True):
+        functions.builder.send_padding(functions.mixed_shape(size))
+        needed = peak_bytes(partial(functions.forward, size), options.device)
+        if options.least(budget - needed) >= 0:
+            return [each for each in sizes if each <= size]
+        logger.warning("a forward graph of %d tokens needs %d MiB, it is left out", size, needed >> 20)
+    return ()
+
+
 @torch.inference_mode()
 def capture_graphs(
     sizes: CaptureSizes,
@@ -108,7 +128,7 @@ def capture_graphs(
     """Capture the given sizes, and those of the vision tower.
 
     All graphs share the memory of ``pool``, because no two run at once, and the budget ``GRAPH_BYTES``. The kind that
-    needs most memory goes first.
+    needs most memory goes first, and leaves room for the kinds after it.
     """
     graphs, budget = StepGraphs(), GRAPH_BYTES
 
@@ -129,7 +149,8 @@ def capture_graphs(
         budget -= found.counters.capture_bytes
         return found
 
-    graphs.forward = captured("forward graphs", functions.forward, functions.mixed_shape, sizes.forward)
+    forward = _sizes_with_room(functions, sizes.forward, options)
+    graphs.forward = captured("forward graphs", functions.forward, functions.mixed_shape, forward)
     compiled = config.torch_compile_max_bs is not None
     if sizes.decode and config.torch_compile_max_bs is not None:
         assert compiler is not None
