@@ -32,7 +32,7 @@ from examples.grpo import (
 from weft.bench import report
 from weft.config.locate import locate
 
-NOISE, NUM_PROBLEMS, GROUP = 0.44, 4, 6
+NOISE, GROUP = 0.44, 6
 
 
 class Transformers:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, keep: Any) -> None:
     began = time.monotonic()
     engine.update(model)
     while len(steps) < args.steps and time.monotonic() - began < args.seconds:
-        samples = sample(engine, tokenizer, problems.draw(NUM_PROBLEMS), GROUP, len(steps))
+        samples = sample(engine, tokenizer, problems.draw(args.problems), GROUP, len(steps))
         logprobs, weights = trainer_logprobs(model, samples), advantages(samples, GROUP)
         num_tokens = sum(len(s.tokens) for s in samples)
         loss = -(weights[:, None] * logprobs).sum() / num_tokens
@@ -122,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--generator", choices=["weft", "transformers"], default="weft")
     parser.add_argument("--skip", action="store_true", help="make no step without a signal")
+    parser.add_argument("--problems", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no step after as long")
