@@ -4,10 +4,14 @@
 #   PIP_FLAGS  further arguments of pip install          (for example an index with CPU builds of torch)
 #   JOBS       test processes                            (default: 2)
 #   INPUTS     how many `make fuzz` sends                (default: 100000)
+#   ENGINES    how many `make fuzz-engine` starts        (default: 110; in CI 50)
+#   IMAGES     how many `make fuzz-images` starts        (default: 30; in CI 15)
 PYTHON ?= python3
 PIP_FLAGS ?=
 JOBS ?= 2
 INPUTS ?= 100000
+ENGINES ?= 110
+IMAGES ?= 30
 
 BIN := .venv/bin
 
@@ -43,17 +47,17 @@ test-clients: $(INSTALLED)
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.fuzz --inputs $(INPUTS)
 
-# Random traffic at 110 whole engines, against transformers (two minutes).
+# Random traffic at whole engines, as many as ENGINES says, against transformers (two minutes).
 fuzz-engine: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine --count 110 --seconds 900
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine --count $(ENGINES) --seconds 900
 
 # The same with every option and every kind of layer, against a plain engine (two minutes).
 fuzz-options: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_options
 
-# Random traffic with images and videos at 30 engines, against transformers (half a minute).
+# Random traffic with images and videos at as many engines as IMAGES says, against transformers (half a minute).
 fuzz-images: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_images --count 30 --seconds 900
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_images --count $(IMAGES) --seconds 900
 
 # Random traffic at 60 engines with a tier in host memory, against transformers (two minutes).
 fuzz-tiers: $(INSTALLED)

@@ -34,7 +34,7 @@ from tests.media import HYBRID as IMAGES_AND_STATES
 from tests.media import VL
 from tests.ranks import fork_ranks
 from tests.test_x_matrix_images import make_reference as make_images
-from tests.whole import covering
+from tests.whole import covering, takes_long
 from tests.x_matrix import (
     COMPANIONS,
     DENSE,
@@ -152,7 +152,7 @@ def test_fixed_tokens_have_the_log_probabilities_of_generation(tmp_path: Path) -
         assert scored_by_force(llm, prompts, answers) == [logprobs_of(output) for output in outputs]
 
 
-@pytest.mark.parametrize("arch", [VL, IMAGES_AND_STATES])
+@pytest.mark.parametrize("arch", [pytest.param(VL, marks=takes_long), IMAGES_AND_STATES])
 def test_images(arch: str, tmp_path: Path) -> None:
     alone = AloneWithImages(make_images(arch, tmp_path).folder)
     check_images(alone, "NONE", [("hit", "mixed", 3), ("preempted", "mixed", 3)])

@@ -18,7 +18,7 @@ from tests.moving_average import AVERAGED
 from tests.whole import covering
 
 KINDS = [AVERAGED]
-CASES = covering([1, 65, matrix.BUDGET + 18], matrix.PHASES, matrix.PATHS)
+CASES = covering([1, 65, matrix.BUDGET + 18], matrix.PHASES, matrix.PATHS, of=1)
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.architecture)

@@ -19,6 +19,7 @@ from tests import fp8_checkpoints
 from tests.fp8_checkpoints import RoundedKeysAndValues, another_order_of_sums, make_fp8_checkpoint
 from tests.ranks import fork_ranks
 from tests.tiny import make_model
+from tests.whole import unless_long
 from tests.x_matrix import Poisoned, Reference, check, open_engine
 
 NAMES = {"weights": "Qwen3NextForCausalLM", "kv": "Qwen3NextForCausalLM", "kv, no states": "Qwen3ForCausalLM"}
@@ -35,6 +36,8 @@ COLUMNS = [
     ("kv", "FULL", "overlap", "exact", 2),
 ]
 """What is in FP8, graph mode, overlap, checkpoint policy, ranks."""
+SOME = [*COLUMNS[:2], *COLUMNS[4:]]
+"""What ``make test`` runs. Two ranks replay graphs of whole steps, and an FP8 cache those of pieces."""
 CASES = [("cold", "mixed", 210), ("hit", "prefill", 129), ("branch hit", "decode", 65), ("preempted", "mixed", 63)]
 
 
@@ -89,7 +92,7 @@ def make_reference(kind: str, folder: Path) -> Reference:
     return RoundedReference(RoundedKeysAndValues(model), folder)
 
 
-@pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(map(str, p)))
+@pytest.fixture(scope="module", params=unless_long(SOME, COLUMNS), ids=lambda p: "-".join(map(str, p)))
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     kind, mode, overlap, policy, ranks = request.param
     settings: dict[str, Any] = (

@@ -14,6 +14,7 @@ import pytest
 from tests.coded_checkpoints import make_coded_checkpoint
 from tests.quantization.test_coded_parity import reference
 from tests.ranks import fork_ranks
+from tests.whole import unless_long
 from tests.x_matrix import Poisoned, Reference, check, open_engine
 
 NEXT = "Qwen3NextForCausalLM"
@@ -25,6 +26,8 @@ COLUMNS = [
     ("FULL", "overlap", "exact", 2),
 ]
 """Graph mode, overlap, checkpoint policy, ranks."""
+SOME = [*COLUMNS[:2], COLUMNS[4]]
+"""What ``make test`` runs."""
 CASES = [("cold", "mixed", 210), ("hit", "prefill", 129), ("branch hit", "decode", 65), ("preempted", "mixed", 63)]
 
 
@@ -37,7 +40,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return {"int4": Reference(reference(NEXT, folder / "plain"), coded)}
 
 
-@pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(map(str, p)))
+@pytest.fixture(scope="module", params=unless_long(SOME, COLUMNS), ids=lambda p: "-".join(map(str, p)))
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     mode, overlap, policy, ranks = request.param
     settings: dict[str, Any] = (

@@ -12,6 +12,7 @@ import pytest
 from tests import test_x_matrix_fp8 as fp8
 from tests import test_x_matrix_images as images
 from tests import x_matrix as matrix
+from tests.whole import covering
 
 MODES = [("NONE", "overlap"), ("FULL", "in turn")]
 if matrix.WHOLE:
@@ -41,7 +42,7 @@ def engine(request: pytest.FixtureRequest, references: dict[str, matrix.Referenc
 
 
 @pytest.mark.parametrize(
-    ("phase", "length"), [(phase, length) for phase in matrix.PHASES for length in matrix.part(65, 210)]
+    ("phase", "length"), covering(matrix.PHASES, matrix.part(65, 210), of=1)
 )
 def test_tokens_are_those_of_the_reference(engine: matrix.Poisoned, phase: str, length: int) -> None:
     if engine.llm.config.kv_offloading_policy == "write_through_selective":

@@ -6,6 +6,7 @@ Does not know: Weft.
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -497,6 +498,25 @@ def make_checkpoint(
             is then at least 320 and EOS is ``<|im_end|>``. ``"sentencepiece"``: one like Llama 2's instead.
         overrides: keys of the (text) config, and ``save_options`` for ``save_pretrained``.
     """
+    key = repr((arch, seed, with_tokenizer, sorted(overrides.items())))
+    if key not in _SAVED:
+        with tempfile.TemporaryDirectory() as folder:
+            _save(arch, Path(folder), seed, with_tokenizer, overrides)
+            _SAVED[key] = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    Path(path).mkdir(parents=True, exist_ok=True)
+    for name, content in _SAVED[key].items():
+        (Path(path) / name).write_bytes(content)
+    if len(_SAVED) > 100:
+        del _SAVED[next(iter(_SAVED))]
+    return Path(path)
+
+
+_SAVED: dict[str, dict[str, bytes]] = {}
+"""The files of checkpoints that this process has saved, by what they hold. Saving one takes longer than most tests."""
+
+
+def _save(arch: str, path: Path, seed: int, with_tokenizer: bool | str, overrides: dict[str, Any]) -> None:
+    overrides = dict(overrides)
     save_options = overrides.pop("save_options", {})
     if arch == "OlmoHybridForCausalLM":  # transformers cuts the convolutions in equal parts when it saves them
         save_options = {"save_original_format": False} | save_options
@@ -505,6 +525,5 @@ def make_checkpoint(
 
         overrides = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID} | overrides
         save = save_sentencepiece_tokenizer if with_tokenizer == "sentencepiece" else save_tokenizer
-        save(Path(path))
+        save(path)
     make_model(arch, seed, **overrides).save_pretrained(path, **save_options)
-    return Path(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import assert_idle
+from tests.whole import unless_long
 from weft import LLM, SamplingParams
 from weft.cache.policy import LRU, FlopAware
 from weft.outputs import RequestOutput
@@ -109,7 +110,9 @@ OTHER_POLICIES = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "policy"), [*((arch, "exact") for arch in BRANCHING), *OTHER_POLICIES])
+@pytest.mark.parametrize(
+    ("arch", "policy"), [*((arch, "exact") for arch in BRANCHING), *unless_long(OTHER_POLICIES[:4:3], OTHER_POLICIES)]
+)
 def test_random_branching_workload(arch: str, policy: str, folder_of: Callable[[str], Path]) -> None:
     """Branching prompts, several at a time, in chunks, on pools so small that states and KV are always evicted."""
     rng = random.Random(SEEDS.get(arch, arch) + policy)

@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Callable[[Path, int], Path], dict[str, Any]]] = {
 
 QUICK = ("bf16", "mixture", "tied", "gpt-oss", "granite", "latent attention", "pieces", "fp8 online", "fp8 static",
          "int4 online", "gptq", "nvfp4", "drafts", "two ranks")  # fmt: skip
-"""What ``make test`` runs: every loader and every kind of step, each once."""
+"""The cases that ``make test`` runs: every loader and every kind of step, each once."""
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ ON_FOUR = MODELS[:6]
 """Keys and values are replicated there; of the others layers alone are tested (``tests/layers``)."""
 EVERY = [*((arch, 2) for arch in MODELS), *((arch, 4) for arch in ON_FOUR)]
 SOME = [*zip(ON_FOUR, cycle((2, 4)), strict=False), *((arch, 2) for arch in MODELS if arch not in ON_FOUR)]
-"""What ``make test`` runs: each model once."""
+"""The cases that ``make test`` runs: each model once."""
 HYBRID = "Qwen3NextForCausalLM"
 ODD = {
     "vocab_size": 211,  # padded to 212

@@ -91,7 +91,7 @@ def test_layers_that_are_built_alike_have_the_same_code(tmp_path: Path) -> None:
     assert len(codes) == 6 and len(set(codes)) == 3 and len(set(codes[1:-1])) == 1
 
 
-@pytest.mark.parametrize("splitting_ops", [None, ["+gated_delta_net"]])
+@pytest.mark.parametrize("splitting_ops", [pytest.param(None, marks=takes_long), ["+gated_delta_net"]])
 def test_traced_pieces_do_not_change_the_answers(
     checkpoint: Path,
     splitting_ops: list[str] | None,

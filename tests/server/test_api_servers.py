@@ -184,6 +184,7 @@ def test_a_second_sigterm_does_not_wait(start: Start) -> None:
     assert server.process.wait(GUARD_S) == 0 and not any(map(is_alive, pids))
 
 
+@takes_long
 def test_the_engine_dies_and_all_are_told(start: Start) -> None:
     server = start()
     calls, pids = opened(server, 8, 4000), server.api_pids
@@ -219,6 +220,7 @@ def test_a_frozen_engine_is_seen_by_all(two: RunningServer) -> None:
     wait_until(lambda: {get(server, "/health").status_code for _ in range(8)} == {200}, 10)
 
 
+@takes_long
 def test_a_killed_server_leaves_no_child(start: Start) -> None:
     server = start()
     pids = [server.engine_pid, *server.api_pids]

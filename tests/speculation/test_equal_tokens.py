@@ -6,7 +6,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from tests.drafters import FromOutputs, Random, install
 from tests.engine.conftest import assert_idle
 from tests.speculation.conftest import CONFIG, MAX_DRAFTS, Case
+from tests.whole import covering
 from weft import LLM, SamplingParams
 from weft.scheduler.draft_planner import DeviceDrafts, Proposer
 
@@ -43,7 +43,7 @@ DRAFTERS = ["ngram", "right", "wrong", "wrong at 1", "wrong now and then", "rand
 
 
 @pytest.mark.parametrize(
-    ("drafter", "num_drafts"), [*product(DRAFTERS, [1, 4]), ("right", 2), ("wrong now and then", 3)]
+    ("drafter", "num_drafts"), [*covering(DRAFTERS, [1, 4], of=1), ("right", 2), ("wrong now and then", 3)]
 )
 def test_greedy(engines: Engines, drafter: str, num_drafts: int) -> None:
     plain, drafting = engines

@@ -18,6 +18,7 @@ from tests.late_device import LateDevice
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
 from tests.speculation.conftest import Case, make_repeating_checkpoint
 from tests.speculation.test_ngram import Steps
+from tests.whole import unless_long
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams, StructuredOutputsParams
 from weft.request import Request
@@ -45,7 +46,7 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=unless_long(list(MODES)[:2], MODES))
 def engines(request: pytest.FixtureRequest, checkpoint: tuple[Path, ReferenceHead]) -> Iterator[Engines]:
     folder, reference = checkpoint
     config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}

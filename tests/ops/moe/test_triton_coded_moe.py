@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.ops.interpreter import DEVICE
 from tests.ops.linear.test_triton_coded import DTYPES, FORMS, ON_GPU, coded_matrix
 from tests.ops.moe.test_triton_moe import routing
+from tests.whole import unless_long
 from weft.ops.backend import Backend
 from weft.ops.codes import CodedMatrix, dequantize_codes
 from weft.ops.moe import NO_EXTRAS, ExpertExtras
@@ -82,7 +83,7 @@ CASES = list(itertools.product(SHAPES, FORMS, TILES)) if ON_GPU else [
 ] + [(SHAPES[(i + 1) % 4], form, TILES[(i + 2) % 4]) for i, form in enumerate(FORMS)][::2]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "form", "tiles"), CASES)
+@pytest.mark.parametrize(("shape", "form", "tiles"), unless_long(CASES[: len(FORMS)], CASES))
 def test_experts(shape: tuple[int, ...], form: str, tiles: Tiles) -> None:
     for dtype in DTYPES if ON_GPU else DTYPES[:1]:
         check_moe(shape, form, dtype, min(2, shape[0] - 1), tiles)
