@@ -283,8 +283,9 @@ def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], b
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_router_with_a_bias(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
     """The bias affects choices, not weights. The last class has no expert here."""
-    logits = (3 * torch.randn(9, num_experts + 1, device=DEVICE) + 100).to(dtype)
-    bias = torch.rand(num_experts + 1, device=DEVICE) - 0.5
+    same = torch.Generator().manual_seed(0)  # on every device: the numbers show all three kinds of choices
+    logits = (3 * torch.randn(9, num_experts + 1, generator=same) + 100).to(DEVICE, dtype)
+    bias = (torch.rand(num_experts + 1, generator=same) - 0.5).to(DEVICE)
     bias[-1] = 0.6
     options = {"renormalize": False, "num_tokens": 8, "num_experts": num_experts}
     rule = RoutingRule(bias=bias)
