@@ -19,6 +19,7 @@ ARCHITECTURES = (
     "Gemma3ForCausalLM",
     "Glm5NextForConditionalGeneration",
     "GptOssForCausalLM",
+    "InklingForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
@@ -301,6 +302,26 @@ _GLM5_NEXT = {
     "hc_eps": 1e-3,
     "rms_norm_eps": 1e-4,
 }
+_INKLING = _NO_TOKENS | {
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 12,
+    "sliding_window_size": 20,
+    "d_rel": 6,
+    "rel_extent": 50,
+    "log_scaling_n_floor": 40,
+    "log_scaling_alpha": 0.7,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "route_scale": 1.7,
+    "logits_mup_width_multiplier": 1.3,
+    "rms_norm_eps": 1e-4,
+}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {"shared_expert_intermediate_size": 40}
 _SHARED_AS_WIDE = {"shared_expert_intermediate_size": 24}
@@ -369,6 +390,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3ForCausalLM": ("Gemma3TextConfig", _BASE | _GEMMA3),
     "GptOssForCausalLM": ("GptOssConfig", _BASE | _GPT_OSS),
     "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", _WITHOUT_HEAD_DIM | _RECURRENT_GEMMA),
+    "InklingForCausalLM": ("InklingTextConfig", _BASE | _INKLING),
     "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
     "BailingHybridForCausalLM": ("BailingHybridConfig", _LING),
     "Glm5NextForConditionalGeneration": ("Glm5NextConfig", _GLM5_NEXT),
@@ -456,6 +478,7 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
                     "hidden_states_scale",
                     "residual_scale",
                     "router_states_scale",
+                    "global_scale",
                 )
             ):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))

@@ -52,6 +52,13 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "projector_hidden_size": 16,
         },
     ),
+    "InklingForConditionalGeneration": (
+        "InklingConfig",
+        {
+            "vision_config": _SMALL | {"patch_size": 4, "num_hidden_layers": 2},
+            "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+        },
+    ),
     "NemotronH_Omni_Reasoning_V3": (
         "NemotronH_Omni_Reasoning_V3_Config",
         {"vision_config": _RADIO, "projector_hidden_size": 16, "vision_hidden_size": 16},
@@ -64,6 +71,7 @@ WRAPPED_TEXTS = {
     "MiniCPMOcrForConditionalGeneration": ("Qwen3_5ForCausalLM",),
     "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
     "Lfm3VlForConditionalGeneration": ("Lfm3ForCausalLM",),
+    "InklingForConditionalGeneration": ("InklingForCausalLM",),
     "NemotronH_Omni_Reasoning_V3": ("NemotronHForCausalLM",),
     "Nemotron3_5TranscribeForConditionalGeneration": ("NemotronHForCausalLM",),
 }
@@ -84,7 +92,7 @@ def make_wrapped(wrapper: str, text: str, folder: Path, **settings: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "norm" in key:
+            if "norm" in key or "global_scale" in key:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
     model.save_pretrained(folder)
     return model

@@ -34,7 +34,7 @@ from weft.ops.delta_rule.decode import Shape, kda_decode_triton
 from weft.ops.delta_rule.gdn_prefill import chunk_gated_delta_rule_triton
 from weft.ops.delta_rule.kda_prefill import kda_gates_triton
 from weft.ops.triton.chunk_scan import Tile
-from weft.ops.window_attention import Windows
+from weft.ops.window_attention import ScoreTerms, Windows
 from weft.ops.window_attention.kernels import window_attention_decode_triton, window_attention_triton
 
 H, K, W = (32, 128, 4) if ON_GPU else (2, 16, 4)
@@ -179,7 +179,7 @@ def time_window(name: str, rows: int, length: int) -> dict[str, float]:
     if rows:
         slots = torch.arange(1, rows + 1, dtype=torch.int32, device=DEVICE)
         positions = torch.full((rows,), length, device=DEVICE)
-        decode = partial(window_attention_decode_triton, scale=0.1, sinks=sinks)
+        decode = partial(window_attention_decode_triton, scale=0.1, terms=ScoreTerms(sinks))
         calls = [partial(decode, *x, Windows(*windows), slots, positions) for x in sets]
         floor = rows * 2 * window * kv_heads * dim * 2 / COPY_BYTES_PER_S * 1e6
         return {"us": time_us(calls), "floor": floor}

@@ -57,6 +57,7 @@ READ_BELOW = (
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
     "ZayaForCausalLM",
+    "InklingForCausalLM",
 )
 
 

@@ -38,6 +38,7 @@ MODELS = (
     "MiniMaxForCausalLM",
     "Zamba2ForCausalLM",
     "ZayaForCausalLM",
+    "InklingForCausalLM",
 )
 ON_FOUR = MODELS[:6]
 """Keys and values are replicated there; of the others layers alone are tested (``tests/layers``)."""

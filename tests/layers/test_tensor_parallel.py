@@ -17,6 +17,7 @@ from tests.tiny import make_checkpoint
 from weft.errors import ConfigError
 from weft.forward_context import forward_context
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
+from weft.layers.residual_conv import OutputConv
 
 LENGTHS = (1, 65, 7)
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
@@ -127,6 +128,11 @@ def run_layer(name: str) -> Run:
         ("Lfm3ForCausalLM", "model.layers.3.self_attn", {}),
         ("ZayaForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 4, "attention_bias": True}),
         ("ZayaForCausalLM", "model.layers.1.self_attn", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+        ("InklingForCausalLM", "model.layers.0.self_attn", {}),
+        ("InklingForCausalLM", "model.layers.0.self_attn", {"swa_num_key_value_heads": 1}),
+        ("InklingForCausalLM", "model.layers.1.self_attn", {}),
+        ("InklingForCausalLM", "model.layers.0.mlp", {}),
+        ("InklingForCausalLM", "model.layers.1.mlp", {}),
         ("RecurrentGemmaForCausalLM", "model.layers.0.recurrent", {}),
         ("RecurrentGemmaForCausalLM", "model.layers.1.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.0.self_attn", {}),
@@ -213,6 +219,20 @@ def test_shared_blocks(overrides: dict[str, Any], size: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("size", [2, 4])
+def test_convolutions_of_outputs(size: int, tmp_path: Path) -> None:
+    """The sum over ranks is formed first, so every rank has the same result and the same state."""
+    folder = make_checkpoint("InklingForCausalLM", tmp_path)
+    x = torch.randn(30, 48, generator=torch.Generator().manual_seed(0))
+
+    def run(harness: Harness) -> Tensor:
+        layer: Callable[[Tensor], Tensor] = harness.model.get_submodule("model.layers.1.mlp_sconv")
+        with forward_context(harness.context_for([(harness.sequence([3] * 30), 30)])), torch.no_grad():
+            return layer(x / harness.context.tp.size) / harness.context.tp.size
+
+    torch.testing.assert_close(run_sharded(folder, size, run, sums=[]), run(Harness(folder)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
     """Which comes out whole on every rank."""
     folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path, **LINEAR)
@@ -237,6 +257,7 @@ def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
         ("OlmoHybridForCausalLM", LINEAR, 1 + 4 * 2),
         ("Glm5NextForConditionalGeneration", {}, 1 + 4),  # one sum for both halves of a layer
         ("ZayaForCausalLM", {"num_experts": 4}, 1 + 4 * 2),
+        ("InklingForCausalLM", {}, 1 + 4 * 2),  # the embeddings, and the convolution after each half
         ("Zamba2ForCausalLM", ZAMBA2, 3 + 3 * 3 + 2 + 2),  # of 2 blocks in 3 layers; the embeddings, twice
     ],
 )
@@ -244,8 +265,8 @@ def test_every_sum_over_ranks_is_formed_once(arch: str, overrides: dict[str, Any
     """And layers of one kind, of which one is compiled for all, form the same ones."""
 
     def sums_of(module: torch.nn.Module) -> list[str]:
-        norms = (ResidualRMSNorm, OutputRMSNorm, ResidualSum)
-        return [n for n, m in module.named_modules() if isinstance(m, norms) and m._all_reduce is not None]
+        layers = (ResidualRMSNorm, OutputRMSNorm, ResidualSum, OutputConv)
+        return [n for n, m in module.named_modules() if isinstance(m, layers) and m._all_reduce is not None]
 
     model = Harness(make_checkpoint(arch, tmp_path, **overrides), tp=Group(2).rank(0)).model
     assert len(sums_of(model)) == count
@@ -260,6 +281,7 @@ def test_every_sum_over_ranks_is_formed_once(arch: str, overrides: dict[str, Any
         ("GptOssForCausalLM", {"num_local_experts": 4}),
         ("Qwen3NextForCausalLM", LINEAR | {"num_experts": 8, "shared_expert_intermediate_size": 40}),
         ("KimiLinearForCausalLM", {}),
+        ("InklingForCausalLM", {}),
     ],
 )
 def test_whole_experts(arch: str, overrides: dict[str, Any], size: int, tmp_path: Path) -> None:

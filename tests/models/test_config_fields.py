@@ -23,7 +23,8 @@ NOT_OF_A_FORWARD_PASS = frozenset(
     "router_aux_loss_coef z_loss_coefficient rescale_prenorm_residual bos_token_id eos_token_id pad_token_id "
     "time_step_max time_step_floor time_step_init_scheme time_step_scale use_mamba_kernels use_mambapy "
     "use_associative_scan mamba_chunk_size chunk_size block_size router_jitter_noise num_nextn_predict_layers "
-    "mtp_layers_block_type moe_shared_expert_overlap w_init_variance_scale".split()
+    "mtp_layers_block_type moe_shared_expert_overlap w_init_variance_scale num_mtp_layers chain_hidden_post_norm "
+    "mtp_hidden_states_first mtp_local_layer_ids".split()
 )
 """Fields of training and generation, of how (not what) transformers computes, and of heads that Weft does not run."""
 
@@ -54,6 +55,8 @@ OTHERS: dict[str, Any] = {
     "full_attn_idxs": lambda v: [1],
     "output_gate_type": lambda v: "sigmoid",
     "ple_layer_ids": lambda v: [2],
+    "local_layer_ids": lambda v: [0],
+    "unpadded_vocab_size": lambda v: 200,
 }
 
 
@@ -97,6 +100,9 @@ def check_field(arch: str, name: str, value: Any, shapes: dict[str, Any], folder
     if expected is not None:
         with torch.no_grad():
             got = harness.run([(harness.sequence(TOKENS), len(TOKENS))])[0]
+        if name == "unpadded_vocab_size":  # transformers drops the others
+            assert got.shape[1] == 211 and (got[:, value:] == -torch.inf).all()
+            got = got[:, :value]
         assert got.shape == expected.shape and (got - expected).abs().max() < TOLERANCE
     return True
 

@@ -36,6 +36,7 @@ HYBRID = (
                 "Qwen4Exp",
                 "Gemma3",
                 "GptOss",
+                "Inkling",
                 "RecurrentGemma",
                 "Zaya",
             )
@@ -44,7 +45,7 @@ HYBRID = (
     *MAMBA_ARCHITECTURES,
 )
 LEAVE_NO_SUMS = (
-    "FalconH1", "FalconMamba", "Gemma3", "Glm5Next", "GptOss", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid",
+    "FalconH1", "FalconMamba", "Gemma3", "Glm5Next", "GptOss", "Inkling", "Lfm3", "Mamba", "MiniMax", "OlmoHybrid",
     "Qwen4Exp", "RecurrentGemma", "Zamba", "Zaya",
 )  # fmt: skip
 """Their blocks' outputs are scaled, added up, normalised or biased before they reach the residual stream, or come from
@@ -185,6 +186,7 @@ BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1For
 ZAMBA, ZAMBA2 = "ZambaForCausalLM", "Zamba2ForCausalLM"
 ZAYA = "ZayaForCausalLM"
 MINIMAX = "MiniMaxForCausalLM"
+INKLING = "InklingForCausalLM"
 JAMBA, FALCON_MAMBA = "JambaForCausalLM", "FalconMambaForCausalLM"
 GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
@@ -247,6 +249,12 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (GPT_OSS, {"layer_types": None, "num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": False,
                "sliding_window": 1, "tie_word_embeddings": True, "swiglu_alpha": 0.7, "num_experts_per_tok": 5}),
     (GPT_OSS, {"rope_parameters": None, "head_dim": 10, "hidden_size": 50, "sliding_window": 512}),
+    (INKLING, {"layer_types": None, "local_layer_ids": [1, 2], "num_key_value_heads": 1, "n_shared_experts": 1,
+               "swa_num_attention_heads": 6, "swa_num_key_value_heads": 2, "mlp_layer_types": None}),
+    (INKLING, {"conv_kernel_size": 2, "sliding_window_size": 600, "rel_extent": 500, "log_scaling_n_floor": None,
+               "mlp_layer_types": ["dense"] * 4, "head_dim": 20}),
+    (INKLING, {"sliding_window_size": 1, "rel_extent": 1, "d_rel": 3, "n_shared_experts": 3, "num_experts_per_tok": 6,
+               "logits_mup_width_multiplier": 0.8, "layer_types": None, "dense_mlp_idx": 2, "mlp_layer_types": None}),
     (KIMI, {"q_lora_rank": 18, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "linear_conv_kernel_dim": 2}),
     (KIMI, {"linear_num_heads": 3, "num_attention_heads": 5, "num_key_value_heads": 5, "n_shared_experts": 3}),
     (KIMI, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "topk_group": 4}),

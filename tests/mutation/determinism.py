@@ -98,7 +98,8 @@ DETERMINISM = (
     ),
     mutant(
         "windows-by-step", "windows follow no step", "weft/ops/window_attention/__init__.py",
-        'by_chunk("k", "v", "q", states=("k_window", "v_window"))', "lambda f, *args, **kwargs: f(*args, **kwargs)",
+        'by_chunk("k", "v", "bias", "q", states=("k_window", "v_window"))',
+        "lambda f, *args, **kwargs: f(*args, **kwargs)",
         OTHERS,
     ),
     mutant(

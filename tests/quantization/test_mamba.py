@@ -1,4 +1,4 @@
-"""FP8 weights of families with Mamba layers, and of LFM3: quantised while they load, or refused by name."""
+"""FP8 weights of families with Mamba layers, of LFM3 and of Inkling: quantised while they load, or refused by name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from weft.config import resolve
 from weft.errors import ConfigError
 
 TOKENS = prompt(70)
+OTHERS = ("Lfm3ForCausalLM", "RecurrentGemmaForCausalLM", "InklingForCausalLM", "ZayaForCausalLM")
 
 
 def relative_error(folder: Path) -> float:
@@ -27,9 +28,7 @@ def relative_error(folder: Path) -> float:
     return ((results[0] - results[1]).norm() / results[1].norm()).item()
 
 
-@pytest.mark.parametrize(
-    "arch", [*MAMBA_ARCHITECTURES, "Lfm3ForCausalLM", "RecurrentGemmaForCausalLM", "ZayaForCausalLM"]
-)
+@pytest.mark.parametrize("arch", [*MAMBA_ARCHITECTURES, *OTHERS])
 def test_fp8_weights_are_near(arch: str, tmp_path: Path) -> None:
     """As near as rounding weights and inputs to three bits of mantissa leaves such small models."""
     more = {"layers_block_type": ["linear_attention", "mlp", "full_attention"]} if "Nemotron" in arch else {}
@@ -47,6 +46,19 @@ def test_published_fp8_of_shared_blocks(arch: str, tmp_path: Path) -> None:
     logits = [harness.run([(harness.sequence(TOKENS), len(TOKENS))])[0] for harness in map(Harness, (plain, folder))]
     errors = (logits[1] - logits[0]).norm(dim=1) / logits[0].norm(dim=1)
     assert 1e-4 < errors.median() < 0.2, errors.median()
+
+
+def test_published_fp8_of_inkling(tmp_path: Path) -> None:
+    """All linear layers but the experts, which are refused in FP8."""
+    plain = make_checkpoint("InklingForCausalLM", tmp_path / "dense" / "plain", mlp_layer_types=["dense"] * 4)
+    folder = quantize_checkpoint(plain, "channel-token")
+    assert sum(name.endswith("r_proj.weight_scale") for name in load_file(folder / "model.safetensors")) == 4
+    logits = [harness.run([(harness.sequence(TOKENS), len(TOKENS))])[0] for harness in map(Harness, (plain, folder))]
+    errors = (logits[1] - logits[0]).norm(dim=1) / logits[0].norm(dim=1)
+    assert 1e-4 < errors.median() < 0.2, errors.median()
+    sparse = quantize_checkpoint(make_checkpoint("InklingForCausalLM", tmp_path / "sparse" / "plain"), "channel-token")
+    with pytest.raises(ConfigError, match="quantised experts of a checkpoint are not supported where shared experts"):
+        Harness(sparse)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Drafts from the text in families with indexed or convolutional attention, or shared blocks.
-
-Rejected drafts leave nothing behind.
-"""
+"""Drafts from the text where layers index, convolve, share blocks or have a bias: rejected drafts leave nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +14,14 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(
-    "arch", ["Glm5NextForConditionalGeneration", "Qwen4ExpForCausalLM", "Zamba2ForCausalLM", "ZayaForCausalLM"]
+    "arch",
+    [
+        "Glm5NextForConditionalGeneration",
+        "Qwen4ExpForCausalLM",
+        "Zamba2ForCausalLM",
+        "ZayaForCausalLM",
+        "InklingForCausalLM",
+    ],
 )
 def test_tokens_are_those_without_drafts(arch: str, tmp_path: Path) -> None:
     folder, tokens = make_checkpoint(arch, tmp_path), []

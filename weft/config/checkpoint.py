@@ -136,7 +136,16 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         quantization=read_quantization(top, text),
         mtp_layers=_mtp_layers(text) if family.mtp else 0,
         vision=family.vision(top, text) if family.vision is not None else None,
+        unpadded_vocab_size=_unpadded_vocab_size(text),
     )
+
+
+def _unpadded_vocab_size(text: JsonObject) -> int | None:
+    """Number of ids that the head predicts, if that is less than ``vocab_size``."""
+    size, most = text.integer("unpadded_vocab_size", text.integer("vocab_size")), text.integer("vocab_size")
+    if size > most:
+        raise text.wrong("unpadded_vocab_size", f"at most vocab_size={most}")
+    return size if size < most else None
 
 
 def _mtp_layers(text: JsonObject) -> int:

@@ -13,6 +13,7 @@ from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import InProjLayout, read_gated_delta_net, read_olmo_hybrid_gated_delta_net
 from weft.config.glm5_next import GLM5_NEXT
+from weft.config.inkling import INKLING
 from weft.config.json_object import JsonObject
 from weft.config.kimi import (
     kimi_layer_types,
@@ -195,6 +196,8 @@ FAMILIES: dict[str, Family] = {
     "Lfm2MoeForCausalLM": Family(_LFM2_MIXERS, layer_types=lfm2_layer_types, moe=read_lfm2_moe, keys=_LFM2_KEYS),
     # LFM3: short convolutions, windows and full attention, norms on both sides of each block.
     "Lfm3ForCausalLM": LFM3,
+    # Inkling: windows and full attention with a relative position bias, short convolutions, experts.
+    "InklingForCausalLM": INKLING,
     # OLMo-Hybrid: three Gated DeltaNet layers to one full-attention layer, whose norms come after it.
     "OlmoHybridForCausalLM": Family(
         {

@@ -33,6 +33,7 @@ class Multipliers:
         gate, down: factors of the dense MLP's gate (before the activation) and of its output.
         swiglu_limit: upper bound of the dense MLP's gate, and bound of the magnitude of what it multiplies; None: no
             bounds.
+        learned_mlp: dense MLPs, and the weights of each token's experts, have a learned factor (Inkling).
         logits_cap: logits x become ``cap * tanh(x / cap)``; None: they stay as they are.
     """
 
@@ -43,6 +44,7 @@ class Multipliers:
     down: float = 1.0
     swiglu_limit: float | None = None
     logits_cap: float | None = None
+    learned_mlp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class ModelConfig:
 
     Attributes:
         architecture: the class name in the checkpoint, for example ``Qwen3NextForCausalLM``.
+        unpadded_vocab_size: ids below it can be sampled; None: all ids.
         wrapper: the class name in the checkpoint if it holds this model as its text part (``config/wrappers.py``).
         layer_types: one entry per layer, as the checkpoint names them (``full_attention``, ``linear_attention``, ...).
         mixers: the token mixers of every layer type that occurs. A layer with several mixers side by side has several
@@ -95,7 +98,8 @@ class ModelConfig:
             ``post``: after them. ``sandwich``: on both sides. ``stream``: before them, and the residual stream
             continues from the norm's output. ``streams``: before them, with the residual streams of ``streams``.
             ``shared_block``: before mixers whose norm also reads the output of a shared block. ``scaled``: before mixer
-            and MLP, with a residual stream in float32 that learned vectors scale.
+            and MLP, with a residual stream in float32 that learned vectors scale. ``convolved``:
+            before mixer and MLP, and a short convolution follows each half.
         streams: the residual streams; None: there is one, to which blocks add.
         residual_weights: layer type -> weights of a block with norms in the stream.
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
@@ -136,6 +140,7 @@ class ModelConfig:
     vision: VisionConfig | None = None
     runs_vision: bool = False
     wrapper: str | None = None
+    unpadded_vocab_size: int | None = None
 
     @property
     def residual_norm_eps(self) -> float:

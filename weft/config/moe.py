@@ -50,6 +50,7 @@ class MoeConfig:
         latent_size: width of the vectors that routed experts read and write, if it is not the model's (Nemotron-H).
         interleaved: checkpoints store the experts' matrices transposed, with gate and up columns in turn.
         router_size: width of an MLP that routes (ZAYA1, ``layers/mlp_router.py``); None: the router is one matrix.
+        num_always: so many of the experts, the last ones, are chosen for every token (Inkling).
     """
 
     num_experts: int
@@ -65,6 +66,7 @@ class MoeConfig:
     interleaved: bool = False
     latent_size: int | None = None
     router_size: int | None = None
+    num_always: int = 0
 
     @property
     def num_classes(self) -> int:
@@ -173,6 +175,27 @@ def read_kimi_moe(text: JsonObject, num_layers: int) -> MoeConfig:
         sparse_layers=_kimi_sparse_layers(text, num_layers),
         shared_expert_gate=False,
         sigmoid=SigmoidRouting(True, groups, top_groups, text.number("routed_scaling_factor")),
+    )
+
+
+def read_inkling_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
+    """Read the experts of Inkling. Shared experts are experts that the router scores, and that every token has."""
+    if not text.boolean("shared_expert_sink", True):
+        raise text.unsupported("shared_expert_sink", " for this architecture; supported is true")
+    sparse = _kimi_sparse_layers(text, num_layers)
+    if not sparse:
+        return None
+    (num_experts, top_k), shared = read_experts(text), text.integer("n_shared_experts")
+    width = "intermediate_size" if text.given("dense_intermediate_size") else "moe_intermediate_size"
+    return MoeConfig(
+        num_experts + shared,
+        top_k + shared,
+        text.integer(width),
+        norm_topk_prob=True,
+        shared_expert_intermediate_size=None,
+        sparse_layers=sparse,
+        sigmoid=SigmoidRouting(True, scale=text.number("route_scale")),
+        num_always=shared,
     )
 
 

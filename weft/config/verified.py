@@ -74,6 +74,7 @@ VERIFIED: dict[str, Verified] = {
     "RecurrentGemmaForCausalLM": Verified(True, Ranks.LAYERS),
     "GptOssForCausalLM": Verified(True, Ranks.LAYERS),
     "KimiLinearForCausalLM": Verified(True, Ranks.LAYERS),
+    "InklingForCausalLM": Verified(False, Ranks.ENGINE),
     "OlmoHybridForCausalLM": Verified(True, Ranks.ENGINE),
 }
 

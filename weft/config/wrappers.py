@@ -69,6 +69,28 @@ WRAPPERS: dict[str, Wrapper] = {
     "Lfm3VlForConditionalGeneration": Wrapper(
         {"lfm3": "Lfm3ForCausalLM"}, others=("model.vision_tower.*", "model.multi_modal_projector.*"), tied=True
     ),
+    # Inkling behind an audio and a vision tower, in the names of published files.
+    "InklingForConditionalGeneration": Wrapper(
+        {"inkling_text": "InklingForCausalLM"},
+        others=("model.visual.*", "model.vision_tower.*", "model.audio.*", "model.audio_tower.*", "model.mtp.*"),
+        renames={
+            "model.llm.embed.": "model.embed_tokens.",
+            "model.llm.unembed.": "lm_head.",
+            "model.llm.": "model.",
+            "model.language_model.": "model.",
+        },
+        patterns={
+            r"\.attn\.": ".self_attn.",
+            r"\.w([qkvr])_d[uv]\.": r".\1_proj.",
+            r"\.wo_ud\.": ".o_proj.",
+            r"\.attn_norm\.": ".input_layernorm.",
+            r"\.mlp_norm\.": ".post_attention_layernorm.",
+            r"_sconv\.weight$": "_sconv.conv1d.weight",
+            r"\.gate\.bias$": ".gate.e_score_correction_bias",
+            r"\.w13_dn\.": ".gate_up_proj.w13.",
+            r"\.w2_md\.": ".down_proj.",
+        },
+    ),
     # Nemotron-H Omni: Nemotron-H behind RADIO and Parakeet towers.
     "NemotronH_Omni_Reasoning_V3": Wrapper(
         {"nemotron_h": "NemotronHForCausalLM"},

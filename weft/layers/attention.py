@@ -141,6 +141,14 @@ class Attention(PagedAttention):
         scaled = self._scales(cache)
         return self._rotate(qkv, batch.positions, cache["k"], cache["v"], batch.slot_mapping, scaled=scaled)
 
+    def _rotated_rows(self, qkv: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values of this step, a row per token, and the output gate. ``cache`` has other keys."""
+        rows, batch = qkv.shape[0], get_forward_context().batch
+        k, v = (qkv.new_empty(rows, 1, *cache[name].shape[2:]) for name in ("k", "v"))  # a cache with a page per token
+        own_pages = torch.arange(rows, device=qkv.device)
+        q, gate = self._rotate(qkv, batch.positions, k, v, own_pages, scaled=False)
+        return q, k.squeeze(1), v.squeeze(1), gate
+
     def _project(self, hidden_states: Tensor) -> Tensor:
         """``[T, hidden_size] -> [T, q | gate | k | v]``."""
         if self._in_multiplier != 1.0:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from weft.config.model import ModelConfig
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, in_turn, whole
 from weft.ops.activation import gelu_mul, silu_and_mul
 from weft.ops.moe import clamped_swiglu
 
@@ -80,6 +81,38 @@ class MLP(nn.Module):
         return self.down_proj(gelu_mul(scaled, up, tanh=self._tanh, backend=self._backend))
 
 
+class InTurnLinear(MergedColumnParallelLinear):
+    """Gate and up of one input. A checkpoint may hold them as ``w13``, a row of each in turn."""
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        both = super().layouts()
+        plain = [layout for layout in both if layout.keys() == {"0.weight", "1.weight"}]
+        return (*both, *({"w13.weight": in_turn([layout["0.weight"], layout["1.weight"]])} for layout in plain))
+
+
+class ScaledMLP(MLP, WeightModule):
+    """SwiGLU with a learned factor of its output (Inkling)."""
+
+    output_projection = None
+
+    def __init__(self, hidden_size: int, intermediate_size: int, context: ModelContext) -> None:
+        super().__init__(hidden_size, intermediate_size, context)
+        self.gate_up_proj = InTurnLinear(
+            hidden_size, [intermediate_size] * 2, bias=False, context=context, what="intermediate_size"
+        )
+        self.global_scale = empty_parameter(1, dtype=torch.float32, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return (out * self.global_scale).to(out.dtype)
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({"global_scale": whole(self.global_scale)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return 0.9, 1.1
+
+
 class UngatedMLP(nn.Module):
     """``down(relu(up(x)) ** 2)``: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
 
@@ -98,6 +131,8 @@ def dense_mlp(config: ModelConfig, intermediate_size: int, context: ModelContext
     hidden_size, bias = config.hidden_size, config.mlp_bias
     if config.activation == "relu2":
         return UngatedMLP(hidden_size, intermediate_size, context, bias=bias)
+    if config.multipliers.learned_mlp:
+        return ScaledMLP(hidden_size, intermediate_size, context)
     gate, down = config.multipliers.gate, config.multipliers.down
     return MLP(
         hidden_size,

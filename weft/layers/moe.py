@@ -8,6 +8,7 @@ sharded, by their width or one by one. Does not know: which layers are sparse, h
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from weft.config.model import ModelConfig
 from weft.config.moe import MoeConfig
 from weft.config.sharding import divide
+from weft.errors import ConfigError
 from weft.forward_context import get_forward_context, serves_any_num_tokens
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
@@ -30,7 +32,10 @@ from weft.layers.weight import (
     WeightLayout,
     WeightModule,
     WeightPiece,
+    concatenated,
     empty_parameter,
+    in_turn,
+    one_tensor,
     whole,
     whole_rows,
 )
@@ -190,6 +195,7 @@ class SparseMoe(WeightModule):
     """
 
     _all_reduce: AllReduce | None = None
+    _experts: ClassVar[type[Experts]] = Experts
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -202,9 +208,10 @@ class SparseMoe(WeightModule):
         self.router: nn.Module = MergedReplicatedLinear(config.hidden_size, outputs, bias=moe.biases, context=context)
         self.correction_bias: nn.Parameter | None = None
         if moe.has_correction_bias:
-            self.correction_bias = empty_parameter(moe.num_classes, dtype=torch.float32, device=context.device)
+            count = moe.num_classes - moe.num_always
+            self.correction_bias = empty_parameter(count, dtype=torch.float32, device=context.device)
         width = moe.latent_size or config.hidden_size
-        self.experts = Experts(moe, width, context, gated=config.activation == "silu")
+        self.experts = self._experts(moe, width, context, gated=config.activation == "silu")
         self.shared_expert = None
         if shared_size is not None:
             self.shared_expert = dense_mlp(config, shared_size, context)
@@ -237,10 +244,10 @@ class SparseMoe(WeightModule):
         rule = SOFTMAX._replace(bias=self.correction_bias)
         if (sigmoid := moe.sigmoid) is not None:
             groups = sigmoid.num_groups, sigmoid.top_groups
-            rule = RoutingRule(True, self.correction_bias, sigmoid.epsilon, sigmoid.scale, *groups)
+            rule = RoutingRule(True, self.correction_bias, sigmoid.epsilon, sigmoid.scale, *groups, moe.num_always)
         return topk_router(
             logits,
-            moe.num_experts_per_tok,
+            moe.num_experts_per_tok - moe.num_always,
             renormalize=moe.norm_topk_prob,
             num_tokens=num_tokens,
             first_expert=local.start,
@@ -302,11 +309,72 @@ class LatentMoe(SparseMoe):
         return out if self.shared_expert is None else out + self.shared_expert(x)
 
 
+class ExpertsWithShared(Experts):
+    """Experts of which the last, the shared ones, are chosen for every token.
+
+    Checkpoints store all routed experts in one tensor and all shared experts in another. ``w13`` holds a row of gate
+    and a row of up in turn.
+    """
+
+    def __init__(self, moe: MoeConfig, hidden_size: int, context: ModelContext, *, gated: bool) -> None:
+        super().__init__(moe, hidden_size, context, gated=gated)
+        self._num_routed = moe.num_experts - moe.num_always
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        [single] = (layout for layout in super().layouts() if "0.down_proj.weight" in layout)
+        if not all(name.endswith("proj.weight") for name in single):
+            raise ConfigError(
+                "quantised experts of a checkpoint are not supported where shared experts are scored by the router; "
+                "use a checkpoint with plain experts and quantization='fp8' or 'int4', which quantise while loading"
+            )
+        gate, up, down = (
+            [single[f"{i}.{part}_proj.weight"] for i in range(self.num_experts)] for part in ("gate", "up", "down")
+        )
+        both = list(zip(gate, up, strict=True))
+        routed, shared = slice(self._num_routed), slice(self._num_routed, None)
+        return single, {
+            "gate_up_proj": one_tensor([concatenated(pair) for pair in both[routed]]),
+            "down_proj": one_tensor(down[routed]),
+            "shared_gate_proj": one_tensor(gate[shared]),
+            "shared_up_proj": one_tensor(up[shared]),
+            "shared_down_proj": one_tensor(down[shared]),
+        }, {
+            "w13_weight": one_tensor([in_turn(pair) for pair in both[routed]]),
+            "w2_weight": one_tensor(down[routed]),
+            "shared_w13_weight": one_tensor([in_turn(pair) for pair in both[shared]]),
+            "shared_w2_weight": one_tensor(down[shared]),
+        }  # fmt: skip
+
+
+class ScaledMoe(SparseMoe):
+    """Experts whose weights have a learned factor, shared ones among them (Inkling)."""
+
+    _experts = ExpertsWithShared
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(config, context)
+        self.global_scale = empty_parameter(1, dtype=torch.float32, device=context.device)
+
+    def _route(self, logits: Tensor, shared: bool, shared_gate: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, ids = super()._route(logits, shared, shared_gate)
+        return weights * self.global_scale, ids
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        assert self.correction_bias is not None
+        names = {"gate.global_scale": self.global_scale, "gate.e_score_correction_bias": self.correction_bias}
+        return ({name: whole(parameter) for name, parameter in names.items()},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return (0.9, 1.1) if name == "global_scale" else super().initial_range(name)
+
+
 def sparse_moe(config: ModelConfig, context: ModelContext) -> SparseMoe:
     """The model's kind of mixture of experts."""
     assert config.moe is not None, "a sparse layer needs the model config's moe"
     if config.moe.router_size is not None:
         return MlpRoutedMoe(config, context)
+    if config.multipliers.learned_mlp:
+        return ScaledMoe(config, context)
     return (SparseMoe if config.moe.latent_size is None else LatentMoe)(config, context)
 
 

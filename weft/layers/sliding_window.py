@@ -7,7 +7,6 @@ forward context.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from weft.config.model import ModelConfig
@@ -18,7 +17,7 @@ from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.recurrent import mix_rows
 from weft.ops.activation import sigmoid_mul
-from weft.ops.window_attention import Windows, window_attention, window_attention_decode
+from weft.ops.window_attention import ScoreTerms, Windows, window_attention, window_attention_decode
 
 
 class SlidingWindowAttention(Attention):
@@ -36,21 +35,19 @@ class SlidingWindowAttention(Attention):
     def attend(self, qkv: Tensor) -> Tensor:
         """Everything between the projections: ``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
         context = get_forward_context()
-        batch, cache, rows = context.batch, context.caches[self.name], qkv.shape[0]
-        # This step's keys and values, in the form of a cache with a page per token.
-        k, v = (qkv.new_empty(rows, 1, *cache[name].shape[2:]) for name in ("k", "v"))
-        own_pages = torch.arange(rows, device=qkv.device)
-        q, gate = self._rotate(qkv, batch.positions, k, v, own_pages, scaled=False)
+        batch, cache = context.batch, context.caches[self.name]
+        q, k, v, gate = self._rotated_rows(qkv, cache)
         windows = Windows(cache["k"], cache["v"])
-        options: dict[str, Any] = {"scale": self._scale, "sinks": self.sinks, "backend": self._backend}
+        options: dict[str, Any] = {"scale": self._scale, "backend": self._backend}
+        terms = ScoreTerms(self.sinks)
         attended = mix_rows(
-            [q, k.squeeze(1), v.squeeze(1), batch.positions],
+            [q, k, v, batch.positions],
             windows,
             batch,
             q.shape[1:],
             lambda q, k, v, positions, *, slots, out: window_attention_decode(
-                q, k, v, windows, slots, positions, out=out, **options
+                q, k, v, windows, slots, positions, terms=terms, out=out, **options
             ),
-            lambda q, k, v, _: window_attention(q, k, v, *windows, batch, **options),
+            lambda q, k, v, _: window_attention(q, k, v, *windows, batch, sinks=self.sinks, **options),
         ).flatten(1)
         return attended if gate is None else sigmoid_mul(attended, gate, backend=self._backend)

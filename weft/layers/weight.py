@@ -47,6 +47,16 @@ class Interleaved:
             target.copy_(source[..., i :: len(self._targets)])
 
 
+class OnlyOne:
+    """Receives one of several tensors that a checkpoint stacks: ``[1, *]``."""
+
+    def __init__(self, target: CopyTarget) -> None:
+        self._target = target
+
+    def copy_(self, source: Tensor) -> None:
+        self._target.copy_(source[0])
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
     """One tensor of a checkpoint: its whole shape, and this rank's copies ``target.copy_(tensor[source])``.
@@ -187,7 +197,7 @@ class MatrixShard:
 
 def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
     """Join pieces to the piece of one tensor: all rows in order, or the single number that all pieces share."""
-    if not any(source for piece in pieces for source, _ in piece.copies):
+    if pieces[0].shape == (1,) and not any(source for piece in pieces for source, _ in piece.copies):
         return WeightPiece((1,), tuple(copy for piece in pieces for copy in piece.copies))
     copies: list[tuple[Slices, CopyTarget]] = []
     rows = 0
@@ -196,6 +206,25 @@ def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
             copies.append(((slice(rows + first.start, rows + first.stop), *rest), target))
         rows += piece.shape[0]
     return WeightPiece((rows, *pieces[0].shape[1:]), tuple(copies), pieces[0].stored)
+
+
+def in_turn(pieces: Sequence[WeightPiece]) -> WeightPiece:
+    """Join pieces of equal shape to the piece of one tensor that holds a row of each in turn."""
+    count = len(pieces)
+    copies = [
+        ((slice(count * rows.start + i, count * rows.stop, count), *rest), target)
+        for i, piece in enumerate(pieces)
+        for (rows, *rest), target in piece.copies
+    ]
+    return WeightPiece((count * pieces[0].shape[0], *pieces[0].shape[1:]), tuple(copies), pieces[0].stored)
+
+
+def one_tensor(pieces: Sequence[WeightPiece]) -> WeightPiece:
+    """Join pieces of equal shape to the piece of one tensor with one more dimension, the first."""
+    copies = tuple(
+        ((slice(i, i + 1), *source), OnlyOne(target)) for i, p in enumerate(pieces) for source, target in p.copies
+    )
+    return WeightPiece((len(pieces), *pieces[0].shape), copies, pieces[0].stored)
 
 
 def whole(parameter: Tensor) -> WeightPiece:

@@ -15,6 +15,7 @@ from weft.config.attention import AttentionConfig
 from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.indexed_attention import IndexedAttentionConfig, IndexedLatentConfig
+from weft.config.inkling import OutputConvConfig, RelativeAttentionConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.lightning_attention import LightningAttentionConfig
 from weft.config.mamba import HeadedMambaConfig, MambaConfig
@@ -44,6 +45,8 @@ from weft.layers.mlp import dense_mlp
 from weft.layers.moe import SparseMoe, sparse_moe
 from weft.layers.ngram import NGramEmbedding
 from weft.layers.norm import ResidualRMSNorm, ResidualSum, output_norm, residual_norm
+from weft.layers.relative_attention import relative_attention
+from weft.layers.residual_conv import OutputConv
 from weft.layers.residual_streams import GatedEnd, block_norm, end_of_streams, stream_connection
 from weft.layers.rg_lru import RgLru
 from weft.layers.shared_block import SharedBlock
@@ -69,6 +72,8 @@ MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] =
     Mamba2Config: Mamba2,
     ShortConvConfig: ShortConv,
     RgLruConfig: RgLru,
+    RelativeAttentionConfig: relative_attention,
+    OutputConvConfig: OutputConv,
 }
 """From the class of a geometry to the token mixer that is built by ``(geometry, config, context, name)`` and registers
 itself in the layer table under ``name``: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""

@@ -80,6 +80,13 @@ _LFM3 = WeightTable(
     },
     aliases={"gate_proj": "g_proj"},
 )
+_INKLING = WeightTable(
+    _PLAIN | _ROUTER | {"kv_conv": ("k_sconv.conv1d", "v_sconv.conv1d")},
+    patterns={
+        r"\.embed_tokens\.embed_norm\.": ".embed_norm.",
+        r"\.mlp\.shared_experts\.(?:shared_)?": ".mlp.experts.shared_",
+    },
+)
 _OLMO_HYBRID = WeightTable(
     _PLAIN
     | {
@@ -245,6 +252,7 @@ WEIGHT_TABLES = {
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": _LFM2,
     "Lfm3ForCausalLM": _LFM3,
+    "InklingForCausalLM": _INKLING,
     "OlmoHybridForCausalLM": _OLMO_HYBRID,
     "Gemma3ForCausalLM": WeightTable(_PLAIN),
     "RecurrentGemmaForCausalLM": _RECURRENT_GEMMA,

@@ -86,7 +86,7 @@ def _row(arguments: Mapping[str, Any], names: tuple[str, ...], i: int) -> dict[s
     cut: dict[str, Any] = {}
     for name in names:
         outer, _, field = name.partition(".")
-        value = getattr(arguments[outer], field) if field else arguments.get(outer)
+        value = getattr(arguments.get(outer), field, None) if field else arguments.get(outer)
         if isinstance(value, Tensor):
             cut[outer] = arguments[outer]._replace(**{field: _alone(value, i)}) if field else _alone(value, i)
     return cut
@@ -113,7 +113,7 @@ def _each_token(reference: Reference) -> Callable[..., Tensor]:
     def run(q: Tensor, batch: Batch, **others: Any) -> Tensor:
         out = q.new_zeros(*q.shape[:2], others.get("rank", q.shape[2]))
         bounds, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-        one = torch.tensor([0, 1], dtype=torch.int32)
+        one, bias = torch.tensor([0, 1], dtype=torch.int32), others.pop("bias", None)
         for s in range(batch.num_seqs):
             begin, end = bounds[s : s + 2]
             for i in range(begin, end):
@@ -124,7 +124,8 @@ def _each_token(reference: Reference) -> Callable[..., Tensor]:
                     seq_lens=torch.tensor([length], dtype=torch.int32), page_table=batch.page_table[s : s + 1],
                     state_slots=batch.state_slots[s : s + 1],
                 )  # fmt: skip
-                out[i : i + 1] = reference(q=_alone(q, i), batch=alone, **others)
+                added = {} if bias is None else {"bias": _alone(bias, i)}
+                out[i : i + 1] = reference(q=_alone(q, i), batch=alone, **added, **others)
         return out
 
     run.__name__ = f"{_name(reference)}_each_token"
@@ -149,7 +150,7 @@ def by_chunk(*names: str, states: tuple[str, ...]) -> Callable[..., Any]:
                 if name not in arguments:
                     arguments[name] = kind(*(arguments.pop(f"{name}.{field}") for field in kind._fields))
             out = torch.zeros_like(arguments[names[-1]], memory_format=torch.contiguous_format)
-            cut = [name for name in names if isinstance(arguments[name], Tensor)]
+            cut = [name for name in names if isinstance(arguments.get(name), Tensor)]
             for start, alone in _chunks(batch) if batch.chunks is not None else ():
                 parts = {name: _alone(arguments[name], start, alone.num_tokens) for name in cut}
                 out[start : start + alone.num_tokens] = reference(batch=alone, **arguments | parts)

@@ -56,13 +56,31 @@ def sinks_of(heads: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
     return torch.randn(heads[0], device=DEVICE).to(dtype) + 1.0 if HEADS.index(heads) % 2 else None
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+def bias_of(q: Tensor, heads: tuple[int, int, int]) -> Tensor | None:
+    """Half of the geometries add numbers to the scores of 70 keys or, beyond most contexts, of 300."""
+    index = HEADS.index(heads)
+    if index % 4 < 2:
+        return None
+    bias = torch.full((*q.shape[:2], 70 if index % 2 else 300), torch.nan, dtype=q.dtype, device=DEVICE)
+    bias[:] = torch.randn(bias.shape, device=DEVICE) / heads[2] ** -0.5
+    return bias
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """The last ``len(q)`` of ``len(k)`` positions attend causally, in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k)
     offset = k.shape[0] - q.shape[0]
-    future = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + offset
+    distance = torch.arange(q.shape[0])[:, None] + offset - torch.arange(k.shape[0])
+    if bias is not None:
+        for back in range(min(bias.shape[2], k.shape[0])):
+            query, key = (distance == back).nonzero().to(q.device).unbind(1)
+            scores[:, query, key] += bias[query, :, back].double().T
+    scores *= scale
+    future = distance < 0
     scores = scores.masked_fill(future.to(q.device), -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)], dim=2)
@@ -70,7 +88,12 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor
 
 
 def run(
-    case: str, heads: tuple[int, int, int], dtype: torch.dtype, *, as_mixture: bool = False
+    case: str,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    as_mixture: bool = False,
+    backend: Backend = Backend.TRITON,
 ) -> tuple[Tensor, list[Tensor], Batch]:
     """The kernel's output, and what each sequence should have got. ``as_mixture``: of a graph that knows how many
     sequences there are on the device alone, and that none of them prefills."""
@@ -81,7 +104,7 @@ def run(
     caches = [torch.full((pages, PAGE_SIZE, hkv, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
     q = torch.full((batch.num_tokens + 3, hq, dim), torch.nan, dtype=dtype, device=DEVICE)
     q[: batch.num_tokens] = torch.randn(batch.num_tokens, hq, dim)
-    sinks = sinks_of(heads, dtype)
+    sinks, bias = sinks_of(heads, dtype), bias_of(q, heads)
     expected, begin = [], 0
     for s, (length, context) in enumerate(zip(query_lens, contexts, strict=True)):
         positions = torch.arange(length + context)
@@ -89,13 +112,16 @@ def run(
         k, v = (torch.randn(length + context, hkv, dim, device=DEVICE).to(dtype) for _ in range(2))
         for cache, values in zip(caches, (k, v), strict=True):
             cache.flatten(0, 1)[slots] = values
-        expected.append(plain_attention(q[begin : begin + length], k, v, dim**-0.5, sinks))
+        rows = slice(begin, begin + length)
+        added = None if bias is None else bias[rows]
+        expected.append(plain_attention(q[rows], k, v, dim**-0.5, sinks, added))
         begin += length
     out = torch.full_like(q, torch.nan)
     if as_mixture:
         counts = torch.tensor([batch.num_tokens, *[len(query_lens)] * 2], dtype=torch.int32, device=DEVICE)
         batch = dataclasses.replace(batch, mixed=MixedBatch(counts, batch.state_slots, max_prefills=0))
-    paged_attention(q, *caches, batch, scale=dim**-0.5, sinks=sinks, backend=Backend.TRITON, out=out)
+    options = {"scale": dim**-0.5, "sinks": sinks, "bias": bias}
+    paged_attention(q, *caches, batch, **options, backend=backend, out=out)
     return out, expected, batch
 
 
@@ -103,11 +129,12 @@ def run(
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE) if ON_GPU else [torch.float32])
 def test_equals_plain_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    out, expected, batch = run(case, heads, dtype)
-    want = torch.cat(expected)
-    error = (out[: batch.num_tokens].double() - want).norm() / want.norm()
-    assert error < TOLERANCE[dtype]
-    assert (out[batch.num_tokens :] == 0).all(), "padding rows are written, as zeros"
+    for backend in (Backend.TRITON,) if ON_GPU else (Backend.TRITON, Backend.TORCH):
+        out, expected, batch = run(case, heads, dtype, backend=backend)
+        want = torch.cat(expected)
+        error = (out[: batch.num_tokens].double() - want).norm() / want.norm()
+        assert error < TOLERANCE[dtype]
+        assert (out[batch.num_tokens :] == 0).all(), "padding rows are written, as zeros"
 
 
 @pytest.mark.parametrize("heads", HEADS[: 2 if ON_GPU else 1])
@@ -134,27 +161,31 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     batch = dataclasses.replace(batch, verification=Verification(query_len, slots))
     cache = torch.full((int(batch.page_table.max()) + 1, PAGE_SIZE, hkv, dim), torch.nan, dtype=dtype, device=DEVICE)
     q, sinks = torch.randn(batch.num_tokens, hq, dim, device=DEVICE).to(dtype), sinks_of(heads, dtype)
-    expected = []
+    bias, expected = bias_of(q, heads), []
     for s, context in enumerate(contexts):
         positions = torch.arange(context + query_len, device=DEVICE)
         values = torch.randn(context + query_len, hkv, dim, device=DEVICE).to(dtype)
         cache.flatten(0, 1)[batch.page_table[s].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE] = (
             values
         )
-        rows = q[s * query_len : (s + 1) * query_len]
-        expected.append(plain_attention(rows, values, values, dim**-0.5, sinks))
+        rows = slice(s * query_len, (s + 1) * query_len)
+        added = None if bias is None else bias[rows]
+        expected.append(plain_attention(q[rows], values, values, dim**-0.5, sinks, added))
+    want, given = torch.cat(expected), {"scale": dim**-0.5, "sinks": sinks, "bias": bias}
+    if not ON_GPU:
+        reference = paged_attention(q, cache, cache, batch, **given, backend=Backend.TORCH)
+        assert (reference[: len(want)].double() - want).norm() / want.norm() < TOLERANCE[dtype]
     out = torch.full_like(q, torch.nan)
-    paged_attention(q, cache, cache, batch, scale=dim**-0.5, sinks=sinks, backend=Backend.TRITON, out=out)
-    want = torch.cat(expected)
+    paged_attention(q, cache, cache, batch, **given, backend=Backend.TRITON, out=out)
     assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype]
     rows = query_len * hq // hkv
     if rows > MOST_QUERY_ROWS or dtype == torch.float32:
         return
     pipelined = Tile(max(16, next_power_of_2(rows)), 64 if dim <= HELD_HEAD else 16, 4, 2, False)
     held = pipelined._replace(held_splits=16, held_keys=256, warps=8)
-    for tile in (pipelined, held) if dim <= HELD_HEAD else (pipelined,):
+    for tile in (pipelined, held) if dim <= HELD_HEAD and bias is None else (pipelined,):
         out = torch.full_like(q, torch.nan)
-        call = AttentionCall(q, cache, cache, batch, dim**-0.5, out, sinks)
+        call = AttentionCall(q, cache, cache, batch, dim**-0.5, out, sinks, bias=bias)
         launch_decode(call, DecodeChoice(tile), query_len=query_len)
         assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype], tile
 

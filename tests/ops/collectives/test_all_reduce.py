@@ -88,9 +88,7 @@ def run_rank(
         results[rank, i, 0, :rows], results[rank, i, 1, :rows] = y, residual_out
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"), [pytest.param(2, torch.bfloat16, marks=takes_long), (3, torch.float32)]
-)
+@pytest.mark.parametrize(("size", "dtype"), [pytest.param(2, torch.bfloat16, marks=takes_long), (3, torch.float32)])
 def test_ranks_sum_add_and_normalise(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of each program goes by packets, more with a barrier. In whatever form a rank's part comes, the bits are
     the same."""

@@ -298,6 +298,28 @@ def test_softmax_router_with_a_bias(num_experts: int, top_k: int, dtype: torch.d
     torch.testing.assert_close(got[0], want[0])
 
 
+@pytest.mark.parametrize(("num_experts", "top_k", "always"), [(7, 2, 2), (9, 4, 1), (6, 3, 3)])
+def test_sigmoid_router_with_experts_of_every_token(num_experts: int, top_k: int, always: int) -> None:
+    """They have the last ids, no bias, and a share of the sum; by hand, and in both implementations."""
+    logits, bias = torch.randn(5, num_experts, device=DEVICE), torch.randn(num_experts - always, device=DEVICE)
+    rule = RoutingRule(True, bias, 0.0, 2.5, num_always=always)
+    scores = logits.sigmoid()
+    ids = (scores[:, : num_experts - always] + bias).topk(top_k, dim=1)[1]
+    last = torch.arange(num_experts - always, num_experts, device=DEVICE).expand(5, -1)
+    ids = torch.cat([ids, last], dim=1)
+    weights = scores.gather(1, ids)
+    weights = 2.5 * weights / weights.sum(1, keepdim=True)
+    for router in (topk_router.reference, topk_router_triton):
+        got, found = router(logits, top_k, renormalize=True, num_tokens=4, rule=rule)
+        assert torch.equal(found[:4], ids[:4].int()) and (found[4] == -1).all() and (got[4] == 0).all()
+        torch.testing.assert_close(got[:4], weights[:4], rtol=2e-6, atol=2e-6)
+        _, here = router(
+            logits, top_k, renormalize=True, num_tokens=4, rule=rule, first_expert=num_experts - 3, num_experts=3
+        )
+        local = ids[:4].int() - (num_experts - 3)
+        assert torch.equal(here[:4], local.masked_fill(local < 0, -1))
+
+
 def test_sigmoid_router_keeps_to_the_best_groups() -> None:
     """The best expert of all stands in a group whose second is poor."""
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.2]], device=DEVICE)

@@ -10,7 +10,7 @@ from tests.ops.delta_rule.test_triton_gdn import DTYPES, TOLERANCE, mixed_batch,
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from weft.ops.backend import Backend
-from weft.ops.window_attention import Windows, window_attention, window_attention_decode
+from weft.ops.window_attention import ScoreTerms, Windows, window_attention, window_attention_decode
 
 pytest.importorskip("triton")
 from weft.ops.window_attention.kernels import window_split  # isort: skip
@@ -23,12 +23,23 @@ WINDOWS = [(1, False), (5, True), (64, False), (200, True)]
 """And whether there are sinks."""
 
 
-def full(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, sinks: Tensor | None) -> Tensor:
+def bias_of(q: Tensor, window: int) -> Tensor:
+    return (3.0 * torch.randn(*q.shape[:2], window, device=DEVICE)).to(q.dtype)
+
+
+def full(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, sinks: Tensor | None, bias: Tensor | None
+) -> Tensor:
     """One whole sequence in float64, ``[L, Hq, D]``."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k)
     distance = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(q), device=q.device)
+    if bias is not None:
+        for back in range(min(window, len(q))):
+            query, key = (distance == back).nonzero().unbind(1)
+            scores[:, query, key] += bias[query, :, back].double().T
+    scores *= scale
     scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)], dim=2)
@@ -52,14 +63,16 @@ def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int,
     heads, scale = HEADS[-1], 0.3
     q, k, v = inputs(90, heads)
     sinks = torch.randn(heads[0], device=DEVICE) if with_sinks else None
-    want = full(q, k, v, window, scale, sinks).float()
+    bias = bias_of(q, window) if window in (5, 64) else None
+    want = full(q, k, v, window, scale, sinks, bias).float()
     windows, got, start = empty_windows(heads, window), [], 0
     for length in (3, 1, 70, 5):
         part, checkpoints = slice(start, start + length), {0: {11: 9}} if length == 70 else {}
         batch = on_device(make_batch([length], [start], num_decodes=0, checkpoints=checkpoints))
         batch.state_slots[:] = 4
         x = (y[part] for y in (q, k, v))
-        options = {"scale": scale, "sinks": sinks, "backend": backend}
+        added = None if bias is None else bias[part]
+        options = {"scale": scale, "sinks": sinks, "bias": added, "backend": backend}
         got.append(window_attention(*x, *windows, batch, **options))
         start += length
     for slot, first in ((4, start), (9, 15)):
@@ -67,7 +80,8 @@ def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int,
             row, position = slice(t, t + 1), torch.tensor([t], device=DEVICE)
             slots = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
             x = (y[row] for y in (q, k, v))
-            options = {"scale": scale, "sinks": sinks, "backend": backend}
+            added = None if bias is None else bias[row]
+            options = {"scale": scale, "terms": ScoreTerms(sinks, added), "backend": backend}
             one = window_attention_decode(*x, Windows(*windows), slots, position, **options)
             torch.testing.assert_close(one, want[row], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(torch.cat(got), want[:start], rtol=2e-5, atol=2e-5)
@@ -81,13 +95,14 @@ def test_prefill_kernel_of_a_mixed_batch(heads: tuple[int, int, int], dtype: tor
     batch = mixed_batch()
     n = batch.num_tokens
     x = inputs(n + 3, heads, dtype)
+    bias = bias_of(x[0], window) if window > 100 else None
     for y in x:
         y[n:] = torch.nan
     before = [torch.randn(SLOTS, window, *heads[1:], device=DEVICE).to(dtype) for _ in range(2)]
     results = {}
     for backend in (Backend.TORCH, Backend.TRITON):
         windows = [w.clone() for w in before]
-        out = window_attention(*x, *windows, batch, scale=0.2, backend=backend)
+        out = window_attention(*x, *windows, batch, scale=0.2, bias=bias, backend=backend)
         results[backend] = (out, *windows)
     (out, *windows), (want, *wanted) = results[Backend.TRITON], results[Backend.TORCH]
     torch.testing.assert_close(out.float(), want.float(), **TOLERANCE[dtype])
@@ -105,6 +120,7 @@ def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_ou
     positions = torch.tensor([0, 3, window - 1, window, 2 * window + 10, 9], device=DEVICE)
     slots = torch.tensor([3, 1, 5, 2, 8, 0], dtype=torch.int32, device=DEVICE)
     x, sinks = inputs(6, heads, dtype), torch.randn(heads[0], device=DEVICE).to(dtype)
+    bias = bias_of(x[0], window) if not given_out or window < 100 else None
     before = [torch.randn(SLOTS, window, *heads[1:], device=DEVICE).to(dtype) for _ in range(2)]
     for windows in before:
         windows[3] = torch.nan  # nothing in it yet
@@ -113,7 +129,7 @@ def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_ou
         windows = [w.clone() for w in before]
         out = torch.full_like(x[0], 7.0) if given_out else None
         out = window_attention_decode(
-            *x, Windows(*windows), slots, positions, scale=0.2, sinks=sinks, out=out, backend=backend
+            *x, Windows(*windows), slots, positions, scale=0.2, terms=ScoreTerms(sinks, bias), out=out, backend=backend
         )  # fmt: skip
         results[backend] = (out, *windows)
     (out, *windows), (want, *wanted) = results[Backend.TRITON], results[Backend.TORCH]

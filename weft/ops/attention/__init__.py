@@ -38,6 +38,7 @@ class AttentionCall(NamedTuple):
     out: Tensor
     sinks: Tensor | None = None
     v_scale: Tensor | None = None
+    bias: Tensor | None = None
 
 
 @with_kernel("weft.ops.attention.paged", by_token)
@@ -50,6 +51,7 @@ def paged_attention(
     scale: float,
     sinks: Tensor | None = None,
     v_scale: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -65,6 +67,7 @@ def paged_attention(
         batch: says which tokens form which sequence and where their pages are.
         sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
         v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.
+        bias: ``[T, Hq, E]``, contiguous. ``q k^T`` of the key that is d tokens back is increased by entry d, if d < E.
         out: ``[T, Hq, D]`` to write to, optional.
 
     Returns:
@@ -72,9 +75,9 @@ def paged_attention(
     """
     # Decode rows in one call, prefill sequences one by one.
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    call = AttentionCall(q, k_cache, v_cache, batch, scale, out, sinks)
+    call = AttentionCall(q, k_cache, v_cache, batch, scale, out, sinks, bias=bias)
     if batch.mixed is not None:
-        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "scale": scale, "sinks": sinks}
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "scale": scale, "sinks": sinks, "bias": bias}
         device_work(paged_attention.reference, batch, out, given)
     elif batch.verification is not None:
         _decode(call, batch.verification.query_len)
@@ -95,7 +98,7 @@ def _decode(call: AttentionCall, query_len: int = 1) -> None:
     count = batch.num_decodes if query_len == 1 else batch.num_seqs
     if batch.token_count is not None:
         seq_lens = batch.seq_lens[:count, None]
-        out[:] = _decode_block(call, call.q, batch.page_table, seq_lens, batch.max_seq_len, query_len, ragged=True)
+        out[:] = _decode_block(call, batch.page_table, seq_lens, batch.max_seq_len, query_len, ragged=True)
         return
     order = batch.seq_lens[:count].argsort(descending=True)
     lengths = batch.seq_lens[order].tolist()
@@ -105,17 +108,18 @@ def _decode(call: AttentionCall, query_len: int = 1) -> None:
         end = begin + max(1, _BLOCK_ELEMENTS // (lengths[begin] * token_size))
         rows = order[begin:end]
         tokens = rows if query_len == 1 else (rows[:, None] * query_len + torch.arange(query_len)).flatten()
-        q, pages, seq_lens = call.q[tokens], batch.page_table[rows], batch.seq_lens[rows, None]
-        out[tokens] = _decode_block(call, q, pages, seq_lens, lengths[begin], query_len, ragged=end - begin > 1)
+        pages, seq_lens, bias = batch.page_table[rows], batch.seq_lens[rows, None], call.bias
+        some = call._replace(q=call.q[tokens], bias=None if bias is None else bias[tokens])
+        out[tokens] = _decode_block(some, pages, seq_lens, lengths[begin], query_len, ragged=end - begin > 1)
         begin = end
 
 
 def _decode_block(
-    call: AttentionCall, q: Tensor, page_table: Tensor, seq_lens: Tensor, longest: int, query_len: int, *, ragged: bool
+    call: AttentionCall, page_table: Tensor, seq_lens: Tensor, longest: int, query_len: int, *, ragged: bool
 ) -> Tensor:
     """Attend from the last ``query_len`` tokens of each sequence. Sequences have at most ``longest`` tokens, or exactly
     as many unless ``ragged``. Tokens and the query heads of a group form rows, so that keys need no repetition."""
-    n, scale, sinks = page_table.shape[0], call.scale, call.sinks
+    n, q, scale, sinks = page_table.shape[0], call.q, call.scale, call.sinks
     _, page_size, num_kv_heads, head_dim = call.k_cache.shape
     offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
@@ -126,6 +130,8 @@ def _decode_block(
     )
     if query_len == 1:
         mask = (offsets < seq_lens)[:, None, None] if ragged else None
+        if call.bias is not None:
+            mask = _biased(call.bias, seq_lens - 1 - offsets, scale).view(n, num_kv_heads, -1, longest)
         sinks = None if sinks is None else sinks.view(num_kv_heads, -1)
         attended = _attend(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale, sinks)
         return attended.flatten(1, 2)
@@ -133,6 +139,9 @@ def _decode_block(
     seen = offsets < ends[:, :, None]  # [n, query, key]
     rows = q.reshape(n, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # [n, Hkv, group, query, D]
     mask = seen.repeat(1, rows.shape[2], 1)[:, None]
+    if call.bias is not None:
+        added = _biased(call.bias, (ends[..., None] - 1 - offsets).flatten(0, 1), scale)
+        mask = added.view(n, query_len, num_kv_heads, -1, longest).permute(0, 2, 3, 1, 4).flatten(2, 3)
     sinks = None if sinks is None else sinks.view(num_kv_heads, -1).repeat_interleave(query_len, dim=1)
     attended = _attend(rows.flatten(2, 3), k, v, mask, scale, sinks)
     return attended.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(n * query_len, -1, head_dim)
@@ -149,21 +158,34 @@ def _attend(
     is_causal: bool = False,
 ) -> Tensor:
     """``q [..., rows, D]``, ``k, v [..., keys, D]``, ``mask [..., rows, keys]``, ``sinks [..., rows]``. A sink is the
-    score of one more key, whose value is zero."""
+    score of one more key, whose value is zero. The mask is boolean, or numbers that are added to scores."""
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
     scores = q.new_zeros(*q.shape[:-1], k.shape[-2] + 1)
     if is_causal:
         mask = torch.ones(scores.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        scores[..., :-1].masked_fill_(~mask, -torch.inf)
+        if mask.dtype is torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        scores[..., :-1] = mask
     scores[..., -1] = sinks
     k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, scores, scale=scale)
 
 
+def _biased(bias: Tensor, distance: Tensor, scale: float) -> Tensor:
+    """Compute what is added to scores: ``bias [rows, Hq, E]``, ``distance [rows, keys]`` -> ``[rows, Hq, keys]``.
+
+    A distance counts tokens from a row back to a key. Keys that follow the row get minus infinity.
+    """
+    extent = bias.shape[2]
+    places = distance.clamp(0, extent - 1).long()[:, None].expand(-1, bias.shape[1], -1)
+    added = (bias.gather(2, places) * scale).masked_fill_((distance >= extent)[:, None], 0.0)
+    return added.masked_fill_((distance < 0)[:, None], -torch.inf)
+
+
 def _prefill(call: AttentionCall) -> None:
-    q, k_cache, v_cache, batch, scale, out, sinks, _ = call
+    q, k_cache, v_cache, batch, scale, out, sinks, _, bias = call
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     for i in range(batch.num_decodes, batch.num_seqs):
@@ -173,15 +195,18 @@ def _prefill(call: AttentionCall) -> None:
             c.flatten(0, 1).index_select(0, slots).to(q.dtype).transpose(0, 1).unsqueeze(1) for c in (k_cache, v_cache)
         )
         rows = q[start:end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, group, query, D]
-        group = rows.shape[1]
+        group, mask = rows.shape[1], _causal_mask(end - start, kv_len, q.device)
+        if bias is not None:
+            own, keys = (torch.arange(first, kv_len, device=q.device) for first in (kv_len - (end - start), 0))
+            mask = _biased(bias[start:end], own[:, None] - keys, scale).transpose(0, 1).unflatten(0, (num_kv_heads, -1))
         attended = _attend(
             rows,
             k.expand(-1, group, -1, -1),
             v.expand(-1, group, -1, -1),
-            _causal_mask(end - start, kv_len, q.device),
+            mask,
             scale,
             None if sinks is None else sinks.view(num_kv_heads, group, 1),
-            is_causal=end - start == kv_len,
+            is_causal=mask is None,
         )
         out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, -1, head_dim)
 

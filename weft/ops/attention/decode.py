@@ -88,6 +88,7 @@ class Fixed(NamedTuple):
         mixture: which sequences decode is known to the device only.
         sinks: whether heads have one.
         scaled: results are multiplied by the scale of the values.
+        extent: entries of the bias of a row, 0 without one.
     """
 
     head_dim: int
@@ -108,6 +109,7 @@ class Fixed(NamedTuple):
     mixture: bool
     sinks: bool
     scaled: bool
+    extent: int = 0
 
 
 @triton.jit
@@ -201,7 +203,7 @@ def _decode_sequence(
 
     With EARLY this is where the program waits for the kernels before it; one without a split leaves at once.
     """
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks = inputs
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, bias = inputs
     stride_q, stride_slot, stride_table = strides
     HEAD_DIM: tl.constexpr = FIXED.head_dim
     GROUP: tl.constexpr = FIXED.group
@@ -224,6 +226,10 @@ def _decode_sequence(
     cache = (k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, stride_slot)
     lanes = (head_ids, query_tokens, dims, in_group, mask)
     last_seen = kv_len - QUERY_LEN + query_tokens
+    bias_rows = None
+    if FIXED.extent > 0:
+        p_bias = bias + ((row + query_tokens).to(tl.int64) * FIXED.num_heads + head_ids) * FIXED.extent
+        bias_rows = (p_bias, tl.where(in_group, last_seen, -1))
     if query_len == QUERY_LEN:
         split_tokens = split_of(kv_len, double_from, FIXED.split)
         num_splits = tl.cdiv(kv_len, split_tokens)
@@ -247,7 +253,7 @@ def _decode_sequence(
                     first = split * split_tokens
                     end = tl.minimum(kv_len, first + split_tokens)
                     softmax = accumulate_range(
-                        softmax, queries, cache, pages, first, end, last_seen, dims, scale_log2, FIXED
+                        softmax, queries, cache, pages, first, end, last_seen, dims, scale_log2, FIXED, bias_rows
                     )  # fmt: skip
                     _store_split(softmax, results, (row, seq, split, num_splits), lanes, FIXED)
                     pages = first_pages(table, first + step * split_tokens, kv_len, FIXED)
@@ -262,10 +268,10 @@ def _decode_sequence(
 def _decode_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, partial, partial_lse, counts,
     scale_log2, num_rows, num_seqs, max_splits, double_from, stride_q, stride_out, stride_slot, stride_table,
-    FIXED: tl.constexpr, EARLY: tl.constexpr,
+    bias, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
-    inputs = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks)
+    inputs = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, bias)
     strides = (stride_q, stride_slot, stride_table)
     results = (out, partial, partial_lse, v_scale, max_splits, stride_out)
     decode_programs(
@@ -333,8 +339,9 @@ def launch_decode(call: AttentionCall, choice: DecodeChoice, *, query_len: int =
     """Attend from sequences with ``query_len`` query tokens each. With one, rows of padding below the number of
     sequences are computed as well."""
     tile, on_hopper, split, double_from, aim = choice
+    assert call.bias is None or not (on_hopper or tile.held_splits), "that kernel has no bias"
     check_layout(call)
-    q, k_cache, v_cache, batch, scale, out, sinks, v_scale = call
+    q, k_cache, v_cache, batch, scale, out, sinks, v_scale, bias = call
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     table_tokens = batch.page_table.shape[1] * page_size
@@ -365,7 +372,7 @@ def launch_decode(call: AttentionCall, choice: DecodeChoice, *, query_len: int =
     fixed = Fixed(
         head_dim, num_heads // num_kv_heads, num_heads, page_size, query_len, split, tile.rows, tile.keys, block_d,
         precision(q), tile.stages, tile.ahead, held_splits, tile.held_keys, splits_last, mixture is not None,
-        sinks is not None, v_scale is not None,
+        sinks is not None, v_scale is not None, 0 if bias is None else bias.shape[2],
     )  # fmt: skip
     kernel = hopper.decode_hopper_kernel if on_hopper else _decode_kernel
     kernel[grid](
@@ -373,6 +380,7 @@ def launch_decode(call: AttentionCall, choice: DecodeChoice, *, query_len: int =
         q if v_scale is None else v_scale, out, partial, partial_lse, counts,
         scale * LOG2_E.value, num_rows, num_seqs, max_splits, double_from,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
+        *(() if on_hopper else (bias,)),
         FIXED=fixed, num_warps=tile.warps, maxnreg=hopper.MAX_REGISTERS if on_hopper else None,
         **early_launch(q.device, released),
     )  # fmt: skip

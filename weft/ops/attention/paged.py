@@ -46,14 +46,14 @@ at 512 rows of one sequence without context, and with context it leads; many sho
 
 @launches(paged_attention, invariant={"fixed": True})
 def paged_attention_triton(
-    q, k_cache, v_cache, batch, *, scale, sinks, v_scale, out, fixed: bool = False
+    q, k_cache, v_cache, batch, *, scale, sinks, v_scale, bias, out, fixed: bool = False
 ) -> Tensor:  # fmt: skip
     """``paged_attention`` of ``weft/ops/attention``; float32 inputs keep float32 accuracy.
 
     ``fixed``: kernels, tiles and splits follow from the model's shapes and a token's position alone.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    call = AttentionCall(q, k_cache, v_cache, batch, scale, out, sinks, v_scale)
+    call = AttentionCall(q, k_cache, v_cache, batch, scale, out, sinks, v_scale, bias)
     if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):
         _decode(call, batch.verification.query_len, fixed=fixed)
         return out
@@ -75,7 +75,8 @@ def paged_attention_triton(
 
 def _prefill(call: AttentionCall, *, skip_decodes: bool, fixed: bool) -> None:
     q, k_cache = call.q, call.k_cache
-    if GLUON_IS_KNOWN and (hopper.takes(q, k_cache) if fixed else _is_for_hopper(q, k_cache, call.batch)):
+    is_plain = GLUON_IS_KNOWN and call.bias is None
+    if is_plain and (hopper.takes(q, k_cache) if fixed else _is_for_hopper(q, k_cache, call.batch)):
         hopper.launch_prefill_hopper(call, skip_decodes=skip_decodes, is_shared=False if fixed else None)
         return
     group = q.shape[1] // k_cache.shape[2]
@@ -117,6 +118,9 @@ def _decode(call: AttentionCall, query_len: int = 1, *, fixed: bool = False) -> 
         launch_decode(call, choice, query_len=query_len)
         return
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens, small=small)
-    on_hopper = GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
+    if call.bias is not None:  # the kernels of the other ways have none
+        tile = tile._replace(held_splits=0)
+    is_plain = GLUON_IS_KNOWN and call.bias is None
+    on_hopper = is_plain and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
     choice = DecodeChoice(decode_hopper.TILE if on_hopper else tile, on_hopper)
     launch_decode(call, choice, query_len=query_len)

@@ -44,6 +44,7 @@ class Fixed(NamedTuple):
         stages: see ``Tile``.
         sinks: whether heads have one.
         scaled: results are multiplied by the scale of the values.
+        extent, num_heads: entries of the bias of a row and head, 0 without one, and heads of a row.
     """
 
     head_dim: int
@@ -57,6 +58,8 @@ class Fixed(NamedTuple):
     stages: int
     sinks: bool
     scaled: bool
+    extent: int = 0
+    num_heads: int = 0
 
 
 @jit(
@@ -65,7 +68,7 @@ class Fixed(NamedTuple):
 )
 def _prefill_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
-    scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_slot, stride_table,
+    scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_slot, stride_table, bias,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
@@ -114,6 +117,10 @@ def _prefill_kernel(
             in_block = lanes < TOKENS * GROUP
             acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, FIXED.sinks, LOWEST)
             positions = context_len + tokens
+            bias_rows = None
+            if FIXED.extent > 0:
+                p_bias = bias + ((begin + tokens).to(tl.int64) * FIXED.num_heads + heads) * FIXED.extent
+                bias_rows = (p_bias, tl.where(in_block & (tokens < query_len), positions, -1))
             table = page_table + seq.to(tl.int64) * stride_table
             cache = (k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, stride_slot)
             end = context_len + tl.minimum(first + TOKENS, query_len)
@@ -127,16 +134,18 @@ def _prefill_kernel(
                 next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
                 k, v = load_keys_values(cache, page, keys, keys < end, dims, FIXED, False)
                 acc, row_sum, row_max = accumulate(
-                    acc, row_sum, row_max, queries, k, v, None, scale_log2, PRECISION, False
-                )
+                    acc, row_sum, row_max, queries, k, v, None, scale_log2, PRECISION, False,
+                    keys, bias_rows, FIXED.extent,
+                )  # fmt: skip
             for start in tl.range(common, end, KEYS, num_stages=1):
                 keys = start + tl.arange(0, KEYS)
                 page = tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
                 k, v = load_keys_values(cache, page, keys, keys < end, dims, FIXED, True)
                 visible = keys[None, :] <= positions[:, None]
                 acc, row_sum, row_max = accumulate(
-                    acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
-                )
+                    acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True,
+                    keys, bias_rows, FIXED.extent,
+                )  # fmt: skip
             acc = acc / row_sum[:, None]
             if FIXED.scaled:
                 acc *= tl.load(v_scale)
@@ -165,7 +174,7 @@ def prefill_tile(
 def launch_prefill(call: AttentionCall, tile: Tile, *, skip_decodes: bool) -> None:
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, with a given tile."""
     check_layout(call)
-    q, k_cache, v_cache, batch, scale, out, sinks, v_scale = call
+    q, k_cache, v_cache, batch, scale, out, sinks, v_scale, bias = call
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads
@@ -175,12 +184,12 @@ def launch_prefill(call: AttentionCall, tile: Tile, *, skip_decodes: bool) -> No
     counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
     fixed = Fixed(
         head_dim, group, page_size, tokens, tile.rows, tile.keys, max(16, next_power_of_2(head_dim)), precision(q),
-        tile.stages, sinks is not None, v_scale is not None,
+        tile.stages, sinks is not None, v_scale is not None, 0 if bias is None else bias.shape[2], num_heads,
     )  # fmt: skip
     _prefill_kernel[(num_kv_heads, blocks)](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         q if sinks is None else sinks, q if v_scale is None else v_scale, out,
         counts, scale * LOG2_E.value, num_rows, num_seqs, least_tokens,
-        q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
+        q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0), bias,
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

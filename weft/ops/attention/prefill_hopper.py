@@ -339,7 +339,8 @@ def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared:
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
     ``takes``. The scale is positive. ``is_shared`` overrides ``shares_rows``."""
     check_layout(call)
-    q, k_cache, v_cache, batch, scale, out, sinks, v_scale = call
+    q, k_cache, v_cache, batch, scale, out, sinks, v_scale, bias = call
+    assert bias is None, "that kernel has no bias"
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads

@@ -131,13 +131,22 @@ def widen_values(v, dtype: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    acc, row_sum, row_max, q, k, v, visible, scale_log2, PRECISION: tl.constexpr, MASKED: tl.constexpr
+    acc, row_sum, row_max, q, k, v, visible, scale_log2, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    keys=None, bias=None, EXTENT: tl.constexpr = 0,
 ):  # fmt: skip
-    """Compute one step of the online softmax. Every row has seen a visible key by the end of the first step."""
+    """Compute one step of the online softmax. Every row has seen a visible key by the end of the first step.
+
+    With ``EXTENT``, scores of ``keys`` (positions) less than ``EXTENT`` tokens back are increased. ``bias``: where the
+    numbers of each row begin, and the row's position, which is negative in rows without numbers.
+    """
     if k.dtype == tl.float8e4nv and q.dtype == tl.bfloat16:
         q = q.to(tl.float16)  # holds all e4m3 numbers, and one instruction widens two of them; bfloat16 takes several
     k, v = k.to(q.dtype), widen_values(v, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if EXTENT > 0:
+        distance = bias[1][:, None] - keys[None, :]
+        near = (distance >= 0) & (distance < EXTENT)
+        scores += tl.load(bias[0][:, None] + distance, mask=near, other=0.0).to(tl.float32)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
@@ -157,7 +166,7 @@ def first_pages(table, first, end, FIXED: tl.constexpr):
 
 @triton.jit
 def accumulate_range(
-    softmax, queries, cache, page, first, end, last_seen, dims, scale_log2, FIXED: tl.constexpr
+    softmax, queries, cache, page, first, end, last_seen, dims, scale_log2, FIXED: tl.constexpr, bias=None
 ):  # fmt: skip
     """The online softmax over the tokens from ``first`` to ``end``; ``page``: of the first tile, if loaded ahead."""
     KEYS: tl.constexpr = FIXED.keys
@@ -180,7 +189,7 @@ def accumulate_range(
         if FIXED.query_len > 1:
             visible = visible & (tokens[None, :] <= last_seen[:, None])
         acc, row_sum, row_max = accumulate(
-            acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
+            acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True, tokens, bias, FIXED.extent
         )  # fmt: skip
     return acc, row_sum, row_max
 
@@ -188,6 +197,7 @@ def accumulate_range(
 def check_layout(call: AttentionCall) -> None:
     """Caches are contiguous; rows of q and out may be strided, their heads are dense."""
     q, k_cache, v_cache, _, _, out, *_ = call
+    assert call.bias is None or call.bias.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, E4M3)
     assert q.stride(2) == out.stride(2) == 1 and q.stride(1) == out.stride(1) == q.shape[2]

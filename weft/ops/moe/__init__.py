@@ -31,6 +31,8 @@ class RoutingRule(NamedTuple):
         scale: factor of the routed experts' weights, after that division.
         num_groups, top_groups: experts stand in ``num_groups`` equal groups. Only experts of the ``top_groups`` groups
             whose two best experts have the highest sum can be chosen.
+        num_always: so many experts at the end are chosen for every token, after the others. ``bias`` has no entries for
+            them. Their scores take part in the sum by which ``renormalize`` divides.
     """
 
     sigmoid: bool = False
@@ -39,6 +41,7 @@ class RoutingRule(NamedTuple):
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    num_always: int = 0
 
 
 SOFTMAX = RoutingRule()
@@ -70,7 +73,7 @@ def topk_router(
 
     Args:
         logits: ``[T, E]``.
-        top_k: experts per token.
+        top_k: experts per token, without those that every token has.
         renormalize: make the chosen weights sum to one (``norm_topk_prob``).
         num_tokens: real tokens; the rows from there on are padding. A ``[1]`` int32 tensor is read on the device.
         first_expert, num_experts: the experts that are here (``num_experts`` None: all from ``first_expert`` on). Ids
@@ -80,13 +83,16 @@ def topk_router(
         shared_gate: ``[T, 1]``, or None. The weight of the shared expert is ``sigmoid(shared_gate)``, or 1.
 
     Returns:
-        ``(weights [T, k] float32, ids [T, k] int32)``, k being ``top_k``, or one more; padding rows have weight 0 and
-        id -1.
+        ``(weights [T, k] float32, ids [T, k] int32)``, k being ``top_k`` and more as said above; padding rows have
+        weight 0 and id -1.
     """
     if rule.sigmoid:
         scores = logits.float().sigmoid()
-        choice = scores if rule.bias is None else scores + rule.bias
+        chosen = scores[:, : scores.shape[1] - rule.num_always]
+        choice = chosen if rule.bias is None else chosen + rule.bias
         ids = _of_best_groups(choice, rule.num_groups, rule.top_groups).topk(top_k, dim=-1)[1]
+        always = torch.arange(chosen.shape[1], scores.shape[1], device=ids.device).expand(ids.shape[0], -1)
+        ids = torch.cat([ids, always], dim=1)
         weights = scores.gather(1, ids)
     else:
         scores = torch.softmax(logits, dim=-1, dtype=torch.float32)

@@ -25,6 +25,7 @@ class Fixed(NamedTuple):
         first_expert, local_experts: the experts that are here; ``shared``: a shared one stands behind them.
         num_experts, top_k, num_groups, top_groups, renormalize, sigmoid: as of ``topk_router``.
         block_e, block_k: powers of two that hold all experts, and those of a token.
+        always: experts at the end that every token has; ``top_k`` counts them too.
     """
 
     first_expert: int
@@ -38,6 +39,7 @@ class Fixed(NamedTuple):
     sigmoid: bool
     block_e: int
     block_k: int
+    always: int
 
 
 @triton.jit
@@ -149,16 +151,22 @@ def _choose_by_softmax(row_logits, experts, inside, places, bias, FIXED: tl.cons
 @triton.jit
 def _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale, FIXED: tl.constexpr):
     TOP_K: tl.constexpr = FIXED.top_k
+    CHOSEN: tl.constexpr = FIXED.top_k - FIXED.always
+    COUNT: tl.constexpr = FIXED.num_experts - FIXED.always
     NUM_GROUPS: tl.constexpr = FIXED.num_groups
     TOP_GROUPS: tl.constexpr = FIXED.top_groups
     GROUP_SIZE: tl.constexpr = FIXED.num_experts // FIXED.num_groups
+    if FIXED.always > 0:
+        inside = inside & (experts < COUNT)
     choice = sigmoid(tl.load(row_logits + experts, mask=inside, other=0.0).to(tl.float32))
     if bias is not None:
         choice += tl.load(bias + experts, mask=inside, other=0.0)
     choice = tl.where(inside, choice, float("-inf"))
     if TOP_GROUPS < NUM_GROUPS:
         choice = _best_groups(choice, experts, NUM_GROUPS, TOP_GROUPS, GROUP_SIZE)
-    chosen_ids = _best_experts(choice, experts, inside, TOP_K, FIXED.block_k)
+    chosen_ids = _best_experts(choice, experts, inside, CHOSEN, FIXED.block_k)
+    if FIXED.always > 0:
+        chosen_ids = tl.where(places < CHOSEN, chosen_ids, COUNT + places - CHOSEN)
     taken = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=0.0).to(tl.float32)
     chosen = tl.where(places < TOP_K, sigmoid(taken), 0.0)
     if FIXED.renormalize:
@@ -196,15 +204,18 @@ def topk_router_triton(
     logits, top_k, *, renormalize, num_tokens, first_expert, num_experts, shared_expert, shared_gate, rule
 ) -> tuple[Tensor, Tensor]:
     """``topk_router`` of ``weft/ops/moe``."""
-    sigmoid, bias, epsilon, scale, num_groups, top_groups = rule
+    sigmoid, bias, epsilon, scale, num_groups, top_groups, num_always = rule
     num_rows, all_experts = logits.shape
     assert logits.stride(1) == 1 and top_k <= all_experts // num_groups * top_groups
+    assert num_always == 0 or (sigmoid and num_groups == 1)
+    top_k += num_always
     places = top_k + shared_expert
     weights = torch.empty((num_rows, places), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, places), dtype=torch.int32, device=logits.device)
     fixed = Fixed(
         first_expert, all_experts - first_expert if num_experts is None else num_experts, shared_expert, all_experts,
         top_k, num_groups, top_groups, renormalize, sigmoid, next_power_of_2(all_experts), next_power_of_2(places),
+        num_always,
     )  # fmt: skip
     count, number = (num_tokens, 0) if isinstance(num_tokens, Tensor) else (None, num_tokens)
     _router_kernel[(num_rows,)](

@@ -28,7 +28,22 @@ class Windows(NamedTuple):
     v: Tensor
 
 
-@with_kernel("weft.ops.window_attention.kernels", by_row("q", "k", "v", "state_slots", "positions"))
+class ScoreTerms(NamedTuple):
+    """Optional terms of scores.
+
+    Attributes:
+        sinks: ``[Hq]`` scores without a value.
+        bias: ``[N, Hq, window]``, contiguous. ``q k^T`` of the key that is d tokens back is increased by entry d.
+    """
+
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+
+
+NO_TERMS = ScoreTerms()
+
+
+@with_kernel("weft.ops.window_attention.kernels", by_row("q", "k", "v", "state_slots", "positions", "terms.bias"))
 def window_attention_decode(
     q: Tensor,
     k: Tensor,
@@ -38,7 +53,7 @@ def window_attention_decode(
     positions: Tensor,
     *,
     scale: float,
-    sinks: Tensor | None = None,
+    terms: ScoreTerms = NO_TERMS,
     out: Tensor | None = None,
     backend: Backend,
 ) -> Tensor:
@@ -51,26 +66,29 @@ def window_attention_decode(
             only the reserved slot's window may change. Other slots occur once.
         positions: ``[N]`` int64, of the tokens in their sequences.
         scale: of the scores.
-        sinks: ``[Hq]`` scores without a value, or None.
         out: ``[N, Hq, D]`` to write to, optional.
 
     Returns:
         ``[N, Hq, D]`` in q's dtype.
     """
-    rows, window = q.shape[0], windows.k.shape[1]
+    (rows, window), (sinks, bias) = (q.shape[0], windows.k.shape[1]), terms
     slots = state_slots.long()
     for new, kept in zip((k, v), windows, strict=True):
         kept[slots, positions % window] = new.to(kept.dtype)
     valid = torch.arange(window, device=q.device) <= positions[:, None]
     keys, values = (torch.where(valid[:, :, None, None], kept.index_select(0, slots), 0.0) for kept in windows)
     grouped = q.view(rows, keys.shape[2], -1, q.shape[2])
-    scores = torch.einsum("nhgd,nwhd->nhgw", grouped.float(), keys.float()) * scale
+    scores = torch.einsum("nhgd,nwhd->nhgw", grouped.float(), keys.float())
+    if bias is not None:
+        back = (positions[:, None] - torch.arange(window, device=q.device)) % window
+        scores += bias.float().gather(2, back[:, None].expand(-1, q.shape[1], -1)).view(scores.shape)
+    scores = scores * scale
     scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
     attended = torch.einsum("nhgw,nwhd->nhgd", _softmax(scores, sinks), values.float()).flatten(1, 2).to(q.dtype)
     return settle_padding(attended, state_slots, out)
 
 
-@with_kernel("weft.ops.window_attention.kernels", by_chunk("k", "v", "q", states=("k_window", "v_window")))
+@with_kernel("weft.ops.window_attention.kernels", by_chunk("k", "v", "bias", "q", states=("k_window", "v_window")))
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -81,6 +99,7 @@ def window_attention(
     *,
     scale: float,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: Backend,
 ) -> Tensor:
     """Attend for the sequences from ``batch.num_decodes`` on; read and update their windows.
@@ -91,7 +110,8 @@ def window_attention(
         k_window, v_window: ``[num_slots, window, Hkv, D]``. Tokens before this step are in the slots of
             ``batch.state_slots``; a sequence that begins in this step has none. The final window is written to the same
             slot, and the window after a chunk to the chunk's ``checkpoint_slot``, if any.
-        scale, sinks: as for ``window_attention_decode``.
+        scale: of the scores.
+        sinks, bias: as in ``ScoreTerms``; ``bias [T, Hq, window]``.
 
     Returns:
         ``[T, Hq, D]`` in q's dtype; rows outside those sequences are zero.
@@ -99,7 +119,7 @@ def window_attention(
     # One sequence after the other.
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     if batch.mixed is not None:
-        given = {"q": q, "k": k, "v": v, "scale": scale, "sinks": sinks}
+        given = {"q": q, "k": k, "v": v, "scale": scale, "sinks": sinks, "bias": bias}
         states = {"k_window": k_window, "v_window": v_window}
         return device_work(window_attention.reference, batch, out, given, states)
     if batch.num_decodes == batch.num_seqs:
@@ -117,7 +137,8 @@ def window_attention(
         keys, values = (
             torch.cat([_entries(windows[slot], stored), new[tokens]]) for windows, new in ((k_window, k), (v_window, v))
         )
-        out[tokens] = _attend(q[tokens], keys, values, before - stored.start, k_window.shape[1], scale, sinks)
+        added = None if bias is None else bias[tokens]
+        out[tokens] = _attend(q[tokens], keys, values, before - stored.start, k_window.shape[1], scale, sinks, added)
         stops = {targets[i]: ends[i] - begin for i in range(first[seq], first[seq + 1]) if targets[i] >= 0}
         for target, count in (*stops.items(), (slot, end - begin)):
             for windows, all_entries in ((k_window, keys), (v_window, values)):
@@ -136,15 +157,25 @@ def _store(window: Tensor, entries: Tensor, first: int, length: int) -> None:
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, before: int, window: int, scale: float, sinks: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    before: int,
+    window: int,
+    scale: float,
+    sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """``q [L, Hq, D]`` stand at positions ``before`` on of ``keys`` and ``values [before + L, Hkv, D]``."""
     own = torch.arange(before, keys.shape[0], device=q.device)[:, None]
     other = torch.arange(keys.shape[0], device=q.device)
     visible = (other <= own) & (other > own - window)
     grouped = q.unflatten(1, (keys.shape[1], -1)).float()
-    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * scale
-    scores = scores.masked_fill(~visible, -torch.inf).transpose(1, 2)  # [Hkv, L, group, K]
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float())
+    if bias is not None:
+        places = (own - other).clamp(0, window - 1)[:, None].expand(-1, q.shape[1], -1)
+        scores += bias.float().gather(2, places).transpose(0, 1).view(scores.shape)
+    scores = (scores * scale).masked_fill(~visible, -torch.inf).transpose(1, 2)  # [Hkv, L, group, K]
     weights = _softmax(scores.transpose(0, 1), sinks)
     return torch.einsum("qhgk,khd->qhgd", weights, values.float()).flatten(1, 2).to(q.dtype)
 

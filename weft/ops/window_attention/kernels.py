@@ -49,6 +49,7 @@ class Fixed(NamedTuple):
         sinks: whether heads have one.
         keep_padding: leave the output of rows with slot 0 as it is.
         split: entries of a window that one program of the decode kernel takes.
+        extent: the window if rows have a bias, else 0.
     """
 
     head_dim: int
@@ -64,6 +65,7 @@ class Fixed(NamedTuple):
     sinks: bool
     keep_padding: bool
     split: int
+    extent: int
 
 
 @triton.jit
@@ -76,7 +78,7 @@ def _load(k, v, rows, valid, dims, FIXED: tl.constexpr):
 
 @jit(do_not_specialize_on_alignment=_METADATA)
 def _window_decode_kernel(
-    q, k, v, k_window, v_window, state_slots, positions, sinks, out, partial, partial_lse, scale_log2, stride_q,
+    q, k, v, k_window, v_window, state_slots, positions, sinks, bias, out, partial, partial_lse, scale_log2, stride_q,
     stride_out, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one row, key head and split. The first split has the token itself and the sink."""
@@ -108,20 +110,27 @@ def _window_decode_kernel(
     acc, row_sum, row_max = start_softmax(sinks, heads, in_group & (split == 0), ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
     own = tl.arange(0, 16)  # as many as a matrix product takes
     p_new = row * ENTRY + kv_head * HEAD_DIM
+    bias_rows = None
+    if FIXED.extent > 0:
+        p_bias = bias + (row * FIXED.num_kv_heads * GROUP + heads) * WINDOW
+        bias_rows = (p_bias, tl.where(in_group, newest, -WINDOW))
     if split == 0:
         own_k, own_v = _load(k + p_new, v + p_new, own * 0, own == 0, dims, FIXED)
         acc, row_sum, row_max = accumulate(
-            acc, row_sum, row_max, queries, own_k, own_v, (own == 0)[None, :], scale_log2, PRECISION, True
-        )
+            acc, row_sum, row_max, queries, own_k, own_v, (own == 0)[None, :], scale_log2, PRECISION, True,
+            newest + own, bias_rows, FIXED.extent,
+        )  # fmt: skip
     p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
     end = tl.minimum(count, (split + 1) * SPLIT)
     for start in tl.range(split * SPLIT, end, KEYS, num_stages=FIXED.stages):
         entries = start + tl.arange(0, KEYS)
         valid = (entries < end) & (entries != newest)
         b_k, b_v = _load(k_window + p_window, v_window + p_window, entries * ENTRY, valid, dims, FIXED)
+        before = tl.where(entries > newest, entries - WINDOW, entries)  # positions, less a multiple of the window
         acc, row_sum, row_max = accumulate(
-            acc, row_sum, row_max, queries, b_k, b_v, valid[None, :], scale_log2, PRECISION, True
-        )
+            acc, row_sum, row_max, queries, b_k, b_v, valid[None, :], scale_log2, PRECISION, True,
+            before, bias_rows, FIXED.extent,
+        )  # fmt: skip
     if SPLIT < WINDOW:
         place = (row * tl.num_programs(2) + split) * (FIXED.num_kv_heads * GROUP) + heads
         filled = tl.where(row_sum > 0.0, row_sum, 1.0)  # the window may not reach this far yet
@@ -166,7 +175,7 @@ def _window_merge_kernel(
 
 @jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def _window_prefill_kernel(
-    q, k, v, k_window, v_window, chunk_seq, first_chunk, cu_seqlens_q, seq_lens, state_slots, sinks, out,
+    q, k, v, k_window, v_window, chunk_seq, first_chunk, cu_seqlens_q, seq_lens, state_slots, sinks, bias, out,
     scale_log2, num_seqs, stride_q,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -203,6 +212,10 @@ def _window_prefill_kernel(
     queries = tl.load(q + rows * stride_q + inside, mask=mask, other=0.0)
     acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
 
+    bias_rows = None
+    if FIXED.extent > 0:
+        p_bias = bias + ((begin + tokens).to(tl.int64) * FIXED.num_kv_heads * GROUP + heads) * WINDOW
+        bias_rows = (p_bias, tl.where(in_block, tokens, -1 - before))  # positions less those before the step
     p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
     # From the oldest token that the block sees. Tiles begin at multiples of their size, whatever the step.
     oldest = tl.maximum(0, before + first - WINDOW + 1) // KEYS * KEYS
@@ -212,8 +225,9 @@ def _window_prefill_kernel(
         b_k, b_v = _load(k_window + p_window, v_window + p_window, (keys % WINDOW) * ENTRY, valid, dims, FIXED)
         visible = valid[None, :] & (keys[None, :] > (before + tokens - WINDOW)[:, None])
         acc, row_sum, row_max = accumulate(
-            acc, row_sum, row_max, queries, b_k, b_v, visible, scale_log2, PRECISION, True
-        )
+            acc, row_sum, row_max, queries, b_k, b_v, visible, scale_log2, PRECISION, True,
+            keys - before, bias_rows, FIXED.extent,
+        )  # fmt: skip
     p_new = begin.to(tl.int64) * ENTRY + kv_head * HEAD_DIM
     end = tl.minimum(first + TOKENS, query_len)
     for start in tl.range(tl.maximum(0, first - WINDOW + 1) // KEYS * KEYS, end, KEYS, num_stages=FIXED.stages):
@@ -221,8 +235,9 @@ def _window_prefill_kernel(
         b_k, b_v = _load(k + p_new, v + p_new, keys * ENTRY, keys < end, dims, FIXED)
         visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] > (tokens - WINDOW)[:, None])
         acc, row_sum, row_max = accumulate(
-            acc, row_sum, row_max, queries, b_k, b_v, visible, scale_log2, PRECISION, True
-        )
+            acc, row_sum, row_max, queries, b_k, b_v, visible, scale_log2, PRECISION, True,
+            keys, bias_rows, FIXED.extent,
+        )  # fmt: skip
     result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
     tl.store(out + rows * (FIXED.num_kv_heads * GROUP * HEAD_DIM) + inside, result, mask=mask)
 
@@ -285,14 +300,17 @@ def _fixed(
     keys: int,
     stages: int,
     sinks: Tensor | None,
+    bias: Tensor | None,
     keep_padding: bool,
     split: int | None = None,
 ) -> Fixed:
     _, window, num_kv_heads, head_dim = k_window.shape
+    assert bias is None or (bias.is_contiguous() and bias.shape[2] == window)
     group = q.shape[1] // num_kv_heads
     return Fixed(
         head_dim, group, num_kv_heads, window, rows // group, rows, keys, max(16, next_power_of_2(head_dim)),
         precision(q), stages, sinks is not None, keep_padding, window if split is None else split,
+        0 if bias is None else window,
     )  # fmt: skip
 
 
@@ -303,10 +321,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, k_window: Tensor, v_window: Tensor) 
 
 @launches(window_attention_decode, invariant={"fixed": True})
 def window_attention_decode_triton(
-    q, k, v, windows, state_slots, positions, *, scale, sinks, out, fixed: bool = False
+    q, k, v, windows, state_slots, positions, *, scale, terms, out, fixed: bool = False
 ) -> Tensor:
     """``fixed``: splits do not follow the rows."""
-    k_window, v_window = windows
+    (k_window, v_window), (sinks, bias) = windows, terms
     _check(q, k, v, k_window, v_window)
     keep, out = out is not None, torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     head_dim, element = q.shape[2], q.element_size()
@@ -315,12 +333,13 @@ def window_attention_decode_triton(
     stages = 2 if element == 4 or head_dim > 128 else 3
     (_, window, num_kv_heads, _), (num_rows, num_heads, _) = k_window.shape, q.shape
     split = window_split(window, 0 if fixed else num_rows * num_kv_heads)
-    parameters, num_splits = _fixed(q, k_window, rows, keys, stages, sinks, keep, split), cdiv(window, split)
+    parameters, num_splits = _fixed(q, k_window, rows, keys, stages, sinks, bias, keep, split), cdiv(window, split)
     shape = (num_rows, num_splits, num_heads) if num_splits > 1 else (1, 1, 1)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     _window_decode_kernel[(num_kv_heads, num_rows, num_splits)](
-        q, k, v, k_window, v_window, state_slots, positions, q if sinks is None else sinks, out, partial, partial_lse,
+        q, k, v, k_window, v_window, state_slots, positions, q if sinks is None else sinks, bias, out,
+        partial, partial_lse,
         scale * LOG2_E.value, q.stride(0), out.stride(0), FIXED=parameters, num_warps=4, **early_launch(q.device),
     )  # fmt: skip
     if num_splits > 1:
@@ -339,7 +358,7 @@ def window_split(window: int, num_programs: int) -> int:
 
 @launches(window_attention, invariant={"fixed": True})
 def window_attention_triton(
-    q, k, v, k_window, v_window, batch, *, scale, sinks, fixed: bool = False
+    q, k, v, k_window, v_window, batch, *, scale, sinks, bias, fixed: bool = False
 ) -> Tensor:  # fmt: skip
     """``fixed``: one tile for any number of rows."""
     _check(q, k, v, k_window, v_window)
@@ -348,10 +367,10 @@ def window_attention_triton(
     (_, window, num_kv_heads, head_dim), num_seqs = k_window.shape, chunks.first.shape[0] - 1
     num_rows, group, small = 1 if fixed else q.shape[0], q.shape[1] // num_kv_heads, is_small(q.device)
     tile = prefill_tile(num_rows, q.shape[1], q.shape[2], group, q.element_size(), small=small)
-    parameters = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, keep_padding=False)
+    parameters = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, bias, keep_padding=False)
     tables = (chunks.seq, chunks.first, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
     _window_prefill_kernel[(num_kv_heads, q.shape[0] // parameters.tokens + chunks.max_seqs + 1)](
-        q, k, v, k_window, v_window, *tables, q if sinks is None else sinks, out, scale * LOG2_E.value, num_seqs,
+        q, k, v, k_window, v_window, *tables, q if sinks is None else sinks, bias, out, scale * LOG2_E.value, num_seqs,
         q.stride(0),
         FIXED=parameters, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

@@ -1,0 +1,96 @@
+"""Short convolutions with a residual connection: of any channels, and at the end of a mixer or an MLP (Inkling).
+
+Job: the taps, with the sum over ranks before the convolution of an output. Does not know: how states are allocated or
+forked; a layer finds them by its own name in the forward context.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from weft.config.inkling import OutputConvConfig
+from weft.config.model import ModelConfig
+from weft.forward_context import get_forward_context
+from weft.graph.split_ops import split_op
+from weft.layers.all_reduce import AllReduce
+from weft.layers.context import ModelContext
+from weft.layers.recurrent import mix_rows
+from weft.layers.weight import RowMap, WeightLayout, WeightModule, WeightPiece, empty_parameter, whole_rows
+from weft.ops.convolution import causal_conv1d, causal_conv1d_update
+
+
+class TapsWithInput:
+    """Receives the taps ``[C, 1, W]`` of a convolution and adds 1 to the last tap, which adds the input."""
+
+    def __init__(self, taps: Tensor) -> None:
+        self._taps = taps
+
+    def copy_(self, source: Tensor) -> None:
+        self._taps.copy_(source)
+        self._taps[..., -1] += 1.0
+
+
+class ResidualConv(WeightModule):
+    """``x + conv(x)``, depthwise and causal: ``[T, C] -> [T, C]``; padding rows are zero.
+
+    Args:
+        parts: the prefix of each part's tensors -> where its channels go.
+    """
+
+    def __init__(self, parts: dict[str, RowMap], kernel: int, context: ModelContext) -> None:
+        super().__init__()
+        self._parts, self._backend = parts, context.backend
+        channels = sum(rows.count for rows in parts.values())
+        # The taps of the sum with the input. They need more digits than a model's dtype may have beside the 1.
+        self.weight = empty_parameter(channels, kernel, dtype=torch.float32, device=context.device)
+
+    def convolve(self, x: Tensor, state: Tensor) -> Tensor:
+        """Convolve the rows of this step's batch. ``state [num_slots, C, W - 1]`` is read and updated."""
+        batch, weights, backend = get_forward_context().batch, (self.weight, None), self._backend
+        return mix_rows(
+            [x],
+            [state],
+            batch,
+            x.shape[1:],
+            lambda x, *, slots, out: causal_conv1d_update(
+                x, *weights, state, slots, silu=False, backend=backend, out=out
+            ),
+            lambda x: causal_conv1d(x, *weights, state, batch, silu=False, backend=backend),
+        )
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({f"{part}weight": self._piece(rows) for part, rows in self._parts.items()},)
+
+    def _piece(self, rows: RowMap) -> WeightPiece:
+        piece = rows.piece(self.weight, middle=(1,))
+        return replace(
+            piece, copies=tuple((source, TapsWithInput(self.weight[run.target_rows, None]))
+                                for (source, _), run in zip(piece.copies, rows.runs, strict=True))
+        )  # fmt: skip
+
+
+class OutputConv(WeightModule):
+    """``[T, hidden_size]``, a rank's part of a sum, to the convolved sum ``[T, hidden_size]``; padding rows are zero.
+
+    Args:
+        name: key of the layer's state and of its entry in the layer table, for example ``model.layers.3.mlp_sconv``.
+    """
+
+    def __init__(self, geometry: OutputConvConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
+        super().__init__()
+        self.name, self.width = name, geometry.num_channels
+        self._all_reduce = AllReduce.over_ranks(geometry.num_channels, context)
+        self.conv1d = ResidualConv({"": whole_rows(geometry.num_channels)}, geometry.kernel, context)
+        context.layers.register(name, self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x if self._all_reduce is None else self._all_reduce(x))
+
+    @split_op("output_conv", width=lambda layer: layer.width)
+    def mix(self, x: Tensor) -> Tensor:
+        """The convolution: ``[T, hidden_size] -> [T, hidden_size]``."""
+        return self.conv1d.convolve(x, get_forward_context().caches[self.name]["conv"])
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        return ({},)
