@@ -100,6 +100,10 @@ FAMILIES = {
     "windows": Family("GptOssForCausalLM", {"hidden_size": 256, "head_dim": 64, "sliding_window": 512}, {}, """
         window_attention.kernels._store_windows_kernel window_attention.kernels._window_decode_kernel
         window_attention.kernels._window_merge_kernel window_attention.kernels._window_prefill_kernel"""),
+    "ZAYA1": Family(
+        "ZayaForCausalLM", {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 8, "sliding_window": 512,
+                            "router_hidden_size": 256, "cca_time1": 2}, {}, "",
+    ),
     "RG-LRU": Family("RecurrentGemmaForCausalLM", {"hidden_size": 256, "lru_width": 256, "head_dim": 64}, {}, """
         rg_lru.scan._rg_lru_kernel rg_lru.scan._rg_lru_step_kernel"""),
     "heads of 256": Family(NEXT, GEOMETRY | {"head_dim": 256}, {"speculative_config": _NGRAM}, ""),

@@ -23,9 +23,7 @@ from weft.layers.linear import QKVParallelLinear
 from weft.layers.recurrent import mix_rows
 from weft.layers.sliding_window import SlidingWindowAttention
 from weft.layers.weight import RowMap, RowRun, WeightLayout, WeightModule, WeightPiece, empty_parameter, uniform_range
-from weft.ops.backend import Backend
 from weft.ops.convolution import causal_conv1d, causal_conv1d_update
-from weft.ops.linear import head_linear
 from weft.ops.rotary import HeadNorms
 
 _EPS = 1e-16
@@ -231,9 +229,8 @@ class ConvolutionalAttention(Attention):
         mixed = torch.lerp(q, k.unflatten(1, (kv_heads, 1, size)), 0.5)
         out = torch.cat([mixed.flatten(1), mixed.mean(2).flatten(1), v], dim=1)
         own = out[:, :-values].unflatten(1, (-1, size))
-        backend = self._backend if self._backend.is_invariant else Backend.TORCH
-        own += head_linear(copied.unflatten(1, (own.shape[1], -1)), self.conv_qk.grouped, backend=backend)
-        own += self.conv_qk.grouped_bias
+        copied = copied.unflatten(1, (own.shape[1], -1)).transpose(0, 1)
+        own += torch.baddbmm(self.conv_qk.grouped_bias[:, None], copied, self.conv_qk.grouped).transpose(0, 1)
         return out
 
     def _depthwise(self, x: Tensor) -> Tensor:
