@@ -12,7 +12,7 @@ import pytest
 from tests import test_x_matrix_fp8 as fp8
 from tests import test_x_matrix_images as images
 from tests import x_matrix as matrix
-from tests.whole import covering
+from tests.whole import covering, takes_long
 
 MODES = [("NONE", "overlap"), ("FULL", "in turn")]
 if matrix.WHOLE:
@@ -75,7 +75,7 @@ def test_every_kind_of_layer_comes_back(kind: str, references: dict[str, matrix.
         assert engine.llm.stats().num_external_hit_tokens
 
 
-@pytest.mark.parametrize("kind", list(fp8.NAMES))
+@pytest.mark.parametrize("kind", [pytest.param("weights", marks=takes_long), "kv", "kv, no states"])
 def test_fp8_comes_back(kind: str, tmp_path: Path) -> None:
     """Weights in FP8, or keys and values."""
     more: dict[str, Any] = {} if kind == "weights" else {"kv_cache_dtype": "fp8"}

@@ -18,6 +18,7 @@ from tests.offload.always import AlwaysRestore
 from tests.offload.fake_host import request
 from tests.offload.test_engine import PROMPTS, TINY, serve
 from tests.offload.test_tier import PROMPT, House
+from tests.whole import RUNS_LONG
 from weft import LLM
 from weft.cli import main
 from weft.config import resolve
@@ -181,7 +182,7 @@ def test_a_killed_process_leaves_a_folder_that_can_be_used(tmp_path: Path) -> No
         "llm = engine(Path(sys.argv[1]))\n"
         "while True:\n    for index in range(4): print(serve(llm, index)[0], flush=True)\n"
     )
-    for seed in range(2):
+    for seed in range(2 if RUNS_LONG else 1):
         process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for _ in range(5 + 3 * seed):

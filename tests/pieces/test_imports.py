@@ -25,7 +25,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("weft.pi
 
 
 @pytest.mark.parametrize(
-    "mode", ["FULL", "PIECEWISE", *(pytest.param(m, marks=takes_long) for m in ("NONE", "FULL_DECODE_ONLY"))]
+    "mode", ["FULL", *(pytest.param(m, marks=takes_long) for m in ("PIECEWISE", "NONE", "FULL_DECODE_ONLY"))]
 )
 def test_pieces_are_imported_only_by_engines_that_use_them(tmp_path: Path, mode: str) -> None:
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)

@@ -13,11 +13,12 @@ from openai import OpenAI
 from demo import tools
 from tests.patience import GUARD_S
 from tests.server.running import RunningServer
+from tests.whole import RUNS_LONG
 
 MODEL = "weft-mini"
 RIGHT = 0.75
 """Share of exact answers; the wordings are those of the training."""
-COUNT = 8
+COUNT = 8 if RUNS_LONG else 4
 
 
 def asked_for_calls() -> list[dict[str, Any]]:
