@@ -183,7 +183,7 @@ def quantize_checkpoint(plain: Path, scheme: str, left_out: str = "no tensor") -
     return folder / "fp8"
 
 
-_FUSED = re.compile(r"(.*\.self_attn\.qkv_proj)\..*")
+_FUSED = re.compile(r".*\.self_attn\.qkv_proj\.conv_qk_.*")
 """Tensors of ZAYA1. transformers stores all experts of a layer in two tensors; FP8 checkpoints store each expert."""
 
 
