@@ -12,10 +12,12 @@ import torch
 WHOLE = bool(os.environ.get("WEFT_WHOLE_MATRIX"))
 """Whether every case runs. Without it each matrix runs the part that it names."""
 
-RUNS_LONG = WHOLE or bool(os.environ.get("WEFT_LONG_TESTS")) or torch.cuda.is_available()
-"""Whether tests that take long run, also where a matrix runs in part, as for planted bugs (``make mutate``)."""
+_LONG = WHOLE or bool(os.environ.get("WEFT_LONG_TESTS"))
 
-takes_long = pytest.mark.skipif(not RUNS_LONG, reason="takes long; runs in make test-all")
+RUNS_LONG = _LONG or torch.cuda.is_available()
+"""Whether every case runs, also where a matrix runs in part: on a GPU, and for planted bugs (``make mutate``)."""
+
+takes_long = pytest.mark.skipif(not _LONG, reason="takes long; runs in make test-all")
 """For a test of a second or more, whose subject has quicker tests too."""
 
 
