@@ -36,7 +36,7 @@ CONVOLUTIONAL_ATTENTION = (
     ),
     mutant(
         "state-of-convolutions-is-stale", "a chunk leaves its last inputs to the next one", LAYER,
-        "weights = conv.weight, conv.bias, state", "weights = conv.weight, conv.bias, state.clone()", CHUNKED,
+        "taps.bias, state, silu=False", "taps.bias, state.clone(), silu=False", CHUNKED,
     ),
     mutant(
         "states-at-wrong-positions", "a state is stored where a chunk with a checkpoint ends",

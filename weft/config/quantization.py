@@ -120,15 +120,15 @@ ONLINE_INT4 = QuantizationConfig("online", (Rule(Scheme("online", "int4", "group
 ONLINE_FORMS = {"fp8": ONLINE, "int4": ONLINE_INT4}
 
 
+_PLAIN = re.compile(r"[\w.-]+")
+
+
 @lru_cache(maxsize=64)
 def _split(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     """Plain names, and patterns with other characters. A checkpoint may list a name for each of its layers, and names
     are found in a set without a look at the others."""
     bare = [pattern.removeprefix("re:") for pattern in patterns]
     return frozenset(bare), tuple(pattern for pattern in bare if not _PLAIN.fullmatch(pattern))
-
-
-_PLAIN = re.compile(r"[\w.-]+")
 
 
 def _matches_part(patterns: tuple[str, ...], name: str) -> bool:

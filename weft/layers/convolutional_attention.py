@@ -20,10 +20,9 @@ from weft.forward_context import get_forward_context
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear
-from weft.layers.recurrent import mix_rows
+from weft.layers.short_conv import convolve_rows
 from weft.layers.sliding_window import SlidingWindowAttention
 from weft.layers.weight import RowMap, RowRun, WeightLayout, WeightModule, WeightPiece, empty_parameter, uniform_range
-from weft.ops.convolution import causal_conv1d, causal_conv1d_update
 from weft.ops.rotary import HeadNorms
 
 _EPS = 1e-16
@@ -221,10 +220,12 @@ class ConvolutionalAttention(Attention):
         """``[T, q | k | v] -> [T, q | k | v]``, which norms and rotation follow."""
         heads, kv_heads, size = self._heads.num_heads, self._heads.num_kv_heads, self.head_dim
         values = kv_heads * size
-        conv = self._depthwise(qkv.index_select(1, self.conv_qk.conv.channels))
+        taps, state = self.conv_qk.conv, get_forward_context().caches[self.name]["conv"]
+        x = qkv.index_select(1, taps.channels)
+        conv = convolve_rows(x, taps.weight, taps.bias, state, silu=False, backend=self._backend)
         copied, v = conv[:, :-values], conv[:, -values:]
         if self.qkv_proj.bias is not None:  # which the token before the first one has, too
-            v = torch.where((positions == 0)[:, None] & self.conv_qk.conv.delayed, self.qkv_proj.bias[-values:], v)
+            v = torch.where((positions == 0)[:, None] & taps.delayed, self.qkv_proj.bias[-values:], v)
         q, k = qkv[:, : heads * size].unflatten(1, (kv_heads, -1, size)), qkv[:, heads * size : -values]
         mixed = torch.lerp(q, k.unflatten(1, (kv_heads, 1, size)), 0.5)
         out = torch.cat([mixed.flatten(1), mixed.mean(2).flatten(1), v], dim=1)
@@ -232,21 +233,6 @@ class ConvolutionalAttention(Attention):
         copied = copied.unflatten(1, (own.shape[1], -1)).transpose(0, 1)
         own += torch.baddbmm(self.conv_qk.grouped_bias[:, None], copied, self.conv_qk.grouped).transpose(0, 1)
         return out
-
-    def _depthwise(self, x: Tensor) -> Tensor:
-        """``[T, C] -> [T, C]``."""
-        context, conv = get_forward_context(), self.conv_qk.conv
-        batch, state = context.batch, context.caches[self.name]["conv"]
-        weights = conv.weight, conv.bias, state
-        options: dict[str, Any] = {"silu": False, "backend": self._backend}
-        return mix_rows(
-            [x],
-            [state],
-            batch,
-            x.shape[1:],
-            lambda x, *, slots, out: causal_conv1d_update(x, *weights, slots, out=out, **options),
-            lambda x: causal_conv1d(x, *weights, batch, **options),
-        )
 
 
 class ConvolutionalWindow(ConvolutionalAttention, SlidingWindowAttention):

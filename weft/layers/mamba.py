@@ -21,9 +21,8 @@ from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.recurrent import RecurrentLayer, mix_rows
-from weft.layers.short_conv import DepthwiseConv
+from weft.layers.short_conv import DepthwiseConv, convolve_rows
 from weft.layers.weight import RowMap, WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows
-from weft.ops.convolution import causal_conv1d, causal_conv1d_update
 from weft.ops.mamba import ScanWeights, selective_scan, selective_scan_step
 from weft.ops.norm import split_rms_norm
 
@@ -101,15 +100,7 @@ class SelectiveScanLayer(RecurrentLayer):
         batch, cache = context.batch, context.caches[self.name]
         backend, shape = self._backend, [self.num_channels]
         x, z = projected.chunk(2, dim=-1)
-        conv = self.conv1d.weight, self.conv1d.bias, cache["conv"]
-        x = mix_rows(
-            [x],
-            [cache["conv"]],
-            batch,
-            shape,
-            lambda x, *, slots, out: causal_conv1d_update(x, *conv, slots, backend=backend, out=out),
-            lambda x: causal_conv1d(x, *conv, batch, backend=backend),
-        )
+        x = convolve_rows(x, self.conv1d.weight, self.conv1d.bias, cache["conv"], silu=True, backend=backend)
         scan = ScanWeights(self.time_bias, self.A_log, self.D), cache["recurrent"]
         return mix_rows(
             [x, z, *self.time_steps(x)],

@@ -16,9 +16,8 @@ from weft.layers.context import ModelContext
 from weft.layers.embedding import VocabParallelEmbedding
 from weft.layers.linear import PackedLinear
 from weft.layers.norm import StreamsNorm
-from weft.layers.recurrent import mix_rows
+from weft.layers.short_conv import convolve_rows
 from weft.layers.weight import RowMap, RowRun, WeightLayout, WeightModule, empty_parameter, whole_rows
-from weft.ops.convolution import causal_conv1d, causal_conv1d_update
 from weft.ops.ngram import last_tokens, ngram_rows
 
 
@@ -106,7 +105,8 @@ class NGramEmbedding(WeightModule):
         gate = (key * query).sum(-1, keepdim=True) / geometry.hidden_size**0.5
         gate = gate.abs().clamp_min(1e-6).sqrt() * gate.sign()
         gated = gate.sigmoid() * value[:, None]
-        return gated.flatten(1) + self._convolve(self.norm_conv(gated).flatten(1), cache["conv"], batch)
+        normed, conv = self.norm_conv(gated).flatten(1), self.conv1d.weight
+        return gated.flatten(1) + convolve_rows(normed, conv, None, cache["conv"], silu=True, backend=self._backend)
 
     def _embed(self, input_ids: Tensor, cache: Tensor, batch: Batch) -> Tensor:
         """``[T] -> [T, width]``."""
@@ -115,19 +115,6 @@ class NGramEmbedding(WeightModule):
         rows = ngram_rows(tokens, self._multipliers, self._sizes, self._offsets, geometry.heads)
         embedded = self.ngram_embedding(rows).flatten(1)
         return embedded if self._all_reduce is None else self._all_reduce(embedded)
-
-    def _convolve(self, x: Tensor, state: Tensor, batch: Batch) -> Tensor:
-        weight = self.conv1d.weight
-        return mix_rows(
-            [x],
-            [state],
-            batch,
-            [self.width],
-            lambda x, *, slots, out: causal_conv1d_update(
-                x, weight, None, state, slots, backend=self._backend, out=out
-            ),
-            lambda x: causal_conv1d(x, weight, None, state, batch, backend=self._backend),
-        )
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({},)

@@ -98,7 +98,7 @@ class RelativeAttention(Attention):
 
     def _bias(self, relative: Tensor) -> Tensor:
         """The biases, as attention takes them: before scores are scaled."""
-        return self.rel_logits_proj(relative) / self._scale
+        return self.rel_logits_proj(relative / self._scale)
 
 
 class RelativeWindowAttention(RelativeAttention):

@@ -15,9 +15,8 @@ from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.recurrent import mix_rows
+from weft.layers.short_conv import convolve_rows
 from weft.layers.weight import RowMap, WeightLayout, WeightModule, WeightPiece, empty_parameter, whole_rows
-from weft.ops.convolution import causal_conv1d, causal_conv1d_update
 
 
 class TapsWithInput:
@@ -47,17 +46,7 @@ class ResidualConv(WeightModule):
 
     def convolve(self, x: Tensor, state: Tensor) -> Tensor:
         """Convolve the rows of this step's batch. ``state [num_slots, C, W - 1]`` is read and updated."""
-        batch, weights, backend = get_forward_context().batch, (self.weight, None), self._backend
-        return mix_rows(
-            [x],
-            [state],
-            batch,
-            x.shape[1:],
-            lambda x, *, slots, out: causal_conv1d_update(
-                x, *weights, state, slots, silu=False, backend=backend, out=out
-            ),
-            lambda x: causal_conv1d(x, *weights, state, batch, silu=False, backend=backend),
-        )
+        return convolve_rows(x, self.weight, None, state, silu=False, backend=self._backend)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({f"{part}weight": self._piece(rows) for part, rows in self._parts.items()},)

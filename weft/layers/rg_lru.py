@@ -18,10 +18,9 @@ from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.recurrent import RecurrentLayer, mix_rows
-from weft.layers.short_conv import DepthwiseConv
+from weft.layers.short_conv import DepthwiseConv, convolve_rows
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, split_rows, stacked, uniform_range
 from weft.ops.activation import gelu_mul
-from weft.ops.convolution import causal_conv1d, causal_conv1d_update
 from weft.ops.linear import head_linear
 from weft.ops.rg_lru import rg_lru, rg_lru_step
 
@@ -88,15 +87,7 @@ class RgLru(RecurrentLayer):
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
         backend, shape = self._backend, [self.num_channels]
-        conv = self.conv1d.weight, self.conv1d.bias, cache["conv"]
-        x = mix_rows(
-            [x],
-            [cache["conv"]],
-            batch,
-            shape,
-            lambda x, *, slots, out: causal_conv1d_update(x, *conv, slots, silu=False, backend=backend, out=out),
-            lambda x: causal_conv1d(x, *conv, batch, silu=False, backend=backend),
-        )
+        x = convolve_rows(x, self.conv1d.weight, self.conv1d.bias, cache["conv"], silu=False, backend=backend)
         unit = self.rg_lru.decay, cache["recurrent"]
         return mix_rows(
             [x, self.rg_lru(x)],

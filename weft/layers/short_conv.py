@@ -1,4 +1,4 @@
-"""Double-gated short convolution, the recurrent token mixer of LFM2.
+"""Depthwise convolutions of a step's rows, and the double-gated short convolution, LFM2's recurrent token mixer.
 
 Job: one merged input projection ``b | c | x``, ``c * conv(b * x)``, output projection. Owns: the layer's weights,
 sharded by channel. Does not know: how states are allocated or forked; it finds them by its own name in the forward
@@ -16,7 +16,8 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_parameter, split_rows
-from weft.ops.convolution import short_conv, short_conv_decode
+from weft.ops.backend import Backend
+from weft.ops.convolution import causal_conv1d, causal_conv1d_update, short_conv, short_conv_decode
 
 
 class DepthwiseConv(WeightModule):
@@ -42,6 +43,26 @@ class DepthwiseConv(WeightModule):
         if self.bias is not None:
             layout |= {f"{part}bias": rows.piece(self.bias) for part, rows in form.items()}
         return layout
+
+
+def convolve_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, silu: bool, backend: Backend
+) -> Tensor:
+    """Convolve the rows of this step's batch: ``[T, C] -> [T, C]``. ``state [num_slots, C, W - 1]`` advances in place.
+
+    Args:
+        weight, bias: ``[C, W]`` and ``[C]``.
+        silu: apply SiLU to the result.
+    """
+    batch, conv = get_forward_context().batch, (weight, bias, state)
+    return mix_rows(
+        [x],
+        [state],
+        batch,
+        x.shape[1:],
+        lambda x, *, slots, out: causal_conv1d_update(x, *conv, slots, silu=silu, backend=backend, out=out),
+        lambda x: causal_conv1d(x, *conv, batch, silu=silu, backend=backend),
+    )
 
 
 class ShortConv(RecurrentLayer):

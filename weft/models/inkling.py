@@ -72,6 +72,6 @@ class InklingModel(CausalLM):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits = super().compute_logits(hidden_states)
-        if self._num_ids is None:
-            return logits
-        return torch.cat([logits[:, : self._num_ids], torch.full_like(logits[:, self._num_ids :], -torch.inf)], dim=1)
+        if self._num_ids is not None:
+            logits[:, self._num_ids :] = -torch.inf
+        return logits
