@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutant import mutant
 
 TIER, FUZZ, ENGINE = "tests/offload/test_tier.py", "tests/offload/test_tier_fuzz.py", "tests/offload/test_engine.py"
-MATRIX = "tests/test_x_matrix_tiers.py"
+MATRIX, RANKS = "tests/test_x_matrix_tiers.py", "tests/offload/test_ranks.py"
 
 TIERS = (
     mutant(
@@ -18,7 +18,7 @@ TIERS = (
     ),
     mutant(
         "tier-salt-ignored", "nothing of one salt is found with another", "weft/offload/keys.py",
-        'text = f"{fingerprint}\\n" if salt is None else f"{fingerprint}\\nsalt {salt}"', "text = fingerprint", TIER,
+        'text = f"{fingerprint}\n" if salt is None else f"{fingerprint}\nsalt {salt}"', "text = fingerprint", TIER,
     ),
     mutant(
         "tier-no-pin-while-evicting", "making room for a restore evicts nothing that it reads",
@@ -71,6 +71,23 @@ TIERS = (
         "tier-writes-in-place", "a crash leaves whole files only", "weft/offload/disk.py",
         'temporary = path.with_name(f"{name}.{os.getpid()}{TEMPORARY}")', "temporary = path",
         "tests/offload/test_disk.py",
+    ),
+    mutant(
+        "tier-one-rank-suffices", "an entry is read when every rank has read its share", "weft/runner/file_results.py",
+        "if count + 1 == self._tp.size:", "if True:", RANKS,
+    ),
+    mutant(
+        "tier-lost-share", "an entry that a rank lacks is no entry", "weft/offload/disk_tier.py",
+        "whole = set(first).intersection(*others)", "whole = set(first)", RANKS,
+    ),
+    mutant(
+        "tier-late-rank", "a rank restores what its own copies have stored", "weft/runner/host_link.py",
+        "        for event in earlier:\n            self._up.wait_event(event)\n", "",
+        "tests/offload/test_host_link.py",
+    ),
+    mutant(
+        "tier-shares-alike", "a rank reads its own share alone", "weft/offload/disk.py",
+        'return fingerprint if num_ranks == 1 else f"{fingerprint}-{rank}of{num_ranks}"', "return fingerprint", RANKS,
     ),
     mutant(
         "tier-split-keys", "a split node keeps the keys of its own pages", "weft/cache/radix_tree.py",

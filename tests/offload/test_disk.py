@@ -216,8 +216,6 @@ def test_refused_settings(tmp_path: Path) -> None:
     folder = {"device": "cpu", "kv_offloading_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match="has no effect without kv_offloading_size"):
         resolve(**folder)
-    with pytest.raises(ConfigError, match="is not possible with tensor_parallel_size=2"):
-        resolve(**folder, kv_offloading_size=1, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="has no effect without kv_offloading_dir"):
         resolve(device="cpu", kv_offloading_size=1, kv_offloading_disk_size=2)
     assert resolve(**folder, kv_offloading_size=2).kv_offloading_disk_size == 8

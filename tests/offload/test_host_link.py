@@ -111,3 +111,21 @@ def test_a_restore_reads_what_a_store_has_written(streams: Streams) -> None:
     with link.restoring(2, after=1):
         link.to_device(memory, [0, 1])
         assert streams.is_after(gathered) and streams.is_after(stored)
+
+
+def test_a_late_rank_waits_for_its_own_copies(streams: Streams) -> None:
+    """Rank 0 has stored the entry already, so the restore names no store."""
+    link = CudaLink(torch.device("cpu"), 16)
+    uses: list[tuple[str, Clock]] = []
+    memory: Any = Memory(streams, uses)
+    with link.storing(1):
+        link.to_host(link.rows(2, memory), memory, [0, 1])
+    stored = uses[-1][1]
+    with link.restoring(2, after=0):
+        link.to_device(memory, [0, 1])
+        assert not streams.is_after(stored), "rank 0 has nothing to wait for"
+    earlier = link.mark()
+    with link.restoring(3, after=0, earlier=earlier):
+        link.to_device(memory, [0, 1])
+        assert streams.is_after(stored)
+    assert any(all(event.clock.get(name, 0) >= count for name, count in stored.items()) for event in earlier)

@@ -125,11 +125,6 @@ def _choose_disk_tier(values: dict[str, Any], reasons: dict[str, str], given: Se
         raise ConfigError(
             f"kv_offloading_dir={str(folder)!r} has no effect without kv_offloading_size; give both or none"
         )
-    if folder is not None and values["tensor_parallel_size"] > 1:
-        raise ConfigError(
-            f"kv_offloading_dir={str(folder)!r} is not possible with tensor_parallel_size="
-            f"{values['tensor_parallel_size']}: ranks would have to agree on every file; leave it out"
-        )
     for name in ("kv_offloading_disk_size", "kv_offloading_disk_hours"):
         if folder is None and name in given:
             raise ConfigError(f"{name}={values[name]} has no effect without kv_offloading_dir; give both or none")

@@ -28,9 +28,10 @@ def make_tier(config: EngineConfig, spec: CacheSpec) -> HostTier:
     if config.kv_offloading_dir is not None:
         assert config.kv_offloading_disk_size is not None
         fingerprint = fingerprint_of(config, spec)
-        max_bytes, max_age_s = int(config.kv_offloading_disk_size * 2**30), config.kv_offloading_disk_hours * 3600
-        disk = DiskTier(config.kv_offloading_dir, fingerprint, max_bytes, max_age_s)
-        logger.info("disk tier: %d files, %.2f GiB", len(disk), disk.num_bytes / 2**30)
+        ranks, max_age_s = config.tensor_parallel_size, config.kv_offloading_disk_hours * 3600
+        max_bytes = int(config.kv_offloading_disk_size * 2**30) // ranks
+        disk = DiskTier(config.kv_offloading_dir, fingerprint, max_bytes, max_age_s, ranks)
+        logger.info("disk tier: %d entries, %.2f GiB on each rank", len(disk), disk.num_bytes / 2**30)
     return HostTier(
         spec,
         num_pages=plan.num_pages,

@@ -9,7 +9,8 @@ differs in anything is rejected with a reason::
 
     magic, version | length and checksum of the header | header (JSON) | content
 
-Files lie in ``FOLDER/FINGERPRINT/xx/NAME``, where ``xx`` are the first digits of the name.
+Files lie in ``FOLDER/FINGERPRINT/xx/NAME``, where ``xx`` are the first digits of the name. With tensor parallelism each
+rank has files of its own, under a fingerprint that also says the rank and the number of ranks.
 """
 
 import json
@@ -38,6 +39,11 @@ class FoundFile:
     path: Path
     num_bytes: int
     used: float
+
+
+def share_of(fingerprint: str, rank: int, num_ranks: int) -> str:
+    """The fingerprint of the files of one rank."""
+    return fingerprint if num_ranks == 1 else f"{fingerprint}-{rank}of{num_ranks}"
 
 
 def path_of(folder: Path, fingerprint: str, name: str) -> Path:

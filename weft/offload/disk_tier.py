@@ -73,9 +73,10 @@ class DiskTier:
     Args:
         fingerprint: of the engine. Files of others are not looked at.
         max_bytes, max_age_s: bounds. The least recently used files are removed first.
+        num_ranks: number of ranks, each of which has a file of every entry. All sizes are those of rank 0.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, max_bytes: int, max_age_s: float) -> None:
+    def __init__(self, folder: Path, fingerprint: str, max_bytes: int, max_age_s: float, num_ranks: int = 1) -> None:
         self.counts = DiskCounts()
         self._max_bytes, self._max_age_s = max_bytes, max_age_s
         self._files: OrderedDict[bytes, tuple[DiskEntry, int, float]] = OrderedDict()
@@ -86,12 +87,24 @@ class DiskTier:
         self._void: set[int] = set()
         self._number = 0
         disk.remove_torn(folder)
-        for found in sorted(disk.files_of(folder / fingerprint), key=lambda found: found.used):
+        shares = [folder / disk.share_of(fingerprint, rank, num_ranks) for rank in range(num_ranks)]
+        first, *others = ({found.path.name: found for found in disk.files_of(share)} for share in shares)
+        whole = set(first).intersection(*others)
+        self._drop_parts(set().union(first, *others) - whole)
+        for found in sorted((first[name] for name in whole), key=lambda found: found.used):
             try:
                 self._add(entry_of(found.path.name), found.num_bytes, found.used)
             except ValueError:
                 continue
         self._trim()
+
+    def _drop_parts(self, names: set[str]) -> None:
+        """Remove files whose entry some rank lacks, because the engine ended while its ranks wrote or removed them."""
+        if names:
+            logger.warning("disk tier: %d entries are removed, because a rank has no file of them", len(names))
+        self.counts.num_rejected_files += len(names)
+        for name in names:
+            self._order("drop", name)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -195,6 +208,8 @@ class DiskTier:
             if not self.counts.num_failed_saves:
                 logger.warning("host tier: a file cannot be written, further failures are counted only: %s", reason)
             self.counts.num_failed_saves += 1
+            if entry.key not in self._files:  # other ranks may have written theirs
+                self._order("drop", name_of(entry))
         elif entry is not None and entry.key not in self._files:
             self.counts.num_disk_saves += 1
             self.counts.saved_bytes += num_bytes

@@ -51,8 +51,9 @@ class DirectLink:
         self._finished.append((number, time.perf_counter() - began))
 
     @contextmanager
-    def restoring(self, number: int, after: int) -> Iterator[None]:
-        """Run the body, which is the copy ``number`` from the host. It reads the results of the store ``after``."""
+    def restoring(self, number: int, after: int, earlier: Sequence[torch.cuda.Event] = ()) -> Iterator[None]:
+        """Run the body, which is the copy ``number`` from the host. It reads the results of the store ``after`` and of
+        the copies ``earlier``."""
         with self.storing(number):
             yield
 
@@ -73,6 +74,10 @@ class DirectLink:
 
     def wait(self) -> None:
         """Wait for the oldest restore in flight."""
+
+    def mark(self) -> list[torch.cuda.Event]:
+        """The ends of all copies so far."""
+        return []
 
     def finished(self) -> Finished:
         """The copies that are done, each once."""
@@ -115,11 +120,13 @@ class CudaLink:
         self._end(copy, self._down)
 
     @contextmanager
-    def restoring(self, number: int, after: int) -> Iterator[None]:
+    def restoring(self, number: int, after: int, earlier: Sequence[torch.cuda.Event] = ()) -> Iterator[None]:
         # A step in flight may still use the pages and slots, and gathers of this step read them.
         self._up.wait_stream(torch.cuda.current_stream())
         if after in self._ends:
             self._up.wait_event(self._ends[after])
+        for event in earlier:
+            self._up.wait_event(event)
         copy = self._begin(number, is_restore=True)
         copy.begin.record(self._up)
         with torch.cuda.stream(self._up):
@@ -174,6 +181,12 @@ class CudaLink:
         restore = next((copy for copy in self._in_flight if copy.is_restore), None)
         if restore is not None:
             restore.end.synchronize()
+
+    def mark(self) -> list[torch.cuda.Event]:
+        events = [torch.cuda.Event() for _ in range(2)]
+        for event, stream in zip(events, (self._down, self._up), strict=True):
+            event.record(stream)
+        return events
 
     def finished(self) -> Finished:
         done = [copy for copy in self._in_flight if copy.end.query()]

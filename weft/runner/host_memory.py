@@ -22,10 +22,13 @@ from torch import Tensor
 from weft.cache.spec import CacheSpec
 from weft.forward_context import LayerCache
 from weft.messages import SchedulerOutput, Transfer
+from weft.offload.disk import share_of
 from weft.offload.plan import TierPlan
 from weft.ops.attention.records import Records
 from weft.ops.backend import Backend
+from weft.parallel.tensor_parallel import SingleRank, TensorParallel
 from weft.runner.buffers import device_ints
+from weft.runner.file_results import FileResults
 from weft.runner.host_files import HostFiles
 from weft.runner.host_link import CHUNK_BYTES, CudaLink, DirectLink
 from weft.runner.pinned_memory import allocate_host
@@ -38,6 +41,11 @@ T = TypeVar("T")
 class HostMemory:
     """Pinned memory for records.
 
+    Args:
+        plan: of one rank.
+        folder, fingerprint: of the files, if there are any.
+        tp: the ranks, each of which has files of its own.
+
     Attributes:
         pages: ``[num_pages, page_bytes]`` bytes.
         states: ``[num_slots, slot_bytes + page_bytes]`` bytes: a state, and the KV of the partial page at its position.
@@ -48,7 +56,14 @@ class HostMemory:
         CapacityError: the host lacks the memory.
     """
 
-    def __init__(self, plan: TierPlan, device: torch.device, folder: Path | None = None, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        plan: TierPlan,
+        device: torch.device,
+        folder: Path | None = None,
+        fingerprint: str = "",
+        tp: TensorParallel | None = None,
+    ) -> None:
         began = time.monotonic()
         on_gpu = device.type == "cuda"
         block = allocate_host(max(1, plan.num_bytes), "kv_offloading_size", pin=on_gpu, owner=self)
@@ -57,8 +72,11 @@ class HostMemory:
         self.states = block[split : plan.num_bytes].view(plan.num_slots, plan.slot_bytes)
         largest = max(plan.page_bytes, plan.slot_bytes, min(CHUNK_BYTES, plan.num_bytes))
         self.link = CudaLink(device, largest) if on_gpu else DirectLink()
-        self.files = HostFiles(folder, fingerprint, self.pages, self.states) if folder is not None else None
-        if self.files is not None:
+        self.files, self.has_ranks = None, tp is not None and tp.size > 1
+        if folder is not None:
+            tp = tp if tp is not None else SingleRank()
+            share = share_of(fingerprint, tp.rank, tp.size)
+            self.files = HostFiles(folder, share, self.pages, self.states, FileResults(tp))
             weakref.finalize(self, self.files.close)
         seconds = time.monotonic() - began
         logger.info("host tier: %.2f GiB in %.2f s", plan.num_bytes / 2**30, seconds)
@@ -103,14 +121,16 @@ class Transfers:
     def begin(self, step: SchedulerOutput) -> None:
         """Queue the copies of a step, before anything else of the step."""
         self._link.wait_for(step.restored)
+        # The engine knows the ends of the copies on rank 0. Other ranks may be late.
+        earlier = self._link.mark() if self._host.has_ranks and (step.files or step.restores) else []
         for transfer in step.stores:
             with self._link.storing(transfer.number):
                 self._store_pages(transfer)
                 self._store_states(transfer)
         if step.files and self._host.files is not None:
-            self._host.files.begin(step.files)
+            self._host.files.begin(step.files, earlier)
         for transfer in step.restores:
-            with self._link.restoring(transfer.number, transfer.after):
+            with self._link.restoring(transfer.number, transfer.after, earlier):
                 self._restore_pages(transfer)
                 self._restore_states(transfer)
 
@@ -119,13 +139,13 @@ class Transfers:
         return self._link.finished()
 
     def finished_files(self) -> list[tuple[int, int, str]]:
-        return self._host.files.finished() if self._host.files is not None else []
+        return self._host.files.results.take() if self._host.files is not None else []
 
     def wait(self) -> None:
         """Wait for the oldest restore in flight, and a moment for files."""
         self._link.wait()
         if self._host.files is not None:
-            self._host.files.wait()
+            self._host.files.results.wait()
 
     def _store_pages(self, transfer: Transfer) -> None:
         ordered = sorted((target, source) for source, target in transfer.pages)

@@ -115,7 +115,7 @@ class ModelRunner(StartingRunner):
                 self.sleep = _make_sleep_memory(config, self.device)
                 if self.sleep is not None:
                     self.sleep.move("weights", self.model.parameters())
-            self.host = _make_host_memory(config, self.spec, self.device)
+            self.host = _make_host_memory(config, self.spec, self.device, self.tp)
             with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
                 load_weights(self.model, config.model_config, config.model_path, config.load_format, config.seed)
         with explained_out_of_memory("the largest step", config), stage("memory"):
@@ -214,7 +214,9 @@ def _measured_modes(config: EngineConfig) -> MeasuredModes | None:
     return ModeTable.of(read_profile(Path(config.graph_profile)))
 
 
-def _make_host_memory(config: EngineConfig, spec: CacheSpec, device: torch.device) -> HostMemory | None:
+def _make_host_memory(
+    config: EngineConfig, spec: CacheSpec, device: torch.device, tp: TensorParallel
+) -> HostMemory | None:
     """Allocate the memory of the tier below the device, if the settings have one."""
     if not config.kv_offloading_size:
         return None
@@ -226,7 +228,7 @@ def _make_host_memory(config: EngineConfig, spec: CacheSpec, device: torch.devic
         from weft.offload.fingerprint import fingerprint_of
 
         fingerprint = fingerprint_of(config, spec)
-    return HostMemory(plan_tier(config, spec), device, config.kv_offloading_dir, fingerprint)
+    return HostMemory(plan_tier(config, spec), device, config.kv_offloading_dir, fingerprint, tp)
 
 
 def _make_sleep_memory(config: EngineConfig, device: torch.device) -> SleepMemory | None:
