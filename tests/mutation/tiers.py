@@ -18,7 +18,7 @@ TIERS = (
     ),
     mutant(
         "tier-salt-ignored", "nothing of one salt is found with another", "weft/offload/keys.py",
-        'text = f"{fingerprint}\n" if salt is None else f"{fingerprint}\nsalt {salt}"', "text = fingerprint", TIER,
+        'text = f"{fingerprint}\\n" if salt is None else f"{fingerprint}\\nsalt {salt}"', "text = fingerprint", TIER,
     ),
     mutant(
         "tier-no-pin-while-evicting", "making room for a restore evicts nothing that it reads",

@@ -124,7 +124,7 @@ def test_a_late_rank_waits_for_its_own_copies(streams: Streams) -> None:
     with link.restoring(2, after=0):
         link.to_device(memory, [0, 1])
         assert not streams.is_after(stored), "rank 0 has nothing to wait for"
-    earlier = link.mark()
+    earlier: Any = link.mark()
     with link.restoring(3, after=0, earlier=earlier):
         link.to_device(memory, [0, 1])
         assert streams.is_after(stored)
