@@ -5,9 +5,9 @@ who asks for them.
 
 A file is written under a temporary name and renamed, so that a crash leaves whole files or files that are ignored. Its
 header repeats its name and the fingerprint of the engine that wrote it. Checksums cover header and content. A file that
-differs in anything is rejected with a reason::
+differs in anything is rejected with a reason. The header has a fixed size, so that one call reads or writes a file::
 
-    magic, version | length and checksum of the header | header (JSON) | content
+    magic, version | length and checksum of the header | header (JSON) | zeros up to 1,024 bytes | content
 
 Files lie in ``FOLDER/FINGERPRINT/xx/NAME``, where ``xx`` are the first digits of the name. With tensor parallelism each
 rank has files of its own, under a fingerprint that also says the rank and the number of ranks.
@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAGIC, VERSION = b"WEFTTIER", 1
+MAGIC, VERSION = b"WEFTTIER", 2
 _START = struct.Struct("<8sIII")
+_HEAD_BYTES = 1024
 _SUFFIXES = (".page", ".state")
 TEMPORARY = ".tmp"
 
@@ -57,20 +58,26 @@ def write(folder: Path, fingerprint: str, name: str, content: memoryview) -> Non
         OSError: the disk is full, or the folder cannot be written.
     """
     path = path_of(folder, fingerprint, name)
-    header = json.dumps(
+    text = json.dumps(
         {"name": name, "fingerprint": fingerprint, "bytes": content.nbytes, "checksum": zlib.crc32(content)}
     ).encode()
+    head = (_START.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text).ljust(_HEAD_BYTES, b"\0")
+    assert len(head) == _HEAD_BYTES, "the name of a file is too long"
     temporary = path.with_name(f"{name}.{os.getpid()}{TEMPORARY}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with temporary.open("wb") as file:
-            file.write(_START.pack(MAGIC, VERSION, len(header), zlib.crc32(header)))
-            file.write(header)
-            file.write(content)
+        with temporary.open("wb", buffering=0) as file:
+            _write_whole(file.fileno(), head, content)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _write_whole(file: int, head: bytes, content: memoryview) -> None:
+    done = os.writev(file, [head, content])
+    while done < len(head) + content.nbytes:  # the system writes 2 GiB at a time
+        done += os.writev(file, [head[done:], content.cast("B")[max(0, done - len(head)) :]])
 
 
 def read(folder: Path, fingerprint: str, name: str, content: memoryview) -> None:
@@ -79,34 +86,45 @@ def read(folder: Path, fingerprint: str, name: str, content: memoryview) -> None
     Raises:
         RejectedFile: the file is missing, torn, changed, or was written by another engine.
     """
-    path = path_of(folder, fingerprint, name)
     try:
-        with path.open("rb") as file:
-            header = _read_header(file)
-            if (header["name"], header["fingerprint"]) != (name, fingerprint):
-                raise RejectedFile("it holds something else")
-            if header["bytes"] != content.nbytes:
-                raise RejectedFile(f"it has {header['bytes']} bytes of content instead of {content.nbytes}")
-            if file.readinto(content) != content.nbytes:
-                raise RejectedFile("it ends too early")
-            if zlib.crc32(content) != header["checksum"]:
-                raise RejectedFile("its content does not match its checksum")
-        os.utime(path)
+        file = os.open(f"{folder}/{fingerprint}/{name[:2]}/{name}", os.O_RDONLY)  # as ``path_of``, and quicker
+        try:
+            _read(file, fingerprint, name, content)
+            os.utime(file)
+        finally:
+            os.close(file)
     except OSError as error:
         raise RejectedFile(f"it cannot be read: {error}") from error
 
 
-def _read_header(file: Any) -> dict[str, Any]:
-    start = file.read(_START.size)
-    if len(start) < _START.size:
+def _read(file: int, fingerprint: str, name: str, content: memoryview) -> None:
+    head = bytearray(_HEAD_BYTES)
+    done = os.preadv(file, [head, content], 0)
+    header = _header_of(head, done)
+    if (header["name"], header["fingerprint"]) != (name, fingerprint):
+        raise RejectedFile("it holds something else")
+    if header["bytes"] != content.nbytes:
+        raise RejectedFile(f"it has {header['bytes']} bytes of content instead of {content.nbytes}")
+    while done < _HEAD_BYTES + content.nbytes:  # the system reads 2 GiB at a time
+        more = os.preadv(file, [content.cast("B")[done - _HEAD_BYTES :]], done)
+        if not more:
+            raise RejectedFile("it ends too early")
+        done += more
+    if zlib.crc32(content) != header["checksum"]:
+        raise RejectedFile("its content does not match its checksum")
+
+
+def _header_of(head: bytes | bytearray, num_bytes: int) -> dict[str, Any]:
+    """The header in the first bytes of a file, of which ``num_bytes`` were read."""
+    if num_bytes < _HEAD_BYTES:
         raise RejectedFile("it ends too early")
-    magic, version, length, checksum = _START.unpack(start)
+    magic, version, length, checksum = _START.unpack_from(head)
     if magic != MAGIC:
         raise RejectedFile("it is no file of a tier")
     if version != VERSION:
         raise RejectedFile(f"it has version {version} of the format instead of {VERSION}")
-    text = file.read(min(length, 1 << 16))
-    if len(text) != length or zlib.crc32(text) != checksum:
+    text = head[_START.size : _START.size + length]
+    if zlib.crc32(text) != checksum or head.count(0, _START.size + length) != _HEAD_BYTES - _START.size - length:
         raise RejectedFile("its header does not match its checksum")
     header: dict[str, Any] = json.loads(text)
     return header
@@ -120,21 +138,15 @@ def check(path: Path) -> None:
     """
     try:
         with path.open("rb") as file:
-            header = _read_header(file)
-        content = memoryview(bytearray(header["bytes"]))
+            head = file.read(_HEAD_BYTES)
+        content = memoryview(bytearray(_header_of(head, len(head))["bytes"]))
+        used = path.stat()
     except OSError as error:
         raise RejectedFile(f"it cannot be read: {error}") from error
-    used = path.stat()
     read(path.parents[2], path.parents[1].name, path.name, content)
     os.utime(path, ns=(used.st_atime_ns, used.st_mtime_ns))
-    if used.st_size != path.stat().st_size or _content_end(path, header) != used.st_size:
+    if used.st_size != _HEAD_BYTES + content.nbytes:
         raise RejectedFile("there is something after its content")
-
-
-def _content_end(path: Path, header: dict[str, Any]) -> int:
-    with path.open("rb") as file:
-        length = _START.unpack(file.read(_START.size))[2]
-    return _START.size + int(length) + int(header["bytes"])
 
 
 def files_of(folder: Path) -> Iterator[FoundFile]:

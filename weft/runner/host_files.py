@@ -15,8 +15,12 @@ from weft.messages import FileOrder
 from weft.offload import disk
 from weft.runner.file_results import FileResults
 
-NUM_THREADS = 4
-"""Threads that read files, and as many that write or remove them. A request waits for reads, nobody for writes."""
+NUM_READERS, NUM_WRITERS = 8, 4
+"""Numbers of threads: for reading files, and for writing or removing files. A request waits for reads, nobody for
+writes."""
+
+BATCH = 16
+"""Files that a thread reads or writes for one task. Handing over a task takes as long as reading a file."""
 
 
 class HostFiles:
@@ -31,19 +35,24 @@ class HostFiles:
     def __init__(self, folder: Path, share: str, pages: Tensor, states: Tensor, results: FileResults) -> None:
         self._folder, self._share, self.results = folder, share, results
         self._pages, self._states = pages.numpy(), states.numpy()
-        self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-tier-read")
-        self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-tier-write")
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weft-tier-read")
+        self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="weft-tier-write")
 
     def begin(self, orders: list[FileOrder], earlier: Sequence[torch.cuda.Event]) -> None:
         """Queue the orders of a step, to run after the copies ``earlier``, which may use the same places."""
+        loads = [order for order in orders if order.kind == "load"]
+        others = [order for order in orders if order.kind != "load"]
+        self.results.expect(sum(order.kind != "drop" for order in orders))
+        for threads, given in ((self._readers, loads), (self._writers, others)):
+            for begin in range(0, len(given), BATCH):
+                threads.submit(self._run_all, given[begin : begin + BATCH], earlier)
+
+    def _run_all(self, orders: list[FileOrder], earlier: Sequence[torch.cuda.Event]) -> None:
         for order in orders:
             if order.kind == "drop":
-                path = disk.path_of(self._folder, self._share, order.name)
-                self._writers.submit(path.unlink, missing_ok=True)
+                disk.path_of(self._folder, self._share, order.name).unlink(missing_ok=True)
             else:
-                threads = self._readers if order.kind == "load" else self._writers
-                threads.submit(self._run, order, earlier)
-        self.results.expect(sum(order.kind != "drop" for order in orders))
+                self._run(order, earlier)
 
     def _run(self, order: FileOrder, earlier: Sequence[torch.cuda.Event]) -> None:
         content = memoryview((self._states if order.is_state else self._pages)[order.place])
