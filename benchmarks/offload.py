@@ -11,6 +11,8 @@ files below host memory. Every figure is written to the file at once. A run that
   device's pool. Hit rates, first tokens and tokens per second are measured without a tier, with host memory under both
   write policies, and with files.
 - *Restart*: a new process reads a prefix from files, and its first token is timed.
+
+``--parts`` chooses some of them.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from weft.cache.nodes import Prefix
 
 CONFIGS = Path(__file__).parent / "configs"
 PAGE, BLOCK = 16, 512
+PARTS = ["prefix", "trace", "restart"]
 CEILING = 55e9
 """Bytes per second of the link, measured on an H200 with PCIe 5."""
 
@@ -136,8 +139,8 @@ def logprob(output: Any) -> float:
 class Bench:
     """Figures of one model. ``note`` adds some and writes the file."""
 
-    def __init__(self, model: str, folder: str | None, device: str, note: Callable[..., None]) -> None:
-        self.sizes, self.note = SIZES[model], note
+    def __init__(self, model: str, folder: str | None, device: str, note: Callable[..., None], parts: set[str]) -> None:
+        self.sizes, self.note, self.parts = SIZES[model], note, parts
         self.checks: list[bool] = []
         sizes = self.sizes
         self.sessions = trace_of(sizes)
@@ -175,17 +178,21 @@ class Bench:
     def run(self, folder: Path) -> None:
         below = {"kv_offloading_size": self.sizes.disk_host_gib, "kv_offloading_dir": folder}
         self.note(sizes=asdict(self.sizes))
-        self.with_host_memory()
-        self.without_a_tier()
-        first = self.with_files(below)
-        self.after_a_restart(below, first)
+        if self.parts & {"prefix", "trace"}:
+            self.with_host_memory()
+        if "trace" in self.parts:
+            self.without_a_tier()
+        if self.parts & {"trace", "restart"}:
+            first = self.with_files(below)
+            self.after_a_restart(below, first)
 
     def with_host_memory(self) -> None:
         with self.engine("host", kv_offloading_size=self.sizes.host_gib) as llm:
-            self.note(unused_ms=self.decode_ms(llm))
-            self.prefix(llm)
-            self.beside_others(llm)
-            for policy in self.sizes.policies:
+            if "prefix" in self.parts:
+                self.note(unused_ms=self.decode_ms(llm))
+                self.prefix(llm)
+                self.beside_others(llm)
+            for policy in self.sizes.policies if "trace" in self.parts else ():
                 tier_of(llm).policy = policy
                 self.replay(llm, policy)
 
@@ -197,7 +204,8 @@ class Bench:
     def with_files(self, below: dict[str, Any]) -> list[torch.Tensor]:
         """Replay with files. Returns the KV and state of the prefix that the restart reads."""
         with self.engine("disk", **below) as llm:
-            self.replay(llm, "disk")
+            if "trace" in self.parts:
+                self.replay(llm, "disk")
             prompt = tokens(5, self.sizes.disk_prefix)
             computed = generate(llm, prompt)
             self.note(disk_computed_first_token_ms=1e3 * computed.metrics.time_to_first_token)
@@ -415,6 +423,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["qwen3-next-12l", "qwen3-0.6b"], choices=sorted(SIZES))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
     result: dict[str, Any] = report.provenance(args.device) | {"benchmark": "offload", "rows": []}
@@ -432,7 +441,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             files = Path(folder) / "files"
             folder_of_model = folder_of(model, SIZES[model].prefix + 4096, Path(folder))
-            bench = Bench(model, folder_of_model, args.device, note)
+            bench = Bench(model, folder_of_model, args.device, note, set(args.parts))
             bench.run(files)
             assert all(bench.checks), "a restored prefix has other bytes than before it left the device"
 

@@ -90,6 +90,11 @@ TIERS = (
         'return fingerprint if num_ranks == 1 else f"{fingerprint}-{rank}of{num_ranks}"', "return fingerprint", RANKS,
     ),
     mutant(
+        "tier-unpins-early", "a restore keeps the places that it has yet to read", "weft/offload/restores.py",
+        "            self.tier.unpin(entries)\n            self._confirmed",
+        "            self.tier.unpin(_entries(active.below))\n            self._confirmed", TIER, FUZZ,
+    ),
+    mutant(
         "tier-split-keys", "a split node keeps the keys of its own pages", "weft/cache/radix_tree.py",
         "node.page_keys[:num_keys], node.page_keys[num_keys:]", "node.page_keys[num_keys:], node.page_keys[:num_keys]",
         FUZZ,

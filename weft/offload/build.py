@@ -14,8 +14,12 @@ from weft.offload.tier import HostTier
 logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 256 * 2**20
-"""Upper bound on the bytes of pages that one step copies in each direction, for restores and for reused prefixes. It
-bounds how long a step waits for the pages of a restore to be evicted."""
+"""Upper bound on the bytes of a slice of a restore, and of reused pages that one step copies. It bounds how long a step
+waits for the pages of a restore to be evicted."""
+
+SLICE_PAGES = 768
+"""Upper bound on the pages in a slice of a restore. The host takes about a microsecond to order the copy of a page, and
+the link of a GPU should not wait for it."""
 
 
 def make_tier(config: EngineConfig, spec: CacheSpec) -> HostTier:
@@ -45,9 +49,9 @@ def make_tier(config: EngineConfig, spec: CacheSpec) -> HostTier:
 
 def make_restores(manager: Manager, tier: HostTier, config: EngineConfig) -> Restores:
     """Make the restores of the engine's scheduler."""
-    return Restores(manager, tier, slice_pages(plan_tier(config, manager.spec)))
+    return Restores(manager, tier, min(SLICE_PAGES, slice_pages(plan_tier(config, manager.spec))))
 
 
 def slice_pages(plan: TierPlan) -> int:
-    """Pages that one step copies in each direction."""
+    """Pages of ``SLICE_BYTES``."""
     return max(1, SLICE_BYTES // plan.page_bytes) if plan.page_bytes else 1

@@ -34,9 +34,9 @@ from weft.offload.tier import HostTier
 from weft.outputs import CacheReport
 from weft.request import Request
 
-MAX_SLICES, SLICES_BESIDE = 4, 2
-"""Upper bounds on slices that are ordered and not done: more would hold back the copies of evicted entries; and beside
-running requests, whose steps wait for the host to order them."""
+MAX_SLICES, SLICES_PER_STEP = 4, 2
+"""Upper bounds on slices that are ordered and not done, and on slices that one step orders. More would hold back the
+copies of evicted entries. The link copies slices while the host orders the next ones."""
 
 KEYS_PER_STEP = 512
 """Keys of pages that the lookups of one step compute while requests run, in less than a millisecond."""
@@ -59,7 +59,7 @@ class Restore:
         num_ordered: pages that were ordered.
         copy_seconds: seconds of its finished copies.
         is_complete: whether everything was ordered.
-        outstanding: numbers of ordered copies that are not done.
+        outstanding: slices that are ordered and not done, by number: the copy, and the entries that the copy reads.
         failed: whether its content is not to be used.
     """
 
@@ -72,8 +72,13 @@ class Restore:
     num_ordered: int = 0
     copy_seconds: float = 0.0
     is_complete: bool = False
-    outstanding: dict[int, Transfer] = field(default_factory=dict)
+    outstanding: dict[int, tuple[Transfer, list[Entry]]] = field(default_factory=dict)
     failed: bool = False
+
+    @property
+    def unordered(self) -> list[Entry]:
+        """Entries that no slice reads yet."""
+        return [] if self.is_complete else _entries(self.below)[self.num_ordered :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class Restores:
     def begin_step(self, num_running: int) -> None:
         """Bound what a step may look up and order, so that running requests need not wait for it."""
         self.tier.keys_left = KEYS_PER_STEP if num_running else inf
-        self._max_slices = SLICES_BESIDE if num_running else MAX_SLICES
+        self._max_slices = SLICES_PER_STEP if num_running else MAX_SLICES
 
     def restore_first(self, request: Request, match: Match, num_running: int) -> bool:
         """Begin a restore for a waiting request if that pays. Returns whether the request waits for a restore or for
@@ -168,7 +173,7 @@ class Restores:
             self._had[request.request_id] = None
             return False
         entries = _entries(below)
-        if any(isinstance(entry, DiskEntry) for entry in entries):
+        if self.tier.disk is not None and any(isinstance(entry, DiskEntry) for entry in entries):
             self._deadlines.setdefault(request.request_id, time.monotonic() + (below.compute_s or FILES_S))
             if not self._is_late(request) and (self._loads.is_active or self._loads.begin(request, entries)):
                 return True
@@ -268,8 +273,8 @@ class Restores:
     def _order_slices(self) -> None:
         """Order slices of the newest restore."""
         active = self._active[-1]
-        while not (active.failed or active.is_complete) and self._num_outstanding < self._max_slices:
-            transfer = self._next_slice(active)
+        while len(self._orders) < SLICES_PER_STEP and self._num_outstanding < self._max_slices:
+            transfer = None if active.failed or active.is_complete else self._next_slice(active)
             if transfer is None:
                 break
             self._orders.append(transfer)
@@ -285,18 +290,20 @@ class Restores:
         is_state_only = below.num_shared_tokens == below.num_tokens
         if not is_state_only and self._manager.allocate(lease, end) is None:
             return None
-        pages = [(entry.place, lease.pages[first + i]) for i, entry in enumerate(entries)]
+        pages = list(zip([e.place for e in entries], lease.pages[first : first + len(entries)], strict=True))
         states = []
         if is_last and below.state is not None:
             ((_, slot),) = lease.checkpoints.stored
             has_tail = below.state.tail and not is_state_only
             states = [(below.state.place, slot, lease.pages[-1] if has_tail else 0)]
             entries = [*entries, below.state]
-        after = max((entry.store for entry in entries), default=0)
+        after = max([entry.store for entry in entries], default=0)
         transfer = Transfer(self.tier.next_number(), pages, states, after)
-        active.outstanding[transfer.number] = transfer
+        active.outstanding[transfer.number] = transfer, entries
         active.num_ordered += len(pages)
         active.is_complete = is_last
+        if is_last:
+            self.tier.touch(below)
         return transfer
 
     def give_up(self) -> bool:
@@ -315,7 +322,9 @@ class Restores:
             if active is None:
                 self.tier.stored(number, seconds)
                 continue
-            num_bytes = self.tier.num_bytes(active.outstanding.pop(number))
+            transfer, entries = active.outstanding.pop(number)
+            num_bytes = self.tier.num_bytes(transfer)
+            self.tier.unpin(entries)
             self._confirmed.append(number)
             counts.restored_bytes += num_bytes
             counts.restored_seconds += seconds
@@ -338,8 +347,10 @@ class Restores:
         if self._loads.broke(step):
             self._wake()
         for active in self._active:
-            broken = [t.number for t in step.restores if active.outstanding.pop(t.number, None) is not None]
-            active.failed |= bool(broken) or not lost.isdisjoint(active.entries)
+            for number in active.outstanding.keys() & {transfer.number for transfer in step.restores}:
+                self.tier.unpin(active.outstanding.pop(number)[1])
+                active.failed = True
+            active.failed |= not lost.isdisjoint(active.entries)
         self._end_finished()
 
     def _end_finished(self) -> None:
@@ -351,8 +362,7 @@ class Restores:
     def _end(self, active: Restore) -> None:
         self._wake()
         self._manager.restored(active.lease, keep=not active.failed)
-        self.tier.touch(active.below)
-        self.tier.unpin(active.entries)
+        self.tier.unpin(active.unordered)
         seconds = time.monotonic() - active.begun
         if active.failed:
             self.tier.counts.num_failed_restores += 1
@@ -369,7 +379,8 @@ class Restores:
         """Assert the invariants."""
         self.tier.check()
         for active in self._active:
-            assert all(entry.pins for entry in active.entries), "a restore reads unpinned memory"
+            read = [entry for _, entries in active.outstanding.values() for entry in entries]
+            assert all(entry.pins for entry in [*read, *active.unordered]), "a restore reads unpinned memory"
         assert all(active.is_complete for active in self._active[:-1]), "two restores have slices to order"
 
 
