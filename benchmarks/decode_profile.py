@@ -83,8 +83,8 @@ def kernels_us(replay: Callable[[], Any], replays: int = 5) -> list[dict[str, An
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            totals[event.name[:70]][0] += event.device_time / replays
-            totals[event.name[:70]][1] += 1 / replays
+            totals[event.name[:160]][0] += event.device_time / replays
+            totals[event.name[:160]][1] += 1 / replays
     rows = [{"kernel": k, "us": round(us, 1), "launches": round(n, 1)} for k, (us, n) in totals.items()]
     return sorted(rows, key=lambda row: -row["us"])
 
@@ -98,7 +98,9 @@ def fill_caches(runner: ModelRunner) -> None:
                 tensor.normal_()
 
 
-def profile_decode(runner: ModelRunner, model: str, batches: list[int], contexts: list[int]) -> dict[int, Any]:
+def profile_decode(
+    runner: ModelRunner, model: str, batches: list[int], contexts: list[int], top: int = 14
+) -> dict[int, Any]:
     """Replay time and kernels of a decode step, by batch size; printed as well."""
     result: dict[int, Any] = {}
     fill_caches(runner)
@@ -112,7 +114,7 @@ def profile_decode(runner: ModelRunner, model: str, batches: list[int], contexts
         result[batch] = {"context": context, "replay_ms": replay, "kernels": kernels}
         busy, launches = sum(k["us"] for k in kernels) / 1e3, sum(k["launches"] for k in kernels)
         print(f"{model} batch {batch}: replay {replay:.3f} ms, kernels {busy:.3f} ms in {launches:.0f} launches")
-        for row in kernels[:14]:
+        for row in kernels[:top]:
             print(f"   {row['us']:9.1f} us {row['launches']:6.1f}  {row['kernel']}")
     return result
 

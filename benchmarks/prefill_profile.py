@@ -2,7 +2,8 @@
 
     python benchmarks/prefill_profile.py --model qwen3-0.6b --lengths 128 1024 8192 --json FILE
 
-With ``--batches`` decode steps too, as ``decode_profile.py``, in the same process; ``--share`` as there. The floor of a
+A length without a graph (``--settings``) runs operation by operation, and its time includes the sampling. With
+``--batches`` decode steps too, as ``decode_profile.py``, in the same process; ``--share`` as there. The floor of a
 prefill is measured where it can be: the model's matrix products at that length (experts excepted), replayed in one
 graph; plus, from bytes and FLOPs, the attention, the gated delta rule and the experts at the device's ceilings.
 """
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--share", type=int, default=1, metavar="RANKS")
     parser.add_argument("--json", required=True)
+    parser.add_argument("--top", type=int, default=16, help="kernels to print")
     args = parser.parse_args()
     base = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384, "max_num_seqs": 256,
@@ -122,18 +124,21 @@ def main() -> None:
         "model": args.model,
         "share_of_ranks": args.share,
         "lengths": {},
-        "batches": profile_decode(runner, args.model, args.batches, [1088]),
+        "batches": profile_decode(runner, args.model, args.batches, [1088], args.top),
     }
     for length in args.lengths:
-        runner.run(prefill_orders(runner, length))
+        orders = prefill_orders(runner, length)
+        runner.run(orders)
         replay = lambda length=length: runner.graphs.forward.replay(length, length)  # noqa: E731
+        if length not in runner.graphs.forward.sizes:
+            replay = lambda orders=orders: runner.run(orders)  # noqa: E731
         total, kernels = graph_ms(replay), kernels_us(replay)
         floors = {"products": products_ms(runner, length), **rest_ms(runner, length)}
         floor = sum(floors.values())
         result["lengths"][length] = {"replay_ms": total, "floor_ms": floor, "floors": floors, "kernels": kernels}
         parts = ", ".join(f"{name} {ms:.3f}" for name, ms in floors.items())
         print(f"{args.model} {length} tokens: {total:.3f} ms, floor {floor:.3f} ({total / floor:.2f}x): {parts}")
-        for row in kernels[:16]:
+        for row in kernels[: args.top]:
             print(f"   {row['us']:9.1f} us {row['launches']:6.1f}  {row['kernel']}")
     Path(args.json).write_text(json.dumps(result, indent=1))
 
