@@ -10,6 +10,7 @@ from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_paramet
 from weft.ops.collectives import all_reduce_rms_norm
 from weft.ops.collectives.peer_buffers import SentRows
 from weft.ops.norm import gated_rms_norm, rms_norm
+from weft.ops.streams.gated import norm_streams
 
 
 class RMSNorm(WeightModule):
@@ -42,9 +43,7 @@ class StreamsNorm(RMSNorm):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.weight.float().view(x.shape[1:]) + (1.0 if self._zero_centered else 0.0)
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps) * scale).to(x.dtype)
+        return norm_streams(x, self.weight, self._eps, zero_centered=self._zero_centered, backend=self._backend)
 
 
 class ResidualRMSNorm(RMSNorm):

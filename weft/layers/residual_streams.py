@@ -18,6 +18,7 @@ from weft.layers.linear import MergedReplicatedLinear
 from weft.layers.norm import ResidualRMSNorm, RMSNorm, StreamsNorm
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, whole
 from weft.ops.streams import read_streams, write_streams
+from weft.ops.streams.gated import add_to_streams, mean_of_gated, silu_of_mean
 
 
 class StreamConnection(WeightModule):
@@ -83,7 +84,7 @@ class GatedConnection(StreamConnection):
         self, streams: StreamsConfig, config: ModelConfig, context: ModelContext, *, writes: bool = True
     ) -> None:
         super().__init__()
-        self._count, self._rank = streams.count, streams.rank
+        self._count, self._rank, self._backend = streams.count, streams.rank, context.backend
         width = streams.count * config.hidden_size
         self.hc_norm = StreamsNorm(streams.count, config, context)
         outputs = [streams.rank, streams.count] if writes else [streams.rank]
@@ -92,13 +93,13 @@ class GatedConnection(StreamConnection):
 
     def read(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         normed = self.hc_norm(streams)
-        down = self.mix_down(normed.flatten(1)) / self._count
-        gates = self.mix_up(F.silu(down[:, : self._rank])).sigmoid()[:, : normed[0].numel()]
-        x = (gates.view(normed.shape) * normed).mean(1)
-        return x, (2.0 * down[:, self._rank : self._rank + self._count].sigmoid(),)
+        down = self.mix_down(normed.flatten(1))
+        gates = self.mix_up(silu_of_mean(down, self._rank, self._count, backend=self._backend))
+        x = mean_of_gated(normed, gates, backend=self._backend)
+        return x, (down[:, self._rank : self._rank + self._count],)
 
     def write(self, streams: Tensor, output: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        return torch.addcmul(streams, output[:, None], weights[0][..., None])
+        return add_to_streams(streams, output, *weights, backend=self._backend)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({},)
