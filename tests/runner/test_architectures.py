@@ -97,6 +97,10 @@ FAMILIES = {
         indexed_attention.attend._indexed_attention_kernel indexed_attention.select._best_kernel
         indexed_attention.select._scores_kernel streams.kernels._read_streams_kernel
         streams.kernels._write_streams_kernel"""),
+    "Qwen4-Exp": Family(
+        "Qwen4ExpForCausalLM", {"hidden_size": 256, "head_dim": 256, "indexer_head_dim": 128}, {}, """
+        streams.gated_kernels._add_to_streams_kernel streams.gated_kernels._mean_of_gated_kernel
+        streams.gated_kernels._norm_streams_kernel streams.gated_kernels._silu_of_mean_kernel"""),
     "windows": Family("GptOssForCausalLM", {"hidden_size": 256, "head_dim": 64, "sliding_window": 512}, {}, """
         window_attention.kernels._store_windows_kernel window_attention.kernels._window_decode_kernel
         window_attention.kernels._window_merge_kernel window_attention.kernels._window_prefill_kernel"""),

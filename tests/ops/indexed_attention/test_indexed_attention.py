@@ -16,7 +16,7 @@ from weft.forward_context import Batch, MixedBatch
 
 from weft.ops.backend import Backend  # isort: skip
 from weft.ops.indexed_attention import indexed_attention, pool_entries, select_pools, store_index_keys  # isort: skip
-from weft.ops.indexed_attention import select  # isort: skip
+from weft.ops.indexed_attention import attend, dense, select  # isort: skip
 
 BACKENDS = [Backend.TORCH, Backend.TRITON]
 ON_GPU = DEVICE == "cuda"
@@ -132,6 +132,22 @@ def test_attention(
     out = indexed_attention(q, k_cache, v_cache, selected.to(DEVICE), batch, pool=pool, scale=0.3, backend=backend)
     tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     assert (out.double().cpu() - expected).abs().max().item() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "as_mixture", "dtype"),
+    covering(["mixed", "prefill"], [(4, 2, 24, 24), (6, 2, 40, 32), (24, 2, 16, 16)], [False, True], DTYPES),
+)
+def test_blocks_of_tokens(
+    case: str, sizes: tuple[int, int, int, int], as_mixture: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a prompt read all keys, others and decodes their selections. With groups of 12 some rows are empty."""
+    blocks = []
+    monkeypatch.setattr(attend, "_splits", lambda *_: (0, 1))
+    monkeypatch.setattr(dense, "is_small", lambda _: False)
+    monkeypatch.setattr(attend, "attend_dense", lambda *a, **k: blocks.append(dense.attend_dense(*a, **k)))
+    test_attention(case, sizes, as_mixture, (Backend.TRITON, dtype))
+    assert blocks
 
 
 @pytest.mark.parametrize("held", [16, 32])

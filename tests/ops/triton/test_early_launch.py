@@ -34,6 +34,7 @@ CAREFUL = {
     "_conv_update_kernel", "_scan_step_kernel", "_rg_lru_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
     "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel", "_span_kernel",
+    "_norm_streams_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 PASSES_ON = {

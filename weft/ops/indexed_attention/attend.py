@@ -2,7 +2,8 @@
 
 Job: ``indexed_attention``. Owns: tile shapes, the size of a split. Does not know: layers, how pools are selected.
 
-With few tokens, several programs share the keys of a token, and a second kernel merges their results.
+With few tokens, several programs share the keys of a token, and a second kernel merges their results. Tokens of
+prompts may be left to the kernel of ``dense.py``.
 
 Graph-safe: grids depend on padded sizes alone; which rows are real, and their lengths, are read on the device.
 """
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from weft.ops.backend import launches
 from weft.ops.indexed_attention import indexed_attention
-from weft.ops.indexed_attention.tokens import METADATA, metadata, num_seen, place_of
+from weft.ops.indexed_attention.dense import attend_dense, dense_tile
+from weft.ops.indexed_attention.tokens import METADATA, dense_segment, is_decode, metadata, num_seen, place_of
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
@@ -40,6 +42,7 @@ class Fixed(NamedTuple):
         rows, keys, block_k, block_v: of a tile. With ``same``, ``block_k`` holds the columns after the values, or is 0.
         precision: of products of float32 operands.
         stages: of the pipeline.
+        dense_tokens: tokens of a block of ``dense.py``; 0: all tokens are this kernel's.
     """
 
     group: int
@@ -56,6 +59,7 @@ class Fixed(NamedTuple):
     block_v: int
     precision: str
     stages: int
+    dense_tokens: int
 
 
 @jit(do_not_specialize=["num_seqs", "stride_table", "max_splits"], do_not_specialize_on_alignment=METADATA)
@@ -89,6 +93,12 @@ def _indexed_attention_kernel(
         if tl.program_id(2) == 0:
             tl.store(p_out, tl.zeros([ROWS, BLOCK_V], out.dtype.element_ty), mask=mask)
         return
+    if FIXED.dense_tokens > 0:
+        _first, _last, _length, is_dense = dense_segment(
+            token, seq, seq_lens, cu_seqlens_q, FIXED.selected, FIXED.pool, FIXED.dense_tokens
+        )
+        if is_dense:
+            return
     num_selected, total = num_seen(position, FIXED.selected, POOL)
     begin = 0
     end = total
@@ -194,9 +204,10 @@ def indexed_attention_triton(q, k_cache, v_cache, selected, batch, *, pool, scal
     block_k = max(16, next_power_of_2(rest)) if rest else 0
     keys = max(16, min(64, 16384 // block_v))
     wide = q.element_size() < 4
+    tile = None if same or max_splits > 1 or is_decode(batch) else dense_tile(q, v_cache, pool)
     fixed = Fixed(
         group, key_dim, value_dim, page_size, same, count, pool, split, max(16, next_power_of_2(group)), keys, block_k,
-        block_v, precision(q), 2 if wide else 1,
+        block_v, precision(q), 2 if wide else 1, 0 if tile is None else tile.rows // group,
     )  # fmt: skip
     out = torch.empty(num_rows, num_heads, value_dim, dtype=q.dtype, device=q.device)
     shape = (num_rows, max_splits, num_heads) if max_splits > 1 else (1, 1, 1)
@@ -209,6 +220,8 @@ def indexed_attention_triton(q, k_cache, v_cache, selected, batch, *, pool, scal
         v_cache.stride(1), v_cache.stride(2),
         FIXED=fixed, num_warps=8 if fixed.rows * block_v >= 16384 else 4, **early_launch(q.device),
     )  # fmt: skip
+    if tile is not None:
+        attend_dense(q, k_cache, v_cache, selected, out, batch, tile, pool=pool, scale=scale)
     if max_splits > 1:
         _merge_splits_kernel[(num_rows, num_heads)](
             out, partial, partial_lse, seq_lens, cu_seqlens_q, counts, num_seqs, max_splits,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.ops.backend import launches
 from weft.ops.indexed_attention import select_pools
-from weft.ops.indexed_attention.tokens import METADATA, longest, metadata, place_of
+from weft.ops.indexed_attention.tokens import METADATA, is_decode, longest, metadata, place_of
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit, new_indices
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
@@ -202,7 +202,7 @@ def select_pools_triton(q, weights, cache, batch, *, pool, count) -> Tensor:
     num_pools = max(1, longest(batch, page_size) // pool)
     step = min(num_rows, max(1, _SCORES // num_pools))
     scores = torch.empty(step, num_pools, dtype=torch.float32, device=q.device)
-    tokens = 1 if batch.max_query_len == 1 and batch.mixed is None else 16
+    tokens = 1 if is_decode(batch) else 16
     block_d = max(16, next_power_of_2(dim))
     fixed = Fixed(
         num_heads, dim, pool, page_size, weights is not None, tokens, 64, max(16, next_power_of_2(num_heads)), block_d,

@@ -28,6 +28,11 @@ def longest(batch: Batch, page_size: int) -> int:
     return most if batch.mixed is not None or batch.token_count is not None else min(most, batch.max_seq_len)
 
 
+def is_decode(batch: Batch) -> bool:
+    """Whether no sequence has several tokens."""
+    return batch.max_query_len == 1 and batch.mixed is None
+
+
 @triton.jit
 def place_of(token, seq_lens, cu_seqlens_q, counts, num_seqs):
     """The token's sequence, and its position there; the position of a padding token is -1."""
@@ -53,3 +58,20 @@ def num_seen(position, COUNT: tl.constexpr, POOL: tl.constexpr):
     complete = (position + 1) // POOL
     selected = tl.minimum(complete, COUNT) * POOL
     return selected, selected + (position + 1) % POOL
+
+
+@triton.jit
+def dense_segment(
+    token, seq, seq_lens, cu_seqlens_q, COUNT: tl.constexpr, POOL: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """The tokens of ``token``'s sequence in its block of ``TOKENS``: the first, the one after the last, the keys that
+    the last one can see, and whether reading all these keys once takes less time than each token's selected ones.
+
+    A product of few rows takes as long as one of all the block's rows. Two tokens are the measured break-even.
+    """
+    end = tl.load(cu_seqlens_q + seq + 1)
+    block = token // TOKENS * TOKENS
+    first = tl.maximum(block, tl.load(cu_seqlens_q + seq))
+    last = tl.minimum(block + TOKENS, end)
+    length = tl.load(seq_lens + seq) - (end - last)
+    return first, last, length, (last - first) * tl.minimum(length, COUNT * POOL) >= 2 * length
