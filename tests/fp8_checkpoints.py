@@ -51,8 +51,12 @@ GEOMETRY: dict[str, Any] = {
 
 _PLAIN = re.compile(
     r".*(norm|embed|lm_head|conv1d|\.gate\.(weight|down_proj)|router|shared_expert_gate|in_proj_(ba|a|b)\.|kv_b_proj|visual"
-    r"|hyper_connection).*"
+    r"|hyper_connection|indexer\.(wk|weights_proj)|(f_a|g_a)_proj|language_model.*\.self_attn\.b_proj).*"
 )
+
+
+_SMALL = ["re:.*(f_a|g_a)_proj$", "re:.*language_model.*self_attn.b_proj$"]
+"""Projections of GLM-5.3 with few rows."""
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
@@ -126,7 +130,8 @@ def round_inputs(x: Tensor, scheme: str, static: float) -> Tensor:
 def quantization_config(scheme: str) -> dict[str, Any]:
     """As in the ``config.json`` of published checkpoints."""
     if scheme == "block":
-        ignored = ["lm_head", "model.embed_tokens", "re:.*in_proj_(ba|a|b)", "mlp.gate", "mlp.shared_expert_gate"]
+        ignored = ["lm_head", "model.embed_tokens", "re:.*in_proj_(ba|a|b)", "mlp.gate", "mlp.shared_expert_gate",
+                   *_SMALL]  # fmt: skip
         return {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
             "modules_to_not_convert": ignored,
@@ -139,7 +144,7 @@ def quantization_config(scheme: str) -> dict[str, Any]:
         "weights": common | {"strategy": weights, "dynamic": False},
         "input_activations": common | {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic},
     }
-    ignored = ["lm_head", "re:.*in_proj_(ba|a|b)$", "re:.*mlp.gate$", "re:.*shared_expert_gate"]
+    ignored = ["lm_head", "re:.*in_proj_(ba|a|b)$", "re:.*mlp.gate$", "re:.*shared_expert_gate", *_SMALL]
     return {
         "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ignored, "kv_cache_scheme": None,

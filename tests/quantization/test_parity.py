@@ -20,14 +20,29 @@ ARCHITECTURES = [
     "Qwen3NextForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 ]
+GLM5 = "Glm5NextForConditionalGeneration"
+GLM5_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "linear_head_dim": 64,
+    "linear_num_heads": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "index_head_dim": 32,
+}
 JOINED = {"shared_expert_intermediate_size": 128}
 """As wide as the others: then the shared expert is one of them, unless inputs' scales are static."""
 CASES = [(arch, "block") for arch in ARCHITECTURES] + [("Qwen3NextForCausalLM", scheme) for scheme in SCHEMES[1:]]
 CASES += [("BailingHybridForCausalLM", "channel-token"), ("Qwen4ExpForCausalLM", "channel-token")]
+CASES += [(GLM5, scheme) for scheme in SCHEMES[:2]]
 CASES += [("ZayaForCausalLM", scheme) for scheme in SCHEMES[:2]]
 LENGTHS = (1, 65, 130)
 ALONE = [("Qwen3NextForCausalLM", "block"), ("Qwen3NextForCausalLM", "tensor-token")]
-ALONE += [("ZayaForCausalLM", scheme) for scheme in SCHEMES[:2]]  # without shared experts
+ALONE += [(arch, scheme) for arch in ("ZayaForCausalLM", GLM5) for scheme in SCHEMES[:2]]
+"""Zaya has no shared experts, and those of GLM-5.3 are clamped."""
 EQUAL_ROWS = 0.05 if sums_in_order() else 0.2
 """Least share of rows without a value that fell to the other side. How far the first one lies is inverse to the
 difference of two sums, and sums without vectors of 16 differ by about sqrt(16) as much."""
@@ -47,7 +62,10 @@ def test_logits(arch: str, scheme: str, tmp_path: Path, monkeypatch: pytest.Monk
     """Rows are equal until a value near a border of the rounding falls to the other side; what follows in the sequence
     then differs a little, and far less than with inputs that are not rounded. Decodes have their sums left to the norms
     that follow, as on a GPU."""
-    overrides: dict[str, Any] = {"num_key_value_heads": 2} if arch.startswith(("Llama", "Bailing", "Zaya")) else {}
+    overrides: dict[str, Any] = (
+        {"num_key_value_heads": 2} if arch.startswith(("Llama", "Bailing", "Zaya", "Glm5")) else {}
+    )
+    overrides |= GLM5_SIZES if arch == GLM5 else {}
     if arch.startswith("Zaya"):  # where a router of more layers chooses another expert for nearly every row
         overrides |= {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"]}
     joined = (arch, scheme) not in ALONE
@@ -66,5 +84,5 @@ def test_logits(arch: str, scheme: str, tmp_path: Path, monkeypatch: pytest.Monk
     left = leave_parts(monkeypatch)
     steps = torch.cat(harness.run([(s, 1) for s in sequences], pad_tokens=2, pad_seqs=2))
     want = torch.stack([reference.logits(s.tokens)[-1] for s in sequences])
-    leaves_sums = arch not in ("Qwen4ExpForCausalLM", "ZayaForCausalLM")  # their residuals take whole sums
+    leaves_sums = arch not in ("Qwen4ExpForCausalLM", "ZayaForCausalLM", GLM5)  # their residuals take whole sums
     assert errors(steps, want).median() < unrounded / 2 and bool(left) == leaves_sums

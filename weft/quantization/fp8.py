@@ -99,9 +99,11 @@ class Fp8Experts(ExpertsMethod):
                 f"{self._name}: FP8 experts without a gate (squared ReLU) are not supported; use a checkpoint "
                 "in bfloat16 without quantization"
             )
-        if layer.clamped is not None or layer.gate_up_bias is not None:
+        clamped = layer.clamped
+        plain = clamped is None or (clamped.alpha, clamped.up_offset) == (1.0, 0.0)
+        if layer.gate_up_bias is not None or not plain:
             raise ConfigError(
-                f"{self._name}: FP8 experts with biases or a clamped activation (gpt-oss) are not supported; leave "
+                f"{self._name}: FP8 experts with biases or a shifted activation (gpt-oss) are not supported; leave "
                 "--quantization out and use a checkpoint in bfloat16"
             )
         device = self._context.device
@@ -131,14 +133,16 @@ class Fp8Experts(ExpertsMethod):
             Fp8Matrix(found[name], found[f"{name}_scale"], _optional(experts, f"{name}_input_scale"), block)
             for name in ("gate_up", "down")
         )
+        limit = experts.extras.limit
         if peers is not None:
             from weft.ops.moe.combine import send_experts
             from weft.ops.moe.fp8_experts import pair_outputs
 
-            return send_experts(pair_outputs(x, routed.ids, gate_up, down), routed, peers)
+            return send_experts(pair_outputs(x, routed.ids, gate_up, down, limit=limit), routed, peers)
         weights, ids, shared, gate = routed
-        backend = self._context.backend
-        return fp8_fused_moe(x, gate_up, down, weights, ids, shared=shared, shared_gate=gate, backend=backend)
+        return fp8_fused_moe(
+            x, gate_up, down, weights, ids, limit=limit, shared=shared, shared_gate=gate, backend=self._context.backend
+        )
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
         for matrix, shard in shards(layer).items():

@@ -40,7 +40,12 @@ MOE_SHAPES = [(1, 8, 2, 256, 128), (7, 5, 3, 128, 256), (33, 6, 4, 256, 128)]
 
 
 def check_moe(
-    shape: tuple[int, ...], scheme: str, dtype: torch.dtype, padding: int, config: Tiles | None = None
+    shape: tuple[int, ...],
+    scheme: str,
+    dtype: torch.dtype,
+    padding: int,
+    config: Tiles | None = None,
+    limit: float | None = None,
 ) -> None:
     num_tokens, num_experts, top_k, hidden, width = shape
     block = block_of(scheme)
@@ -49,12 +54,12 @@ def check_moe(
     static = (torch.tensor([0.01], device=DEVICE), torch.tensor([0.03], device=DEVICE)) if scheme == "static" else None
     gate_up, gate_up_scale = fp8_matrix(2 * width, hidden, block, num_experts)
     down, down_scale = fp8_matrix(hidden, width, block, num_experts)
-    want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block)
+    want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block, limit)
     up = Fp8Matrix(gate_up, gate_up_scale, static and static[0], block)
     given = (x, up, Fp8Matrix(down, down_scale, static and static[1], block), weights, ids)
-    references = [] if ON_GPU else [fp8_fused_moe(*given, backend=Backend.TORCH)]
+    references = [] if ON_GPU else [fp8_fused_moe(*given, limit=limit, backend=Backend.TORCH)]
     x[num_tokens - padding :] = torch.nan
-    for out in (*references, fp8_fused_moe_triton(*given, config=config)):
+    for out in (*references, fp8_fused_moe_triton(*given, config=config, limit=limit)):
         assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
         real = slice(num_tokens - padding)
         error, size = (out[real].double() - want[real]).norm(), want[real].norm()
@@ -71,6 +76,7 @@ def reference_moe(
     ids: Tensor,
     static: tuple[Tensor, Tensor] | None,
     block: int,
+    limit: float | None,
 ) -> Tensor:
     """Pair by pair, products in float64; hidden values are rounded to x's dtype and quantised in between."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
@@ -81,6 +87,8 @@ def reference_moe(
             values, scales = quantize_inputs_reference(x[token : token + 1], static and static[0], block=block)
             both = product(values, scales, gate_up[expert], gate_up_scale[expert], block)
             gate, up = both.chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
             values, scales = quantize_inputs_reference(hidden, static and static[1], block=block)
             result = product(values, scales, down[expert], down_scale[expert], block)
@@ -97,6 +105,12 @@ def reference_moe(
 )
 def test_experts_pair_by_pair(shape: tuple[int, ...], scheme: str, padding: int, dtype: torch.dtype) -> None:
     check_moe(shape, scheme, dtype, padding)
+
+
+@pytest.mark.parametrize(("shape", "scheme"), covering(MOE_SHAPES, SCHEMES, of=1), ids=str)
+def test_clamped_experts(shape: tuple[int, ...], scheme: str) -> None:
+    """A limit that most gates and ups exceed (GLM-5.3)."""
+    check_moe(shape, scheme, torch.float32, 0, limit=0.05)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 5], ids=["single", "grouped"])

@@ -300,6 +300,7 @@ def fp8_fused_moe(
     weights: Tensor,
     ids: Tensor,
     *,
+    limit: float | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     backend: Backend,
@@ -310,13 +311,14 @@ def fp8_fused_moe(
         x: ``[T, H]``.
         gate_up, down: ``[E, 2 * I, H]`` (gate rows, then up rows) and ``[E, H, I]``, of the same ``block``: 128, or 0
             for scales by row and token.
+        limit: the activation is ``clamped_swiglu`` of it, with an alpha of one and no offset; None: it is not clamped.
         weights, ids, shared, shared_gate: as in ``fused_moe``.
 
     Returns:
         ``[T, H]`` in x's dtype, as ``fused_moe``.
     """
     # The experts are one operation to the dispatcher, as in ``fused_moe``.
-    out = torch.ops.weft.fp8_experts_reference(x, *gate_up[:3], *down, weights, ids)
+    out = torch.ops.weft.fp8_experts_reference(x, *gate_up[:3], *down, weights, ids, limit)
     return add_shared(out, shared, shared_gate)
 
 
@@ -331,12 +333,13 @@ def _fp8_experts(
     block: int,
     weights: Tensor,
     ids: Tensor,
+    limit: float | None,
 ) -> Tensor:
     def run(expert: int, rows: Tensor) -> Tensor:
         both = fp8_linear.reference(
             rows, gate_up[expert], gate_up_scale[expert], input_scale=gate_up_input_scale, block=block
         )
-        hidden = silu_and_mul.reference(both)
+        hidden = expert_activation(both, True, 1.0, limit, 0.0)
         return fp8_linear.reference(hidden, down[expert], down_scale[expert], input_scale=down_input_scale, block=block)
 
     return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
@@ -344,6 +347,7 @@ def _fp8_experts(
 
 _LIBRARY.define(
     "fp8_experts_reference(Tensor x, Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_input_scale, "
-    "Tensor down, Tensor down_scale, Tensor? down_input_scale, int block, Tensor weights, Tensor ids) -> Tensor"
+    "Tensor down, Tensor down_scale, Tensor? down_input_scale, int block, Tensor weights, Tensor ids, "
+    "float? limit) -> Tensor"
 )
 _LIBRARY.impl("fp8_experts_reference", _fp8_experts, "CompositeExplicitAutograd")

@@ -56,7 +56,7 @@ def _row_product(
 
 @jit
 def _fp8_pairs_kernel(
-    inputs, input_scale, weight, weight_scale, out, ids, stride_inputs,
+    inputs, input_scale, weight, weight_scale, out, ids, stride_inputs, limit,
     SHARED_BY: tl.constexpr, GATED: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     STATIC: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -77,13 +77,18 @@ def _fp8_pairs_kernel(
         OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
         if GATED:
             gate, up = tl.split(tl.reshape(result, [OUTPUTS, 2]))
+            if limit is not None:
+                gate = tl.minimum(gate, limit)
+                up = tl.minimum(tl.maximum(up, -limit), limit)
             result = gate / (1.0 + tl.exp(-gate)) * up
         columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         stored = result.to(out.dtype.element_ty)
         tl.store(out + pair.to(tl.int64) * WIDTH + columns, stored, mask=columns < WIDTH)
 
 
-def pairs_product(inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor, tile: Tile) -> None:
+def pairs_product(
+    inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor, tile: Tile, limit: float | None = None
+) -> None:
     """``out[pair] = weight[ids[pair]] inputs``, of a gated product SiLU and multiply included.
 
     Args:
@@ -92,12 +97,13 @@ def pairs_product(inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor,
         out: ``[T * top_k, N]``; rows of pairs without an expert (id -1) are left as they are.
         ids: ``[T, top_k]`` int32.
         tile: of which ``columns``, ``warps`` and ``stages`` count.
+        limit: clamps gate and up, as in ``fp8_fused_moe``.
     """
     weight, weight_scale, input_scale, block = matrices
     width, depth = out.shape[1], weight.shape[2]
     gated = weight.shape[1] == 2 * width
     _fp8_pairs_kernel[(cdiv(width, tile.columns), ids.numel())](
-        inputs, inputs if input_scale is None else input_scale, weight, weight_scale, out, ids, inputs.stride(0),
+        inputs, inputs if input_scale is None else input_scale, weight, weight_scale, out, ids, inputs.stride(0), limit,
         SHARED_BY=ids.numel() // inputs.shape[0], GATED=gated, DEPTH=depth, WIDTH=width, BLOCK=block,
         STATIC=input_scale is not None, GROUPS=max(16, next_power_of_2(cdiv(depth, 128))),
         ROWS=2 * tile.columns if gated else tile.columns, STAGES=tile.stages, num_warps=tile.warps,
