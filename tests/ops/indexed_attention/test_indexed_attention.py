@@ -142,10 +142,15 @@ def test_blocks_of_tokens(
     case: str, sizes: tuple[int, int, int, int], as_mixture: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of a prompt read all keys, others and decodes their selections. With groups of 12 some rows are empty."""
-    blocks = []
+    blocks: list[Any] = []
+
+    def attend_dense(*args: Any, **kwargs: Any) -> None:
+        blocks.append(args)
+        dense.attend_dense(*args, **kwargs)
+
     monkeypatch.setattr(attend, "_splits", lambda *_: (0, 1))
     monkeypatch.setattr(dense, "is_small", lambda _: False)
-    monkeypatch.setattr(attend, "attend_dense", lambda *a, **k: blocks.append(dense.attend_dense(*a, **k)))
+    monkeypatch.setattr(attend, "attend_dense", attend_dense)
     test_attention(case, sizes, as_mixture, (Backend.TRITON, dtype))
     assert blocks
 

@@ -56,7 +56,7 @@ def _mark_pools_kernel(
     selected, words, seq_lens, cu_seqlens_q, counts, num_seqs, num_words,
     COUNT: tl.constexpr, POOL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Set a bit for each pool that is selected for one token, unless another kernel attends to its pools."""
+    """Set a bit for each selected pool of one token, if the dense kernel computes the token."""
     enter(EARLY)
     token = tl.program_id(0)
     seq, position = place_of(token, seq_lens, cu_seqlens_q, counts, num_seqs)
@@ -163,7 +163,7 @@ def attend_dense(
     page_size, num_kv_heads, value_dim = v_cache.shape[1:]
     count, group = selected.shape[1], num_heads // num_kv_heads
     tokens = tile.rows // group
-    most = min(longest(batch, page_size), tokens * count * pool // 2)
+    most = min(longest(batch, page_size), 2 * tokens * count * pool // 5)
     words = torch.zeros(num_rows, most // pool // 32 + 1, dtype=torch.int32, device=q.device)
     table, seq_lens, cu_seqlens_q, counts, num_seqs, stride_table = metadata(batch)
     _mark_pools_kernel[(num_rows,)](

@@ -64,14 +64,14 @@ def num_seen(position, COUNT: tl.constexpr, POOL: tl.constexpr):
 def dense_segment(
     token, seq, seq_lens, cu_seqlens_q, COUNT: tl.constexpr, POOL: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """The tokens of ``token``'s sequence in its block of ``TOKENS``: the first, the one after the last, the keys that
-    the last one can see, and whether reading all these keys once takes less time than each token's selected ones.
+    """The tokens of one sequence in the block of ``TOKENS`` that holds ``token``.
 
-    A product of few rows takes as long as one of all the block's rows. Two tokens are the measured break-even.
+    Returns their first place, their end, the number of keys up to the last token, and whether they read all keys.
+    Reading all keys once took less time on an H200 than 16 selections, up to 6.4 times the selected keys.
     """
     end = tl.load(cu_seqlens_q + seq + 1)
     block = token // TOKENS * TOKENS
     first = tl.maximum(block, tl.load(cu_seqlens_q + seq))
     last = tl.minimum(block + TOKENS, end)
     length = tl.load(seq_lens + seq) - (end - last)
-    return first, last, length, (last - first) * tl.minimum(length, COUNT * POOL) >= 2 * length
+    return first, last, length, 2 * (last - first) * tl.minimum(length, COUNT * POOL) >= 5 * length

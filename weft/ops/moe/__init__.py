@@ -318,36 +318,33 @@ def fp8_fused_moe(
         ``[T, H]`` in x's dtype, as ``fused_moe``.
     """
     # The experts are one operation to the dispatcher, as in ``fused_moe``.
-    out = torch.ops.weft.fp8_experts_reference(x, *gate_up[:3], *down, weights, ids, limit)
+    out = torch.ops.weft.fp8_experts_reference(x, gate_up[:3], down[:3], down.block, weights, ids, limit)
     return add_shared(out, shared, shared_gate)
 
 
 def _fp8_experts(
     x: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_input_scale: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_input_scale: Tensor | None,
+    gate_up: list[Tensor],
+    down: list[Tensor],
     block: int,
     weights: Tensor,
     ids: Tensor,
     limit: float | None,
 ) -> Tensor:
-    def run(expert: int, rows: Tensor) -> Tensor:
-        both = fp8_linear.reference(
-            rows, gate_up[expert], gate_up_scale[expert], input_scale=gate_up_input_scale, block=block
-        )
-        hidden = expert_activation(both, True, 1.0, limit, 0.0)
-        return fp8_linear.reference(hidden, down[expert], down_scale[expert], input_scale=down_input_scale, block=block)
+    """``gate_up``, ``down``: the matrices, their scales, and one scale of all inputs or None."""
 
-    return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
+    def product(rows: Tensor, expert: int, matrices: Tensor, scales: Tensor, input_scale: Tensor | None) -> Tensor:
+        return fp8_linear.reference(rows, matrices[expert], scales[expert], input_scale=input_scale, block=block)
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        hidden = expert_activation(product(rows, expert, *gate_up), True, 1.0, limit, 0.0)
+        return product(hidden, expert, *down)
+
+    return sum_over_experts(x, weights, ids, gate_up[0].shape[0], run)
 
 
 _LIBRARY.define(
-    "fp8_experts_reference(Tensor x, Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_input_scale, "
-    "Tensor down, Tensor down_scale, Tensor? down_input_scale, int block, Tensor weights, Tensor ids, "
+    "fp8_experts_reference(Tensor x, Tensor?[] gate_up, Tensor?[] down, int block, Tensor weights, Tensor ids, "
     "float? limit) -> Tensor"
 )
 _LIBRARY.impl("fp8_experts_reference", _fp8_experts, "CompositeExplicitAutograd")
