@@ -141,8 +141,7 @@ STEPS_AND_IMAGES = (
     ),
     mutant(
         "one-scale-for-both", "the products of an expert have input scales of their own", "weft/ops/moe/__init__.py",
-        "down_scale[expert], input_scale=down_input_scale, block=block)",
-        "down_scale[expert], input_scale=gate_up_input_scale, block=block)",
+        "return product(hidden, expert, *down)", "return product(hidden, expert, *down[:2], gate_up[2])",
         "tests/ops/moe/test_triton_fp8_moe.py::test_experts_of_awkward_widths",
     ),
     mutant(
