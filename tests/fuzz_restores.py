@@ -2,7 +2,8 @@
 
 Every seed is one engine with random settings, whose prompts come back again and again, so that nearly every one is
 restored. Half of the engines have files. Those are killed (SIGKILL) at a random moment and started again on the same
-folder, after some of its files were truncated or had a bit flipped. Some of their disks are full at times.
+folder, after some of its files were truncated or had a bit flipped. Some of their disks are full at times. Some have
+two ranks.
 
     python -m tests.fuzz_restores [--restores 10000] [--seconds 900] [--first 0] [--json FILE]
 
@@ -33,6 +34,7 @@ import torch
 from tests import x_matrix as matrix
 from tests.engine.conftest import assert_idle
 from tests.offload.always import AlwaysRestore
+from tests.ranks import fork_ranks
 from weft import LLM, SamplingParams
 from weft.bench import report
 from weft.cache.spec import CacheSpec
@@ -40,6 +42,7 @@ from weft.config import resolve
 from weft.offload import disk
 
 KINDS = ("Qwen3Next", "Qwen3_5", "Lfm2", "Bamba", "KimiLinear", "Mamba2", "Jamba", "MiniMax", "BailingHybrid", "GptOss")
+WITH_RANKS = (matrix.HYBRID, matrix.DENSE)
 ARCHITECTURES = (*(f"{kind}ForCausalLM" for kind in KINDS), matrix.DENSE, matrix.WITH_HEAD)
 CONTEXT, VOCAB, NEW_TOKENS, NUM_SETS = 160, 200, 3, 2
 RETURNS = 100
@@ -95,6 +98,8 @@ def settings_of(seed: int, arch: str, model: str, folder: str) -> dict[str, Any]
     settings["kv_offloading_size"] = (size + 5 * spec.page_bytes) / 2**30
     if folder:
         settings["kv_offloading_dir"] = folder
+        if arch in WITH_RANKS and rng.random() < 0.5:
+            settings["tensor_parallel_size"] = 2  # which share the memory
     return settings
 
 
@@ -109,7 +114,7 @@ class Life:
     def run(self, turns: list[Turn]) -> Iterator[Counter[str]]:
         """Serve the turns in random order. Yields what happened since the last time."""
         rng, told = self.rng, Counter[str]()
-        with LLM(str(self.reference.folder), **self.settings) as llm:
+        with fork_ranks(), LLM(str(self.reference.folder), **self.settings) as llm:
             engine = matrix.Poisoned(llm, self.reference, self.settings["enable_overlap"])
             restores = llm._core.scheduler.restores
             assert restores is not None
