@@ -28,7 +28,7 @@ from weft.ops.fp8 import quantize as fp8_quantize
 from weft.ops.fp8.quantize import prepare_pass
 from weft.ops.moe import fp8_fused_moe
 from weft.ops.moe.blocks import Tile, Tiles
-from weft.ops.moe.fp8_experts import SINGLE, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.moe.fp8_experts import LARGE, SINGLE, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.moe.groups import group_pairs
 
 # Experts: hidden values are quantised between the products. One near a rounding boundary may fall to either side: at
@@ -172,6 +172,19 @@ def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
     """Each set of tiles that any number of tokens selects."""
     tiles = fp8_moe_tiles(pairs, 512)
     check_moe((300, 3, 2, 384, 256) if ON_GPU else (40, 3, 2, 128, 128), scheme, torch.float32, 3, tiles)
+
+
+@pytest.mark.parametrize(("block", "tokens", "is_large"), [(0, 769, True), (0, 768, False), (128, 769, False)])
+def test_large_tiles_are_for_many_pairs_with_row_scales(
+    block: int, tokens: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 pairs of 128 experts and 8 experts of a token are 768 tokens."""
+    monkeypatch.setattr("weft.ops.moe.fp8_experts.has_table", lambda device: True)
+    assert (choose_config(torch.empty(128, 256, 384), tokens, 8, block) == LARGE) == is_large
+
+
+def test_large_tiles() -> None:
+    check_moe((300, 3, 2, 384, 256) if ON_GPU else (70, 3, 2, 128, 128), "token", torch.float32, 3, LARGE)
 
 
 @pytest.mark.parametrize(

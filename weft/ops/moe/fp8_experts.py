@@ -250,11 +250,16 @@ def _choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tile
         tuned = load_table().get((num_experts, hidden, width, block))
         if tuned:
             return choose_tile(tuned, num_tokens)
+        if block == 0 and num_tokens * top_k > 48 * num_experts:
+            return LARGE
     return SINGLE if num_tokens <= UNGROUPED_TOKENS else fp8_moe_tiles(num_tokens * top_k, num_experts)
 
 
 SINGLE = Tiles(Tile(1, 16, 128, 2, 8), Tile(1, 32, 128, 2, 4))
 """Tiles of one row, for pairs that are not grouped."""
+
+LARGE = Tiles(Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 4))
+"""Tiles for many pairs of each expert with a scale for each row. They need the 128 KiB of shared memory of Hopper."""
 
 
 def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
