@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
+from weft.ops.activation import silu_and_mul
 from weft.ops.activation.kernels import sigmoid_mul_triton, silu_and_mul_triton
 from weft.ops.attention.pages import PageCopier
 from weft.ops.norm.kernels import rms_norm_triton
@@ -53,6 +54,9 @@ def test_gates(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, device=DEVICE).to(dtype)
     first, second = x.double().chunk(2, dim=-1)
     assert_near(silu_and_mul_triton(x), torch.nn.functional.silu(first) * second)
+    clamped = torch.nn.functional.silu(first.clamp(max=0.4)) * second.clamp(-0.4, 0.4)
+    assert_near(silu_and_mul_triton(x, limit=0.4), clamped)
+    torch.testing.assert_close(silu_and_mul.reference(x.double(), limit=0.4), clamped)
     assert_near(sigmoid_mul_triton(*x.chunk(2, dim=-1)), first * torch.sigmoid(second))
 
 

@@ -12,7 +12,6 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, in_turn, whole
 from weft.ops.activation import gelu_mul, silu_and_mul
-from weft.ops.moe import clamped_swiglu
 
 _GATED = ("silu", "gelu", "gelu_pytorch_tanh")
 
@@ -65,7 +64,7 @@ class MLP(nn.Module):
         if not self._silu:
             out = self.geglu(self.gate_up_proj(x))
         elif self._limit is not None:
-            out = self.down_proj(clamped_swiglu(self.gate_up_proj(x), 1.0, self._limit, 0.0))
+            out = self.down_proj(silu_and_mul(self.gate_up_proj(x), limit=self._limit, backend=self._backend))
         elif self._gate_multiplier == 1.0:
             out = self.down_proj(self.gate_up_proj.silu_mul(x))
         else:

@@ -11,16 +11,19 @@ from weft.ops.traced import traced_op
 
 @traced_op(fusible=True)
 @with_kernel("weft.ops.activation.kernels", by_row("x"))
-def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
+def silu_and_mul(x: Tensor, *, limit: float | None = None, backend: Backend) -> Tensor:
     """``silu(x[..., :I]) * x[..., I:]``.
 
     Args:
         x: ``[..., 2 * I]``: the gate projection, then the up projection.
+        limit: the gate is clamped to at most ``limit``, and the other factor to at most its magnitude.
 
     Returns:
         ``[..., I]`` in x's dtype.
     """
     gate, up = x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate).mul_(up)
 
 
