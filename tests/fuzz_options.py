@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     for arch in (
         "Gemma3ForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "BambaForCausalLM", "MiniMaxForCausalLM",
         "JambaForCausalLM", "BailingHybridForCausalLM", "Lfm3ForCausalLM", "RecurrentGemmaForCausalLM",
-        "InklingForCausalLM",
+        "InklingForCausalLM", "Inkling2ForCausalLM",
     )
 }  # fmt: skip
 """Most repeat themselves, so that drafts from the text are often right."""

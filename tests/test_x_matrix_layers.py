@@ -17,7 +17,7 @@ COLUMNS += [(f"{name}ForCausalLM", "FULL") for name in ("KimiLinear", "Mamba2", 
 COLUMNS += [("Glm5NextForConditionalGeneration", "FULL"), ("Qwen4ExpForCausalLM", "FULL")]
 COLUMNS += [("Zamba2ForCausalLM", "FULL_AND_PIECEWISE"), ("ZambaForCausalLM", "FULL")]
 COLUMNS += [("ZayaForCausalLM", "FULL_AND_PIECEWISE")]
-COLUMNS += [("InklingForCausalLM", "FULL_AND_PIECEWISE")]
+COLUMNS += [(f"{name}ForCausalLM", "FULL_AND_PIECEWISE") for name in ("Inkling", "Inkling2")]
 VARIANTS = [(f"{name}ForCausalLM", "FULL") for name in ("BailingHybrid", "Lfm3", "Mamba")]
 """Families whose layers differ little from the others': CI runs the cells that reuse states, and not all phases."""
 

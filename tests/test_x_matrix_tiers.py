@@ -41,9 +41,7 @@ def engine(request: pytest.FixtureRequest, references: dict[str, matrix.Referenc
         yield engine
 
 
-@pytest.mark.parametrize(
-    ("phase", "length"), covering(matrix.PHASES, matrix.part(65, 210), of=1)
-)
+@pytest.mark.parametrize(("phase", "length"), covering(matrix.PHASES, matrix.part(65, 210), of=1))
 def test_tokens_are_those_of_the_reference(engine: matrix.Poisoned, phase: str, length: int) -> None:
     if engine.llm.config.kv_offloading_policy == "write_through_selective":
         check_selective(engine, phase, length)

@@ -19,6 +19,7 @@ ARCHITECTURES = (
     "Gemma3ForCausalLM",
     "Glm5NextForConditionalGeneration",
     "GptOssForCausalLM",
+    "Inkling2ForCausalLM",
     "InklingForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
@@ -302,6 +303,7 @@ _GLM5_NEXT = {
     "hc_eps": 1e-3,
     "rms_norm_eps": 1e-4,
 }
+_NOT_OF_INKLING2 = ("mlp_layer_types", "n_shared_experts", "logits_mup_width_multiplier")
 _INKLING = _NO_TOKENS | {
     "num_hidden_layers": 4,
     "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
@@ -321,6 +323,15 @@ _INKLING = _NO_TOKENS | {
     "route_scale": 1.7,
     "logits_mup_width_multiplier": 1.3,
     "rms_norm_eps": 1e-4,
+}
+_INKLING2 = {key: value for key, value in _INKLING.items() if key not in _NOT_OF_INKLING2} | {
+    "unpadded_vocab_size": 211,
+    "n_layers_per_attn_res_block": 3,
+    "qk_l2_clip_threshold": 1.1,
+    "rel_l2_clip_threshold": 0.6,
+    "mlp_gate_softcap": 0.3,
+    "mlp_up_softcap": 0.4,
+    "final_logit_softcapping": 1.5,
 }
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {"shared_expert_intermediate_size": 40}
@@ -391,6 +402,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "GptOssForCausalLM": ("GptOssConfig", _BASE | _GPT_OSS),
     "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", _WITHOUT_HEAD_DIM | _RECURRENT_GEMMA),
     "InklingForCausalLM": ("InklingTextConfig", _BASE | _INKLING),
+    "Inkling2ForCausalLM": ("Inkling2TextConfig", _BASE | _INKLING2),
     "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
     "BailingHybridForCausalLM": ("BailingHybridConfig", _LING),
     "Glm5NextForConditionalGeneration": ("Glm5NextConfig", _GLM5_NEXT),
@@ -416,7 +428,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ZayaForCausalLM": ("ZayaConfig", _ZAYA),
 }
 _WITHOUT_DENSE_MLP = (
-    "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+    "Inkling2ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration",
 )  # fmt: skip
 
@@ -460,6 +472,9 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
                 parameter.mul_(10.0)
             if name.endswith(("hidden_states_bias", "residual_bias")):
                 parameter.copy_(torch.empty_like(parameter).uniform_(-0.03, 0.03, generator=generator))
+            if name.endswith(("_input.query", "static_weight")):  # zeros in Inkling 2
+                limit = 2.0 if name.endswith("query") else 0.5
+                parameter.copy_(torch.empty_like(parameter).uniform_(-limit, limit, generator=generator))
             if ".router_mlp." in name and name.endswith("weight"):
                 parameter.mul_(5.0)
             if name.endswith(
@@ -479,6 +494,7 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
                     "residual_scale",
                     "router_states_scale",
                     "global_scale",
+                    "l2_clip.scale",
                 )
             ):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))

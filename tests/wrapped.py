@@ -59,6 +59,13 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
         },
     ),
+    "Inkling2ForConditionalGeneration": (
+        "Inkling2Config",
+        {
+            "vision_config": _SMALL
+            | {"patch_size": 4, "posemb_grid_size": 4, "projection_hidden_dim": 16, "text_hidden_size": 48},
+        },
+    ),
     "NemotronH_Omni_Reasoning_V3": (
         "NemotronH_Omni_Reasoning_V3_Config",
         {"vision_config": _RADIO, "projector_hidden_size": 16, "vision_hidden_size": 16},
@@ -72,6 +79,7 @@ WRAPPED_TEXTS = {
     "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
     "Lfm3VlForConditionalGeneration": ("Lfm3ForCausalLM",),
     "InklingForConditionalGeneration": ("InklingForCausalLM",),
+    "Inkling2ForConditionalGeneration": ("Inkling2ForCausalLM",),
     "NemotronH_Omni_Reasoning_V3": ("NemotronHForCausalLM",),
     "Nemotron3_5TranscribeForConditionalGeneration": ("NemotronHForCausalLM",),
 }
@@ -92,7 +100,7 @@ def make_wrapped(wrapper: str, text: str, folder: Path, **settings: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "norm" in key or "global_scale" in key:
+            if "norm" in key or key.endswith(("global_scale", "l2_clip.scale", "_input.query", "static_weight")):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
     model.save_pretrained(folder)
     return model

@@ -58,6 +58,7 @@ READ_BELOW = (
     "GptOssForCausalLM",
     "ZayaForCausalLM",
     "InklingForCausalLM",
+    "Inkling2ForCausalLM",
 )
 
 

@@ -27,7 +27,7 @@ ARCHITECTURES = [
 OTHER_KINDS = [
     "Mamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "GptOssForCausalLM", "Zamba2ForCausalLM",
     "ZayaForCausalLM",
-    "InklingForCausalLM",
+    "InklingForCausalLM", "Inkling2ForCausalLM",
 ]  # fmt: skip
 """Of layers that the others have not: for the worked example alone."""
 PROMPT = [(7 * i + i // 5) % 200 for i in range(210)]

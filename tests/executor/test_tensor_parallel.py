@@ -39,6 +39,7 @@ MODELS = (
     "Zamba2ForCausalLM",
     "ZayaForCausalLM",
     "InklingForCausalLM",
+    "Inkling2ForCausalLM",
 )
 ON_FOUR = MODELS[:6]
 """Keys and values are replicated there; of the others layers alone are tested (``tests/layers``)."""

@@ -38,12 +38,21 @@ def divergence(exact: Tensor, rounded: Tensor) -> tuple[float, float]:
     return (p.exp() * (p - q)).sum(-1).mean().item(), (p.argmax(-1) == q.argmax(-1)).float().mean().item()
 
 
+def in_bfloat16(model: Any) -> Any:
+    """Convert transformers' model as it would load it. Routers of Inkling 2 run in float32 alone."""
+    kept = model._keep_in_fp32_modules_strict or () if "Inkling2" in type(model).__name__ else ()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not any(part in name for part in kept):
+            tensor.data = tensor.data.bfloat16()
+    return model if kept else model.bfloat16()
+
+
 def three_logits(arch: str, folder: Path, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of one checkpoint: float32, transformers in bfloat16, Weft in bfloat16."""
     make_checkpoint(arch, folder, seed)
     prompts = [prompt(n) for n in LENGTHS]
     exact = torch.cat([logits_of(make_model(arch, seed), tokens, "cpu") for tokens in prompts])
-    theirs = make_model(arch, seed).bfloat16().cuda()
+    theirs = in_bfloat16(make_model(arch, seed)).cuda()
     their_logits = torch.cat([logits_of(theirs, tokens, "cuda") for tokens in prompts])
     harness = Harness(folder, device="cuda", backend=Backend.TRITON, dtype=torch.bfloat16, num_pages=400, num_slots=40)
     sequences = [harness.sequence(tokens) for tokens in prompts]

@@ -97,7 +97,7 @@ def run_layer(name: str) -> Run:
         with forward_context(
             harness.context_for([(s, n) for s, n in zip(sequences, LENGTHS, strict=True)], pad_tokens=2)
         ):
-            return layer(x)
+            return layer(x if (count := getattr(layer, "num_inputs", 0)) == 0 else x.expand(count, -1, -1))
 
     return run
 
@@ -133,6 +133,10 @@ def run_layer(name: str) -> Run:
         ("InklingForCausalLM", "model.layers.1.self_attn", {}),
         ("InklingForCausalLM", "model.layers.0.mlp", {}),
         ("InklingForCausalLM", "model.layers.1.mlp", {}),
+        ("Inkling2ForCausalLM", "model.layers.0.self_attn", {}),
+        ("Inkling2ForCausalLM", "model.layers.0.self_attn", {"swa_num_key_value_heads": 1}),
+        ("Inkling2ForCausalLM", "model.layers.1.self_attn", {}),
+        ("Inkling2ForCausalLM", "model.layers.1.mlp", {}),
         ("RecurrentGemmaForCausalLM", "model.layers.0.recurrent", {}),
         ("RecurrentGemmaForCausalLM", "model.layers.1.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.0.self_attn", {}),
@@ -257,6 +261,7 @@ def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
         ("OlmoHybridForCausalLM", LINEAR, 1 + 4 * 2),
         ("Glm5NextForConditionalGeneration", {}, 1 + 4),  # one sum for both halves of a layer
         ("ZayaForCausalLM", {"num_experts": 4}, 1 + 4 * 2),
+        ("Inkling2ForCausalLM", {}, 1 + 4 * 2),
         ("InklingForCausalLM", {}, 1 + 4 * 2),  # the embeddings, and the convolution after each half
         ("Zamba2ForCausalLM", ZAMBA2, 3 + 3 * 3 + 2 + 2),  # of 2 blocks in 3 layers; the embeddings, twice
     ],
@@ -282,6 +287,7 @@ def test_every_sum_over_ranks_is_formed_once(arch: str, overrides: dict[str, Any
         ("Qwen3NextForCausalLM", LINEAR | {"num_experts": 8, "shared_expert_intermediate_size": 40}),
         ("KimiLinearForCausalLM", {}),
         ("InklingForCausalLM", {}),
+        ("Inkling2ForCausalLM", {"n_routed_experts": 8}),
     ],
 )
 def test_whole_experts(arch: str, overrides: dict[str, Any], size: int, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ OTHERS: dict[str, Any] = {
     "ple_layer_ids": lambda v: [2],
     "local_layer_ids": lambda v: [0],
     "unpadded_vocab_size": lambda v: 200,
+    "scoring_func": lambda v: "relu",
 }
 
 

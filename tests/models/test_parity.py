@@ -186,7 +186,7 @@ BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1For
 ZAMBA, ZAMBA2 = "ZambaForCausalLM", "Zamba2ForCausalLM"
 ZAYA = "ZayaForCausalLM"
 MINIMAX = "MiniMaxForCausalLM"
-INKLING = "InklingForCausalLM"
+INKLING, INKLING2 = "InklingForCausalLM", "Inkling2ForCausalLM"
 JAMBA, FALCON_MAMBA = "JambaForCausalLM", "FalconMambaForCausalLM"
 GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
@@ -255,6 +255,12 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
                "mlp_layer_types": ["dense"] * 4, "head_dim": 20}),
     (INKLING, {"sliding_window_size": 1, "rel_extent": 1, "d_rel": 3, "n_shared_experts": 3, "num_experts_per_tok": 6,
                "logits_mup_width_multiplier": 0.8, "layer_types": None, "dense_mlp_idx": 2, "mlp_layer_types": None}),
+    (INKLING2, {"layer_types": None, "num_hidden_layers": 7, "num_key_value_heads": 1, "swa_num_attention_heads": 6,
+                "swa_num_key_value_heads": 2, "n_layers_per_attn_res_block": 1}),
+    (INKLING2, {"layer_types": ["hybrid"] * 2 + ["hybrid_sliding"], "num_hidden_layers": 3, "conv_kernel_size": 2,
+                "sliding_window_size": 600, "rel_extent": 500, "head_dim": 20, "n_layers_per_attn_res_block": 6}),
+    (INKLING2, {"sliding_window_size": 1, "rel_extent": 1, "d_rel": 3, "num_experts_per_tok": 6, "conv_kernel_size": 5,
+                "n_layers_per_attn_res_block": 2}),
     (KIMI, {"q_lora_rank": 18, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "linear_conv_kernel_dim": 2}),
     (KIMI, {"linear_num_heads": 3, "num_attention_heads": 5, "num_key_value_heads": 5, "n_shared_experts": 3}),
     (KIMI, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "topk_group": 4}),

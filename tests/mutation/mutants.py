@@ -7,6 +7,7 @@ then rewritten for the code that took its place.
 from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
+from tests.mutation.block_residuals import BLOCK_RESIDUALS
 from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
 from tests.mutation.convolutional_attention import CONVOLUTIONAL_ATTENTION
 from tests.mutation.determinism import DETERMINISM
@@ -502,6 +503,7 @@ MUTANTS = (
     *SETTINGS_AND_REUSE,
     *TIERS,
     *CONFIGS_AND_WEIGHTS,
+    *BLOCK_RESIDUALS,
     *CONVOLUTIONAL_ATTENTION,
     *DETERMINISM,
     *FIELDS_AND_FIGURES,

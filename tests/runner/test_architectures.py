@@ -108,6 +108,11 @@ FAMILIES = {
         "ZayaForCausalLM", {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 8, "sliding_window": 512,
                             "router_hidden_size": 256, "cca_time1": 2}, {}, "",
     ),
+    "Inkling 2": Family(
+        "Inkling2ForCausalLM",
+        {"hidden_size": 256, "head_dim": 128, "swa_head_dim": 128, "sliding_window_size": 512, "rel_extent": 512}, {},
+        "block_residual.kernels._read_blocks_kernel",
+    ),
     "RG-LRU": Family("RecurrentGemmaForCausalLM", {"hidden_size": 256, "lru_width": 256, "head_dim": 64}, {}, """
         rg_lru.scan._rg_lru_kernel rg_lru.scan._rg_lru_step_kernel"""),
     "heads of 256": Family(NEXT, GEOMETRY | {"head_dim": 256}, {"speculative_config": _NGRAM}, ""),

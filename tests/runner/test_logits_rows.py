@@ -30,6 +30,7 @@ FAMILIES = (  # each placement of norms, and each kind of mixer that a last laye
     "Qwen3ForCausalLM", "Qwen3NextForCausalLM", "OlmoHybridForCausalLM", "Gemma3ForCausalLM", "MiniMaxForCausalLM",
     "NemotronHForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
     "RecurrentGemmaForCausalLM", "Zamba2ForCausalLM", "ZayaForCausalLM", "InklingForCausalLM",
+    "Inkling2ForCausalLM",
 )  # fmt: skip
 LAST_LAYERS: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]},

@@ -21,6 +21,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         "Zamba2ForCausalLM",
         "ZayaForCausalLM",
         "InklingForCausalLM",
+        "Inkling2ForCausalLM",
     ],
 )
 def test_tokens_are_those_without_drafts(arch: str, tmp_path: Path) -> None:

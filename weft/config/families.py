@@ -14,6 +14,7 @@ from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import InProjLayout, read_gated_delta_net, read_olmo_hybrid_gated_delta_net
 from weft.config.glm5_next import GLM5_NEXT
 from weft.config.inkling import INKLING
+from weft.config.inkling2 import INKLING2
 from weft.config.json_object import JsonObject
 from weft.config.kimi import (
     kimi_layer_types,
@@ -198,6 +199,8 @@ FAMILIES: dict[str, Family] = {
     "Lfm3ForCausalLM": LFM3,
     # Inkling: windows and full attention with a relative position bias, short convolutions, experts.
     "InklingForCausalLM": INKLING,
+    # Inkling 2: the same with clipped heads, gates, sinks by token, dynamic convolutions, and residuals over blocks.
+    "Inkling2ForCausalLM": INKLING2,
     # OLMo-Hybrid: three Gated DeltaNet layers to one full-attention layer, whose norms come after it.
     "OlmoHybridForCausalLM": Family(
         {

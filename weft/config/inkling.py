@@ -67,10 +67,12 @@ class OutputConvConfig:
     Attributes:
         num_channels: channels of the convolution, which equal the hidden size.
         kernel: number of inputs of one output.
+        scale: factor of the sum with the input.
     """
 
     num_channels: int
     kernel: int
+    scale: float = 1.0
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
         """The state ``conv [num_channels, kernel - 1]``, whole on every rank."""

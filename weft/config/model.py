@@ -99,7 +99,8 @@ class ModelConfig:
             continues from the norm's output. ``streams``: before them, with the residual streams of ``streams``.
             ``shared_block``: before mixers whose norm also reads the output of a shared block. ``scaled``: before mixer
             and MLP, with a residual stream in float32 that learned vectors scale. ``convolved``:
-            before mixer and MLP, and a short convolution follows each half.
+            before mixer and MLP, and a short convolution follows each half. ``blocks``: the same, where each norm
+            reads the stream of now and of before earlier blocks of layers.
         streams: the residual streams; None: there is one, to which blocks add.
         residual_weights: layer type -> weights of a block with norms in the stream.
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.

@@ -36,6 +36,14 @@ class ClampedSwiGLU:
 
 
 @dataclass(frozen=True, slots=True)
+class SoftcappedSwiGLU:
+    """The activation ``cap(gate) * sigmoid(gate) * cap(up)``, where ``cap(y) = c * tanh(y / c)`` (Inkling 2)."""
+
+    gate_cap: float
+    up_cap: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Geometry of a mixture of experts.
 
@@ -46,7 +54,7 @@ class MoeConfig:
         shared_expert_gate: a sigmoid gate per token weighs the shared expert.
         sigmoid: sigmoid routing; None: scores are a softmax over all experts.
         biases: whether the router and every projection of the experts have a bias.
-        clamped: the experts' activation if it differs from the model's.
+        clamped, softcapped: the experts' activation if it differs from the model's.
         latent_size: width of the vectors that routed experts read and write, if it is not the model's (Nemotron-H).
         interleaved: checkpoints store the experts' matrices transposed, with gate and up columns in turn.
         router_size: width of an MLP that routes (ZAYA1, ``layers/mlp_router.py``); None: the router is one matrix.
@@ -67,6 +75,7 @@ class MoeConfig:
     latent_size: int | None = None
     router_size: int | None = None
     num_always: int = 0
+    softcapped: SoftcappedSwiGLU | None = None
 
     @property
     def num_classes(self) -> int:

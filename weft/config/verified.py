@@ -75,6 +75,7 @@ VERIFIED: dict[str, Verified] = {
     "GptOssForCausalLM": Verified(True, Ranks.LAYERS),
     "KimiLinearForCausalLM": Verified(True, Ranks.LAYERS),
     "InklingForCausalLM": Verified(False, Ranks.ENGINE),
+    "Inkling2ForCausalLM": Verified(False, Ranks.ENGINE),
     "OlmoHybridForCausalLM": Verified(True, Ranks.ENGINE),
 }
 

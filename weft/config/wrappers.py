@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from weft.config.json_object import JsonObject
-from weft.errors import ConfigError
+from weft.errors import ConfigError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Wrapper:
         tied: whether embeddings are tied if the file does not say. A key of the text config has no effect.
         renames: leading part of the text model's tensor names in the checkpoint -> leading part of Weft's names.
         patterns: see ``WeightTable.patterns``.
+        assumed: the form of experts in files that name neither a form nor the transformers that wrote them; "": none.
     """
 
     texts: Mapping[str, str]
@@ -31,6 +32,7 @@ class Wrapper:
     tied: bool = False
     renames: dict[str, str] = field(default_factory=lambda: {"model.language_model.": "model."})
     patterns: dict[str, str] = field(default_factory=dict)
+    assumed: str = ""
 
     def unwrap(self, top: JsonObject, name: str) -> tuple[JsonObject, JsonObject, str]:
         """Return the whole config with its defaults, the text config, and the text model's architecture.
@@ -45,6 +47,11 @@ class Wrapper:
         model_type = text.text("model_type", next(iter(self.texts)))
         if model_type not in self.texts:
             raise text.unsupported("model_type", f" in {name}; supported are {', '.join(self.texts)}")
+        if self.assumed and not top.given("quantization_config") and not top.given("transformers_version"):
+            raise UnsupportedModelError(
+                f"{top.where}: {name} without quantization_config has experts in {self.assumed}, which is not read. "
+                "Use a checkpoint that transformers saved in bfloat16; quantization='fp8' or 'int4' makes it smaller"
+            )
         tied = top.boolean("tie_word_embeddings", top.boolean("tie_embedding", self.tied))
         return JsonObject(top.values | {"tie_word_embeddings": tied}, top.where), text, self.texts[model_type]
 
@@ -90,6 +97,13 @@ WRAPPERS: dict[str, Wrapper] = {
             r"\.w13_dn\.": ".gate_up_proj.w13.",
             r"\.w2_md\.": ".down_proj.",
         },
+    ),
+    # Inkling 2 behind a vision tower. The text model alone has the same names in files.
+    "Inkling2ForConditionalGeneration": Wrapper(
+        {"inkling2_text": "Inkling2ForCausalLM"},
+        others=("model.visual.*",),
+        renames={"model.llm.unembed.": "lm_head.", "model.llm.": "model."},
+        assumed="MXFP8 (e4m3, a scale of e8m0 for 32 weights)",
     ),
     # Nemotron-H Omni: Nemotron-H behind RADIO and Parakeet towers.
     "NemotronH_Omni_Reasoning_V3": Wrapper(

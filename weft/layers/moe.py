@@ -8,6 +8,7 @@ sharded, by their width or one by one. Does not know: which layers are sparse, h
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import asdict
 from typing import ClassVar
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from weft.config.model import ModelConfig
 from weft.config.moe import MoeConfig
 from weft.config.sharding import divide
-from weft.errors import ConfigError
 from weft.forward_context import get_forward_context, serves_any_num_tokens
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
@@ -32,10 +32,7 @@ from weft.layers.weight import (
     WeightLayout,
     WeightModule,
     WeightPiece,
-    concatenated,
     empty_parameter,
-    in_turn,
-    one_tensor,
     whole,
     whole_rows,
 )
@@ -53,7 +50,8 @@ class Experts(WeightModule):
         num_experts: experts of the layer, over all ranks.
         local_experts: which of them this rank holds, or holds a share of.
         gate_up_shard, down_shard: which rows and columns of one expert this rank holds.
-        clamped, interleaved: see ``MoeConfig``.
+        interleaved: see ``MoeConfig``.
+        activation: the numbers of an activation that is not the model's, as in ``ExpertExtras``; else empty.
         shared_linears: ``gate_up`` and ``down`` of a shared expert with matrices of the same shape as the others', or
             None.
         shared_joins: True if the shared expert's matrices follow the others in memory, so that an id selects it.
@@ -67,7 +65,9 @@ class Experts(WeightModule):
     def __init__(self, moe: MoeConfig, hidden_size: int, context: ModelContext, *, gated: bool) -> None:
         super().__init__()
         num_experts, intermediate_size = moe.num_experts, moe.intermediate_size
-        self.gated, self.clamped, self.interleaved, self.biases = gated, moe.clamped, moe.interleaved, moe.biases
+        self.gated, self.interleaved, self.biases = gated, moe.interleaved, moe.biases
+        activation = moe.clamped or moe.softcapped
+        self.activation: dict[str, float] = {} if activation is None else asdict(activation)
         self.num_experts, self.local_experts = num_experts, range(num_experts)
         rank, local = context.tp.rank, intermediate_size
         if context.expert_parallel:
@@ -130,9 +130,7 @@ class Experts(WeightModule):
     @property
     def extras(self) -> ExpertExtras:
         """The biases and the activation, for ``weft.ops.moe.fused_moe``."""
-        clamped = self.clamped
-        activation = () if clamped is None else (clamped.alpha, clamped.limit, clamped.up_offset)
-        return ExpertExtras(self.gate_up_bias, self.down_bias, *activation)
+        return ExpertExtras(self.gate_up_bias, self.down_bias, **self.activation)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         biases = self._bias_layout() if self.biases else {}
@@ -309,78 +307,9 @@ class LatentMoe(SparseMoe):
         return out if self.shared_expert is None else out + self.shared_expert(x)
 
 
-class ExpertsWithShared(Experts):
-    """Experts of which the last, the shared ones, are chosen for every token.
-
-    Checkpoints store all routed experts in one tensor and all shared experts in another. ``w13`` holds a row of gate
-    and a row of up in turn.
-    """
-
-    def __init__(self, moe: MoeConfig, hidden_size: int, context: ModelContext, *, gated: bool) -> None:
-        super().__init__(moe, hidden_size, context, gated=gated)
-        self._num_routed = moe.num_experts - moe.num_always
-
-    def layouts(self) -> tuple[WeightLayout, ...]:
-        [single] = (layout for layout in super().layouts() if "0.down_proj.weight" in layout)
-        if not all(name.endswith("proj.weight") for name in single):
-            raise ConfigError(
-                "quantised experts of a checkpoint are not supported where shared experts are scored by the router; "
-                "use a checkpoint with plain experts and quantization='fp8' or 'int4', which quantise while loading"
-            )
-        gate, up, down = (
-            [single[f"{i}.{part}_proj.weight"] for i in range(self.num_experts)] for part in ("gate", "up", "down")
-        )
-        both = list(zip(gate, up, strict=True))
-        routed, shared = slice(self._num_routed), slice(self._num_routed, None)
-        return single, {
-            "gate_up_proj": one_tensor([concatenated(pair) for pair in both[routed]]),
-            "down_proj": one_tensor(down[routed]),
-            "shared_gate_proj": one_tensor(gate[shared]),
-            "shared_up_proj": one_tensor(up[shared]),
-            "shared_down_proj": one_tensor(down[shared]),
-        }, {
-            "w13_weight": one_tensor([in_turn(pair) for pair in both[routed]]),
-            "w2_weight": one_tensor(down[routed]),
-            "shared_w13_weight": one_tensor([in_turn(pair) for pair in both[shared]]),
-            "shared_w2_weight": one_tensor(down[shared]),
-        }  # fmt: skip
-
-
-class ScaledMoe(SparseMoe):
-    """Experts whose weights have a learned factor, shared ones among them (Inkling)."""
-
-    _experts = ExpertsWithShared
-
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(config, context)
-        self.global_scale = empty_parameter(1, dtype=torch.float32, device=context.device)
-
-    def _route(self, logits: Tensor, shared: bool, shared_gate: Tensor | None) -> tuple[Tensor, Tensor]:
-        weights, ids = super()._route(logits, shared, shared_gate)
-        return weights * self.global_scale, ids
-
-    def layouts(self) -> tuple[WeightLayout, ...]:
-        assert self.correction_bias is not None
-        names = {"gate.global_scale": self.global_scale, "gate.e_score_correction_bias": self.correction_bias}
-        return ({name: whole(parameter) for name, parameter in names.items()},)
-
-    def initial_range(self, name: str) -> tuple[float, float]:
-        return (0.9, 1.1) if name == "global_scale" else super().initial_range(name)
-
-
-def sparse_moe(config: ModelConfig, context: ModelContext) -> SparseMoe:
-    """The model's kind of mixture of experts."""
-    assert config.moe is not None, "a sparse layer needs the model config's moe"
-    if config.moe.router_size is not None:
-        return MlpRoutedMoe(config, context)
-    if config.multipliers.learned_mlp:
-        return ScaledMoe(config, context)
-    return (SparseMoe if config.moe.latent_size is None else LatentMoe)(config, context)
-
-
 def _as_one_expert(shared: nn.Module, experts: Experts) -> dict[str, LinearBase] | None:
     """The linear layers of a shared expert that computes what an expert does, with matrices of the same shape."""
-    if not isinstance(shared, MLP) or not shared.is_plain_swiglu or experts.biases or experts.clamped is not None:
+    if not isinstance(shared, MLP) or not shared.is_plain_swiglu or experts.biases or experts.activation:
         return None
     linears: dict[str, LinearBase] = {"gate_up": shared.gate_up_proj, "down": shared.down_proj}
     shards = {"gate_up": experts.gate_up_shard, "down": experts.down_shard}

@@ -20,26 +20,27 @@ from weft.layers.weight import RowMap, WeightLayout, WeightModule, WeightPiece, 
 
 
 class TapsWithInput:
-    """Receives the taps ``[C, 1, W]`` of a convolution and adds 1 to the last tap, which adds the input."""
+    """Receives the taps ``[C, 1, W]`` of a convolution, adds 1 to the last tap for the input, and scales all."""
 
-    def __init__(self, taps: Tensor) -> None:
-        self._taps = taps
+    def __init__(self, taps: Tensor, scale: float) -> None:
+        self._taps, self._scale = taps, scale
 
     def copy_(self, source: Tensor) -> None:
         self._taps.copy_(source)
         self._taps[..., -1] += 1.0
+        self._taps *= self._scale
 
 
 class ResidualConv(WeightModule):
-    """``x + conv(x)``, depthwise and causal: ``[T, C] -> [T, C]``; padding rows are zero.
+    """``scale * (x + conv(x))``, depthwise and causal: ``[T, C] -> [T, C]``; padding rows are zero.
 
     Args:
         parts: the prefix of each part's tensors -> where its channels go.
     """
 
-    def __init__(self, parts: dict[str, RowMap], kernel: int, context: ModelContext) -> None:
+    def __init__(self, parts: dict[str, RowMap], kernel: int, context: ModelContext, *, scale: float = 1.0) -> None:
         super().__init__()
-        self._parts, self._backend = parts, context.backend
+        self._parts, self._backend, self._scale = parts, context.backend, scale
         channels = sum(rows.count for rows in parts.values())
         # The taps of the sum with the input. They need more digits than a model's dtype may have beside the 1.
         self.weight = empty_parameter(channels, kernel, dtype=torch.float32, device=context.device)
@@ -54,7 +55,7 @@ class ResidualConv(WeightModule):
     def _piece(self, rows: RowMap) -> WeightPiece:
         piece = rows.piece(self.weight, middle=(1,))
         return replace(
-            piece, copies=tuple((source, TapsWithInput(self.weight[run.target_rows, None]))
+            piece, copies=tuple((source, TapsWithInput(self.weight[run.target_rows, None], self._scale))
                                 for (source, _), run in zip(piece.copies, rows.runs, strict=True))
         )  # fmt: skip
 
@@ -70,7 +71,8 @@ class OutputConv(WeightModule):
         super().__init__()
         self.name, self.width = name, geometry.num_channels
         self._all_reduce = AllReduce.over_ranks(geometry.num_channels, context)
-        self.conv1d = ResidualConv({"": whole_rows(geometry.num_channels)}, geometry.kernel, context)
+        parts = {"": whole_rows(geometry.num_channels)}
+        self.conv1d = ResidualConv(parts, geometry.kernel, context, scale=geometry.scale)
         context.layers.register(name, self)
 
     def forward(self, x: Tensor) -> Tensor:

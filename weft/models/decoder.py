@@ -16,6 +16,7 @@ from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.indexed_attention import IndexedAttentionConfig, IndexedLatentConfig
 from weft.config.inkling import OutputConvConfig, RelativeAttentionConfig
+from weft.config.inkling2 import ClippedAttentionConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.lightning_attention import LightningAttentionConfig
 from weft.config.mamba import HeadedMambaConfig, MambaConfig
@@ -29,6 +30,7 @@ from weft.config.sliding_window import SlidingWindowConfig
 from weft.forward_context import LogitsRows, get_forward_context, other_batch
 from weft.layers.all_reduce import AllReduce
 from weft.layers.attention import Attention
+from weft.layers.clipped_attention import clipped_attention
 from weft.layers.context import ModelContext
 from weft.layers.convolutional_attention import convolutional_attention
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -42,7 +44,8 @@ from weft.layers.lightning_attention import LightningAttention
 from weft.layers.mamba import Mamba
 from weft.layers.mamba2 import Mamba2
 from weft.layers.mlp import dense_mlp
-from weft.layers.moe import SparseMoe, sparse_moe
+from weft.layers.moe import SparseMoe
+from weft.layers.moe_kinds import sparse_moe
 from weft.layers.ngram import NGramEmbedding
 from weft.layers.norm import ResidualRMSNorm, ResidualSum, output_norm, residual_norm
 from weft.layers.relative_attention import relative_attention
@@ -74,6 +77,7 @@ MIXERS: dict[type, Callable[[Any, ModelConfig, ModelContext, str], nn.Module]] =
     RgLruConfig: RgLru,
     RelativeAttentionConfig: relative_attention,
     OutputConvConfig: OutputConv,
+    ClippedAttentionConfig: clipped_attention,
 }
 """From the class of a geometry to the token mixer that is built by ``(geometry, config, context, name)`` and registers
 itself in the layer table under ``name``: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""

@@ -71,7 +71,10 @@ class InklingModel(CausalLM):
         self._num_ids = config.unpadded_vocab_size
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        logits = super().compute_logits(hidden_states)
+        logits = self._whole_logits(hidden_states)
         if self._num_ids is not None:
             logits[:, self._num_ids :] = -torch.inf
         return logits
+
+    def _whole_logits(self, hidden_states: Tensor) -> Tensor:
+        return super().compute_logits(hidden_states)

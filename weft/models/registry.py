@@ -2,12 +2,14 @@
 
 from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.inkling import RelativeAttentionConfig
+from weft.config.inkling2 import ClippedAttentionConfig
 from weft.config.model import ModelConfig
 from weft.config.ngram import NGramConfig
 from weft.config.shared_block import SharedBlockConfig
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM
 from weft.models.inkling import InklingModel
+from weft.models.inkling2 import Inkling2Model
 from weft.models.mtp import MultiTokenPredictor
 from weft.models.ngram import NGramModel
 from weft.models.shared_block import SharedBlockModel
@@ -17,7 +19,7 @@ from weft.quantization import create_weights
 
 _MODELS: dict[type, type[CausalLM]] = {
     NGramConfig: NGramModel, SharedBlockConfig: SharedBlockModel, ConvolutionalAttentionConfig: ZayaModel,
-    RelativeAttentionConfig: InklingModel,
+    RelativeAttentionConfig: InklingModel, ClippedAttentionConfig: Inkling2Model,
 }  # fmt: skip
 """Models with a decoder of their own, by the geometry of their layers' mixers."""
 

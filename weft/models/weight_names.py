@@ -87,6 +87,24 @@ _INKLING = WeightTable(
         r"\.mlp\.shared_experts\.(?:shared_)?": ".mlp.experts.shared_",
     },
 )
+_INKLING2 = WeightTable(
+    _ROUTER
+    | {
+        "in_proj": ("wq_du", "gate_attn", "wr_du", "attn_sink_proj", "wk_dv", "wv_dv"),
+        "q_in_proj": ("wq_du", "gate_attn", "wr_du", "attn_sink_proj"),
+        "k_in_proj": ("wk_dv", "k_sconv.weight_proj"),
+        "v_in_proj": ("wv_dv", "v_sconv.weight_proj"),
+        "kv_conv": ("k_sconv", "v_sconv"),
+        "attn_norm": ("q_input_norm", "k_input_norm", "v_input_norm"),
+    },
+    renames=WRAPPERS["Inkling2ForConditionalGeneration"].renames,
+    modules={"embed_tokens": "embed", "self_attn": "attn", "o_proj": "wo_ud"},
+    patterns={
+        r"\.weight_proj$": ".weight_proj.weight",
+        r"\.(attn|mlp)_sconv\.weight$": r".\1_sconv.conv1d.weight",
+        r"\.gate\.bias$": ".gate.e_score_correction_bias",
+    },
+)
 _OLMO_HYBRID = WeightTable(
     _PLAIN
     | {
@@ -253,6 +271,7 @@ WEIGHT_TABLES = {
     "Lfm2MoeForCausalLM": _LFM2,
     "Lfm3ForCausalLM": _LFM3,
     "InklingForCausalLM": _INKLING,
+    "Inkling2ForCausalLM": _INKLING2,
     "OlmoHybridForCausalLM": _OLMO_HYBRID,
     "Gemma3ForCausalLM": WeightTable(_PLAIN),
     "RecurrentGemmaForCausalLM": _RECURRENT_GEMMA,

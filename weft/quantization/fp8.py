@@ -99,8 +99,7 @@ class Fp8Experts(ExpertsMethod):
                 f"{self._name}: FP8 experts without a gate (squared ReLU) are not supported; use a checkpoint "
                 "in bfloat16 without quantization"
             )
-        clamped = layer.clamped
-        plain = clamped is None or (clamped.alpha, clamped.up_offset) == (1.0, 0.0)
+        plain = (layer.activation.get("alpha", 1.0), layer.activation.get("up_offset", 0.0)) == (1.0, 0.0)
         if layer.gate_up_bias is not None or not plain:
             raise ConfigError(
                 f"{self._name}: FP8 experts with biases or a shifted activation (gpt-oss) are not supported; leave "
@@ -133,15 +132,15 @@ class Fp8Experts(ExpertsMethod):
             Fp8Matrix(found[name], found[f"{name}_scale"], _optional(experts, f"{name}_input_scale"), block)
             for name in ("gate_up", "down")
         )
-        limit = experts.extras.limit
+        extras, backend = experts.extras, self._context.backend
         if peers is not None:
             from weft.ops.moe.combine import send_experts
             from weft.ops.moe.fp8_experts import pair_outputs
 
-            return send_experts(pair_outputs(x, routed.ids, gate_up, down, limit=limit), routed, peers)
+            return send_experts(pair_outputs(x, routed.ids, gate_up, down, extras), routed, peers)
         weights, ids, shared, gate = routed
         return fp8_fused_moe(
-            x, gate_up, down, weights, ids, limit=limit, shared=shared, shared_gate=gate, backend=self._context.backend
+            x, gate_up, down, weights, ids, extras=extras, shared=shared, shared_gate=gate, backend=backend
         )
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:

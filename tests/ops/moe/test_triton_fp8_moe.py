@@ -26,7 +26,7 @@ from weft.ops.backend import Backend
 from weft.ops.fp8 import Fp8Matrix, quantize_inputs_reference, quantize_rows
 from weft.ops.fp8 import quantize as fp8_quantize
 from weft.ops.fp8.quantize import prepare_pass
-from weft.ops.moe import fp8_fused_moe
+from weft.ops.moe import NO_EXTRAS, ExpertExtras, clamped_swiglu, fp8_fused_moe, softcapped_swiglu
 from weft.ops.moe.blocks import Tile, Tiles
 from weft.ops.moe.fp8_experts import LARGE, SINGLE, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.moe.groups import group_pairs
@@ -45,7 +45,7 @@ def check_moe(
     dtype: torch.dtype,
     padding: int,
     config: Tiles | None = None,
-    limit: float | None = None,
+    extras: ExpertExtras = NO_EXTRAS,
 ) -> None:
     num_tokens, num_experts, top_k, hidden, width = shape
     block = block_of(scheme)
@@ -54,12 +54,12 @@ def check_moe(
     static = (torch.tensor([0.01], device=DEVICE), torch.tensor([0.03], device=DEVICE)) if scheme == "static" else None
     gate_up, gate_up_scale = fp8_matrix(2 * width, hidden, block, num_experts)
     down, down_scale = fp8_matrix(hidden, width, block, num_experts)
-    want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block, limit)
+    want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block, extras)
     up = Fp8Matrix(gate_up, gate_up_scale, static and static[0], block)
     given = (x, up, Fp8Matrix(down, down_scale, static and static[1], block), weights, ids)
-    references = [] if ON_GPU else [fp8_fused_moe(*given, limit=limit, backend=Backend.TORCH)]
+    references = [] if ON_GPU else [fp8_fused_moe(*given, extras=extras, backend=Backend.TORCH)]
     x[num_tokens - padding :] = torch.nan
-    for out in (*references, fp8_fused_moe_triton(*given, config=config, limit=limit)):
+    for out in (*references, fp8_fused_moe_triton(*given, extras=extras, config=config)):
         assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
         real = slice(num_tokens - padding)
         error, size = (out[real].double() - want[real]).norm(), want[real].norm()
@@ -76,7 +76,7 @@ def reference_moe(
     ids: Tensor,
     static: tuple[Tensor, Tensor] | None,
     block: int,
-    limit: float | None,
+    extras: ExpertExtras = NO_EXTRAS,
 ) -> Tensor:
     """Pair by pair, products in float64; hidden values are rounded to x's dtype and quantised in between."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
@@ -87,9 +87,12 @@ def reference_moe(
             values, scales = quantize_inputs_reference(x[token : token + 1], static and static[0], block=block)
             both = product(values, scales, gate_up[expert], gate_up_scale[expert], block)
             gate, up = both.chunk(2, dim=-1)
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+            hidden = torch.nn.functional.silu(gate) * up
+            if extras.limit is not None:
+                hidden = clamped_swiglu(both, extras.alpha, extras.limit, extras.up_offset)
+            if extras.gate_cap is not None and extras.up_cap is not None:
+                hidden = softcapped_swiglu(both, extras.gate_cap, extras.up_cap)
+            hidden = hidden.to(x.dtype)
             values, scales = quantize_inputs_reference(hidden, static and static[1], block=block)
             result = product(values, scales, down[expert], down_scale[expert], block)
             out[token] += weights[token, place].double() * result[0]
@@ -107,10 +110,11 @@ def test_experts_pair_by_pair(shape: tuple[int, ...], scheme: str, padding: int,
     check_moe(shape, scheme, dtype, padding)
 
 
-@pytest.mark.parametrize(("shape", "scheme"), covering(MOE_SHAPES, SCHEMES, of=1), ids=str)
-def test_clamped_experts(shape: tuple[int, ...], scheme: str) -> None:
-    """A limit that most gates and ups exceed (GLM-5.3)."""
-    check_moe(shape, scheme, torch.float32, 0, limit=0.05)
+@pytest.mark.parametrize("num_tokens", [2, 9], ids=["single", "grouped"])
+@pytest.mark.parametrize("scheme", ["token", "block"])
+@pytest.mark.parametrize("extras", [{"limit": 0.7, "up_offset": 0.0}, {"gate_cap": 0.5, "up_cap": 0.6}], ids=str)
+def test_activations_that_are_not_swiglu(num_tokens: int, scheme: str, extras: dict[str, float]) -> None:
+    check_moe((num_tokens, 4, 2, 256, 128), scheme, torch.float32, 1, extras=ExpertExtras(**extras))
 
 
 @pytest.mark.parametrize("num_tokens", [2, 5], ids=["single", "grouped"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.moe import ExpertExtras, Routed, RoutingRule, clamped_swiglu, fused_moe, topk_router
+from weft.ops.moe import ExpertExtras, Routed, RoutingRule, clamped_swiglu, fused_moe, softcapped_swiglu, topk_router
 from weft.ops.moe import combine as moe_sum
 from weft.ops.moe import groups as moe_groups
 from weft.ops.moe.blocks import Tile, Tiles
@@ -104,6 +104,31 @@ def test_groups(num_tokens: int, many: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_squared_relu_without_a_gate(num_tokens: int) -> None:
     for dtype in DTYPES:
         check_moe((num_tokens, 3, 2, 40, 20), dtype, 1, gated=False)
+
+
+def test_softcapped_activation() -> None:
+    """Values far beyond the caps, and near zero; by hand."""
+    gate, up = torch.linspace(-40.0, 40.0, 81).double(), torch.linspace(200.0, -200.0, 81).double()
+    want = 4.0 * (gate / 4.0).tanh() * gate.sigmoid() * 25.0 * (up / 25.0).tanh()
+    got = softcapped_swiglu(torch.cat([gate, up]).float(), 4.0, 25.0)
+    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 90])
+def test_softcapped_experts(num_tokens: int) -> None:
+    for dtype in DTYPES:
+        weights, ids = routing(num_tokens, 3, 2, 1)
+        shapes = (num_tokens, 40), (3, 40, 40), (3, 40, 20)
+        x, gate_up, down = (torch.randn(s, device=DEVICE).to(dtype) for s in shapes)
+        extras = ExpertExtras(gate_cap=2.0, up_cap=3.0)
+        want = torch.zeros(num_tokens, 40, dtype=torch.float64, device=DEVICE)
+        for row, place in (ids >= 0).nonzero().tolist():
+            gate, up = (x[row].double() @ gate_up[ids[row, place]].double().T).chunk(2)
+            hidden = 2.0 * (gate / 2.0).tanh() * gate.sigmoid() * 3.0 * (up / 3.0).tanh()
+            want[row] += weights[row, place].double() * (down[ids[row, place]].double() @ hidden)
+        for run in (fused_moe_triton, fused_moe.reference):
+            out = run(x, gate_up, down, weights, ids, extras=extras)
+            assert (out.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
 
 
 @pytest.mark.parametrize("num_tokens", [2, 90])

@@ -19,8 +19,8 @@ ON_GPU = DEVICE == "cuda"
 CHUNK, SLOTS = 64, 13
 # Query heads, key heads, head dim.
 HEADS = [(64, 8, 64), (6, 2, 24), (8, 4, 256)] if ON_GPU else [(6, 2, 24)]
-WINDOWS = [(1, False), (5, True), (64, False), (200, True)]
-"""And whether there are sinks."""
+WINDOWS = [(1, 0), (5, 1), (64, 2), (200, 1), (7, 2)]
+"""And the sinks: none, by head, or by row and head."""
 
 
 def bias_of(q: Tensor, window: int) -> Tensor:
@@ -42,7 +42,7 @@ def full(
     scores *= scale
     scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)], dim=2)
+        scores = torch.cat([scores, sinks.double().expand(len(q), -1).T[..., None]], dim=2)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, : len(q)], v)
 
 
@@ -57,12 +57,12 @@ def empty_windows(heads: tuple[int, int, int], window: int, dtype: torch.dtype =
 
 
 @pytest.mark.parametrize("backend", [Backend.TORCH, Backend.TRITON])
-@pytest.mark.parametrize(("window", "with_sinks"), WINDOWS)
-def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int, with_sinks: bool) -> None:
+@pytest.mark.parametrize(("window", "sink_dims"), WINDOWS)
+def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int, sink_dims: int) -> None:
     """Prefills of odd lengths, one with a checkpoint, then decodes; and decodes from the checkpoint."""
     heads, scale = HEADS[-1], 0.3
     q, k, v = inputs(90, heads)
-    sinks = torch.randn(heads[0], device=DEVICE) if with_sinks else None
+    sinks = torch.randn((90, heads[0])[2 - sink_dims :], device=DEVICE) if sink_dims else None
     bias = bias_of(q, window) if window in (5, 64) else None
     want = full(q, k, v, window, scale, sinks, bias).float()
     windows, got, start = empty_windows(heads, window), [], 0
@@ -72,7 +72,8 @@ def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int,
         batch.state_slots[:] = 4
         x = (y[part] for y in (q, k, v))
         added = None if bias is None else bias[part]
-        options = {"scale": scale, "sinks": sinks, "bias": added, "backend": backend}
+        own = sinks[part] if sinks is not None and sink_dims == 2 else sinks
+        options = {"scale": scale, "sinks": own, "bias": added, "backend": backend}
         got.append(window_attention(*x, *windows, batch, **options))
         start += length
     for slot, first in ((4, start), (9, 15)):
@@ -81,7 +82,8 @@ def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int,
             slots = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
             x = (y[row] for y in (q, k, v))
             added = None if bias is None else bias[row]
-            options = {"scale": scale, "terms": ScoreTerms(sinks, added), "backend": backend}
+            own = sinks[row] if sinks is not None and sink_dims == 2 else sinks
+            options = {"scale": scale, "terms": ScoreTerms(own, added), "backend": backend}
             one = window_attention_decode(*x, Windows(*windows), slots, position, **options)
             torch.testing.assert_close(one, want[row], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(torch.cat(got), want[:start], rtol=2e-5, atol=2e-5)
@@ -96,13 +98,14 @@ def test_prefill_kernel_of_a_mixed_batch(heads: tuple[int, int, int], dtype: tor
     n = batch.num_tokens
     x = inputs(n + 3, heads, dtype)
     bias = bias_of(x[0], window) if window > 100 else None
+    sinks = torch.randn(n + 3, heads[0], device=DEVICE).to(dtype) if window > 100 else None
     for y in x:
         y[n:] = torch.nan
     before = [torch.randn(SLOTS, window, *heads[1:], device=DEVICE).to(dtype) for _ in range(2)]
     results = {}
     for backend in (Backend.TORCH, Backend.TRITON):
         windows = [w.clone() for w in before]
-        out = window_attention(*x, *windows, batch, scale=0.2, bias=bias, backend=backend)
+        out = window_attention(*x, *windows, batch, scale=0.2, sinks=sinks, bias=bias, backend=backend)
         results[backend] = (out, *windows)
     (out, *windows), (want, *wanted) = results[Backend.TRITON], results[Backend.TORCH]
     torch.testing.assert_close(out.float(), want.float(), **TOLERANCE[dtype])
@@ -119,7 +122,8 @@ def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_ou
     assert (window_split(window, 12) < window) == (window == 300)
     positions = torch.tensor([0, 3, window - 1, window, 2 * window + 10, 9], device=DEVICE)
     slots = torch.tensor([3, 1, 5, 2, 8, 0], dtype=torch.int32, device=DEVICE)
-    x, sinks = inputs(6, heads, dtype), torch.randn(heads[0], device=DEVICE).to(dtype)
+    x = inputs(6, heads, dtype)
+    sinks = torch.randn((6, heads[0])[window < 100 :], device=DEVICE).to(dtype)
     bias = bias_of(x[0], window) if not given_out or window < 100 else None
     before = [torch.randn(SLOTS, window, *heads[1:], device=DEVICE).to(dtype) for _ in range(2)]
     for windows in before:

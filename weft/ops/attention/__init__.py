@@ -41,6 +41,11 @@ class AttentionCall(NamedTuple):
     v_scale: Tensor | None = None
     bias: Tensor | None = None
 
+    @property
+    def has_row_terms(self) -> bool:
+        """Whether rows have a bias, or sinks of their own. The kernels for Hopper and for held splits have neither."""
+        return self.bias is not None or (self.sinks is not None and self.sinks.dim() == 2)
+
 
 @with_kernel("weft.ops.attention.paged", by_token)
 def paged_attention(
@@ -67,6 +72,7 @@ def paged_attention(
             by an earlier step, or by a kernel before an ordinary launch (``ops/triton/early_launch.py``).
         batch: says which tokens form which sequence and where their pages are.
         sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
+            ``[T, Hq]``, contiguous: every token has its own (Inkling 2).
         v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.
         bias: ``[T, Hq, E]``, contiguous. ``q k^T`` of the key that is d tokens back is increased by entry d, if d < E.
         out: ``[T, Hq, D]`` to write to, optional.
@@ -109,8 +115,9 @@ def _decode(call: AttentionCall, query_len: int = 1) -> None:
         end = begin + max(1, _BLOCK_ELEMENTS // (lengths[begin] * token_size))
         rows = order[begin:end]
         tokens = rows if query_len == 1 else (rows[:, None] * query_len + torch.arange(query_len)).flatten()
-        pages, seq_lens, bias = batch.page_table[rows], batch.seq_lens[rows, None], call.bias
-        some = call._replace(q=call.q[tokens], bias=None if bias is None else bias[tokens])
+        pages, seq_lens = batch.page_table[rows], batch.seq_lens[rows, None]
+        own = {name: x[tokens] for name in ("bias", "sinks") if (x := getattr(call, name)) is not None and x.dim() > 1}
+        some = call._replace(q=call.q[tokens], **own)
         out[tokens] = _decode_block(some, pages, seq_lens, lengths[begin], query_len, ragged=end - begin > 1)
         begin = end
 
@@ -125,6 +132,9 @@ def _decode_block(
     offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
     slots = _slots(page_table, torch.minimum(offsets, seq_lens - 1), page_size).flatten()
+    if sinks is not None:
+        each = sinks.expand(q.shape[:2]).reshape(n, query_len, num_kv_heads, -1)
+        sinks = each.permute(0, 2, 3, 1).flatten(2)
     k, v = (
         c.flatten(0, 1).index_select(0, slots).to(q.dtype).view(n, longest, num_kv_heads, head_dim).transpose(1, 2)
         for c in (call.k_cache, call.v_cache)
@@ -133,7 +143,6 @@ def _decode_block(
         mask = (offsets < seq_lens)[:, None, None] if ragged else None
         if call.bias is not None:
             mask = _biased(call.bias, seq_lens - 1 - offsets, scale).view(n, num_kv_heads, -1, longest)
-        sinks = None if sinks is None else sinks.view(num_kv_heads, -1)
         attended = _attend(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale, sinks)
         return attended.flatten(1, 2)
     ends = seq_lens - torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=q.device)
@@ -143,7 +152,6 @@ def _decode_block(
     if call.bias is not None:
         added = _biased(call.bias, (ends[..., None] - 1 - offsets).flatten(0, 1), scale)
         mask = added.view(n, query_len, num_kv_heads, -1, longest).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    sinks = None if sinks is None else sinks.view(num_kv_heads, -1).repeat_interleave(query_len, dim=1)
     attended = _attend(rows.flatten(2, 3), k, v, mask, scale, sinks)
     return attended.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(n * query_len, -1, head_dim)
 
@@ -209,7 +217,7 @@ def _prefill(call: AttentionCall) -> None:
             v.expand(-1, group, -1, -1),
             mask,
             scale,
-            None if sinks is None else sinks.view(num_kv_heads, group, 1),
+            None if sinks is None else sinks.expand(q.shape[:2])[start:end].T.reshape(num_kv_heads, group, -1),
             is_causal=mask is None,
         )
         out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, -1, head_dim)

@@ -86,7 +86,7 @@ class Fixed(NamedTuple):
         stages, ahead, held_splits, held_keys: see ``Tile``.
         splits_last: the grid's last dimension goes over splits, else over sequences.
         mixture: which sequences decode is known to the device only.
-        sinks: whether heads have one.
+        sinks: dimensions of the sinks: 1 by head, 2 by row and head, 0 without.
         scaled: results are multiplied by the scale of the values.
         extent: entries of the bias of a row, 0 without one.
     """
@@ -107,7 +107,7 @@ class Fixed(NamedTuple):
     held_keys: int
     splits_last: bool
     mixture: bool
-    sinks: bool
+    sinks: int
     scaled: bool
     extent: int = 0
 
@@ -230,6 +230,9 @@ def _decode_sequence(
     if FIXED.extent > 0:
         p_bias = bias + ((row + query_tokens).to(tl.int64) * FIXED.num_heads + head_ids) * FIXED.extent
         bias_rows = (p_bias, tl.where(in_group, last_seen, -1))
+    sink_places = head_ids
+    if FIXED.sinks == 2:
+        sink_places = (row + query_tokens).to(tl.int64) * FIXED.num_heads + head_ids
     if query_len == QUERY_LEN:
         split_tokens = split_of(kv_len, double_from, FIXED.split)
         num_splits = tl.cdiv(kv_len, split_tokens)
@@ -249,7 +252,7 @@ def _decode_sequence(
                 queries = tl.load(q_row + inside, mask=mask, other=0.0)
                 for split in range(first_split, num_splits, step):
                     has_sink = in_group & (split == 0)
-                    softmax = start_softmax(sinks, head_ids, has_sink, ROWS, BLOCK_D, FIXED.sinks, LOWEST)
+                    softmax = start_softmax(sinks, sink_places, has_sink, ROWS, BLOCK_D, FIXED.sinks, LOWEST)
                     first = split * split_tokens
                     end = tl.minimum(kv_len, first + split_tokens)
                     softmax = accumulate_range(
@@ -339,7 +342,7 @@ def launch_decode(call: AttentionCall, choice: DecodeChoice, *, query_len: int =
     """Attend from sequences with ``query_len`` query tokens each. With one, rows of padding below the number of
     sequences are computed as well."""
     tile, on_hopper, split, double_from, aim = choice
-    assert call.bias is None or not (on_hopper or tile.held_splits), "that kernel has no bias"
+    assert not (call.has_row_terms and (on_hopper or tile.held_splits)), "that kernel has no terms of rows"
     check_layout(call)
     q, k_cache, v_cache, batch, scale, out, sinks, v_scale, bias = call
     num_rows, num_heads, head_dim = q.shape
@@ -372,7 +375,7 @@ def launch_decode(call: AttentionCall, choice: DecodeChoice, *, query_len: int =
     fixed = Fixed(
         head_dim, num_heads // num_kv_heads, num_heads, page_size, query_len, split, tile.rows, tile.keys, block_d,
         precision(q), tile.stages, tile.ahead, held_splits, tile.held_keys, splits_last, mixture is not None,
-        sinks is not None, v_scale is not None, 0 if bias is None else bias.shape[2],
+        0 if sinks is None else sinks.dim(), v_scale is not None, 0 if bias is None else bias.shape[2],
     )  # fmt: skip
     kernel = hopper.decode_hopper_kernel if on_hopper else _decode_kernel
     kernel[grid](

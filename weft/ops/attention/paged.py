@@ -75,7 +75,7 @@ def paged_attention_triton(
 
 def _prefill(call: AttentionCall, *, skip_decodes: bool, fixed: bool) -> None:
     q, k_cache = call.q, call.k_cache
-    is_plain = GLUON_IS_KNOWN and call.bias is None
+    is_plain = GLUON_IS_KNOWN and not call.has_row_terms
     if is_plain and (hopper.takes(q, k_cache) if fixed else _is_for_hopper(q, k_cache, call.batch)):
         hopper.launch_prefill_hopper(call, skip_decodes=skip_decodes, is_shared=False if fixed else None)
         return
@@ -118,9 +118,9 @@ def _decode(call: AttentionCall, query_len: int = 1, *, fixed: bool = False) -> 
         launch_decode(call, choice, query_len=query_len)
         return
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens, small=small)
-    if call.bias is not None:  # the kernels of the other ways have none
+    if call.has_row_terms:  # the kernels of the other ways have none
         tile = tile._replace(held_splits=0)
-    is_plain = GLUON_IS_KNOWN and call.bias is None
+    is_plain = GLUON_IS_KNOWN and not call.has_row_terms
     on_hopper = is_plain and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
     choice = DecodeChoice(decode_hopper.TILE if on_hopper else tile, on_hopper)
     launch_decode(call, choice, query_len=query_len)

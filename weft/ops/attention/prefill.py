@@ -42,7 +42,7 @@ class Fixed(NamedTuple):
         tokens, rows, keys, block_d: of a tile.
         precision: of products of float32 operands.
         stages: see ``Tile``.
-        sinks: whether heads have one.
+        sinks: dimensions of the sinks: 1 by head, 2 by row and head, 0 without.
         scaled: results are multiplied by the scale of the values.
         extent, num_heads: entries of the bias of a row and head, 0 without one, and heads of a row.
     """
@@ -56,7 +56,7 @@ class Fixed(NamedTuple):
     block_d: int
     precision: str
     stages: int
-    sinks: bool
+    sinks: int
     scaled: bool
     extent: int = 0
     num_heads: int = 0
@@ -115,7 +115,11 @@ def _prefill_kernel(
             queries = tl.load(q + rows * stride_q + offsets, mask=mask, other=0.0)
             heads = kv_head * GROUP + lanes % GROUP
             in_block = lanes < TOKENS * GROUP
-            acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, FIXED.sinks, LOWEST)
+            places, has_sink = heads, in_block
+            if FIXED.sinks == 2:
+                places = (begin + tokens).to(tl.int64) * FIXED.num_heads + heads
+                has_sink = in_block & (tokens < query_len)
+            acc, row_sum, row_max = start_softmax(sinks, places, has_sink, ROWS, BLOCK_D, FIXED.sinks, LOWEST)
             positions = context_len + tokens
             bias_rows = None
             if FIXED.extent > 0:
@@ -184,7 +188,8 @@ def launch_prefill(call: AttentionCall, tile: Tile, *, skip_decodes: bool) -> No
     counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
     fixed = Fixed(
         head_dim, group, page_size, tokens, tile.rows, tile.keys, max(16, next_power_of_2(head_dim)), precision(q),
-        tile.stages, sinks is not None, v_scale is not None, 0 if bias is None else bias.shape[2], num_heads,
+        tile.stages, 0 if sinks is None else sinks.dim(), v_scale is not None, 0 if bias is None else bias.shape[2],
+        num_heads,
     )  # fmt: skip
     _prefill_kernel[(num_kv_heads, blocks)](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,

@@ -91,20 +91,21 @@ def load_keys_values(cache, page, tokens, valid, dims, FIXED: tl.constexpr, MASK
 
 @triton.jit
 def start_softmax(
-    sinks, heads, valid, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, LOWEST: tl.constexpr
+    sinks, places, valid, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, LOWEST: tl.constexpr
 ):
     """The online softmax of rows before their first key: ``(acc, row_sum, row_max)``. A row with a sink has seen a key
     whose value is zero.
 
     Args:
-        sinks: of all heads, read if ``SINKS``; that of ``heads`` counts in rows that are ``valid``.
+        sinks: of all heads, or of all rows and heads, read if ``SINKS``; those at ``places`` count in rows that are
+            ``valid``.
         LOWEST: the maximum of nothing; finite where a row's first tile may hold no key that it sees.
     """
     acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     row_max = tl.full([ROWS], LOWEST, dtype=tl.float32)
     if SINKS:
-        scores = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
+        scores = tl.load(sinks + places, mask=valid, other=0.0).to(tl.float32)
         row_max = tl.where(valid, scores * LOG2_E, LOWEST)
         row_sum += tl.where(valid, 1.0, 0.0)
     return acc, row_sum, row_max

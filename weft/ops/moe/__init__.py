@@ -149,22 +149,30 @@ def _experts(
     ids: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
-    alpha: float,
-    limit: float | None,
-    up_offset: float,
+    *activation: Any,
 ) -> Tensor:
     gated = gate_up.shape[1] == 2 * down.shape[2]
 
     def run(expert: int, rows: Tensor) -> Tensor:
         hidden = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        hidden = expert_activation(hidden, gated, alpha, limit, up_offset)
+        hidden = expert_activation(hidden, gated, *activation)
         return F.linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
 
     return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
 
 
-def expert_activation(hidden: Tensor, gated: bool, alpha: float, limit: float | None, up_offset: float) -> Tensor:
+def expert_activation(
+    hidden: Tensor,
+    gated: bool,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+    gate_cap: float | None,
+    up_cap: float | None,
+) -> Tensor:
     """The activation of experts, as ``fused_moe`` and ``ExpertExtras`` say."""
+    if gate_cap is not None and up_cap is not None:
+        return softcapped_swiglu(hidden, gate_cap, up_cap)
     if limit is not None:
         return clamped_swiglu(hidden, alpha, limit, up_offset)
     return silu_and_mul.reference(hidden) if gated else hidden.relu().square()
@@ -175,6 +183,14 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float, up_offset: float) -> T
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+
+
+def softcapped_swiglu(x: Tensor, gate_cap: float, up_cap: float) -> Tensor:
+    """``cap(gate) * sigmoid(gate) * cap(up)`` of ``[..., gate | up]``, where ``cap(y) = c * tanh(y / c)`` (Inkling 2).
+    Computed in float32."""
+    gate, up = x.float().chunk(2, dim=-1)
+    capped = (c * torch.tanh(y / c) for y, c in ((gate, gate_cap), (up, up_cap)))
+    return (next(capped) * torch.sigmoid(gate) * next(capped)).to(x.dtype)
 
 
 def sum_over_experts(
@@ -224,7 +240,7 @@ def add_shared(out: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(
     "experts_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? gate_up_bias, "
-    "Tensor? down_bias, float alpha, float? limit, float up_offset) -> Tensor"
+    "Tensor? down_bias, float alpha, float? limit, float up_offset, float? gate_cap, float? up_cap) -> Tensor"
 )
 _LIBRARY.impl("experts_reference", _experts, "CompositeExplicitAutograd")
 
@@ -235,6 +251,7 @@ class ExpertExtras(NamedTuple):
     Attributes:
         gate_up_bias, down_bias: ``[E, 2 * I]`` and ``[E, H]`` to add to the projections, or None.
         alpha, limit, up_offset: with a limit the activation is ``clamped_swiglu`` of them.
+        gate_cap, up_cap: with both, the activation is ``softcapped_swiglu`` of them.
     """
 
     gate_up_bias: Tensor | None = None
@@ -242,6 +259,14 @@ class ExpertExtras(NamedTuple):
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 1.0
+    gate_cap: float | None = None
+    up_cap: float | None = None
+
+    @property
+    def activation(self) -> tuple[float | None, ...]:
+        """The numbers for kernels. Numbers of other activations are None."""
+        clamp = (None, None, None) if self.limit is None else (self.alpha, self.limit, self.up_offset)
+        return (*clamp, self.gate_cap, self.up_cap)
 
 
 NO_EXTRAS = ExpertExtras()
@@ -300,7 +325,7 @@ def fp8_fused_moe(
     weights: Tensor,
     ids: Tensor,
     *,
-    limit: float | None = None,
+    extras: ExpertExtras = NO_EXTRAS,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     backend: Backend,
@@ -309,16 +334,16 @@ def fp8_fused_moe(
 
     Args:
         x: ``[T, H]``.
+        extras: the activation. There are no biases.
         gate_up, down: ``[E, 2 * I, H]`` (gate rows, then up rows) and ``[E, H, I]``, of the same ``block``: 128, or 0
             for scales by row and token.
-        limit: the activation is ``clamped_swiglu`` of it, with an alpha of one and no offset; None: it is not clamped.
         weights, ids, shared, shared_gate: as in ``fused_moe``.
 
     Returns:
         ``[T, H]`` in x's dtype, as ``fused_moe``.
     """
     # The experts are one operation to the dispatcher, as in ``fused_moe``.
-    out = torch.ops.weft.fp8_experts_reference(x, gate_up[:3], down[:3], down.block, weights, ids, limit)
+    out = torch.ops.weft.fp8_experts_reference(x, gate_up[:3], down[:3], down.block, weights, ids, *extras[2:])
     return add_shared(out, shared, shared_gate)
 
 
@@ -329,7 +354,7 @@ def _fp8_experts(
     block: int,
     weights: Tensor,
     ids: Tensor,
-    limit: float | None,
+    *activation: Any,
 ) -> Tensor:
     """``gate_up``, ``down``: the matrices, their scales, and one scale of all inputs or None."""
 
@@ -337,7 +362,7 @@ def _fp8_experts(
         return fp8_linear.reference(rows, matrices[expert], scales[expert], input_scale=input_scale, block=block)
 
     def run(expert: int, rows: Tensor) -> Tensor:
-        hidden = expert_activation(product(rows, expert, *gate_up), True, 1.0, limit, 0.0)
+        hidden = expert_activation(product(rows, expert, *gate_up), True, *activation)
         return product(hidden, expert, *down)
 
     return sum_over_experts(x, weights, ids, gate_up[0].shape[0], run)
@@ -345,6 +370,6 @@ def _fp8_experts(
 
 _LIBRARY.define(
     "fp8_experts_reference(Tensor x, Tensor?[] gate_up, Tensor?[] down, int block, Tensor weights, Tensor ids, "
-    "float? limit) -> Tensor"
+    "float alpha, float? limit, float up_offset, float? gate_cap, float? up_cap) -> Tensor"
 )
 _LIBRARY.impl("fp8_experts_reference", _fp8_experts, "CompositeExplicitAutograd")

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.elementwise import softcapped_swiglu
+
 UNGROUPED_TOKENS = 3
 """Most tokens whose pairs are not grouped: so few rarely share an expert, and if they do, its weights are still in the
 L2 cache."""
@@ -80,6 +82,21 @@ def pairs_at(pairs, places, inside, GROUPED: tl.constexpr):
     if GROUPED:
         pair = tl.load(pairs + places, mask=inside, other=0)
     return pair
+
+
+@triton.jit
+def gated_activation(gate, up, alpha, limit, up_offset, gate_cap, up_cap):
+    """The activation of gated experts, as ``fused_moe`` and ``ExpertExtras`` say. Numbers of other activations are
+    None."""
+    if limit is not None:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_offset)
+    elif gate_cap is not None:
+        result = softcapped_swiglu(gate, up, gate_cap, up_cap)
+    else:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    return result
 
 
 @triton.jit

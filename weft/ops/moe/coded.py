@@ -44,13 +44,13 @@ def _coded_experts(x: Tensor, *parts: Any) -> Tensor:
     size = len(CodedMatrix._fields)
     up, down = CodedMatrix(*parts[:size]), CodedMatrix(*parts[size : 2 * size])
     weights, ids, *extras = parts[2 * size :]
-    up_bias, down_bias, alpha, limit, up_offset = ExpertExtras(*extras)
+    up_bias, down_bias = extras[:2]
 
     def run(expert: int, rows: Tensor) -> Tensor:
         hidden = F.linear(
             rows.float(), dequantize_codes(up.expert(expert)), None if up_bias is None else up_bias[expert].float()
         )
-        hidden = expert_activation(hidden.to(x.dtype), up.words.shape[2] == 2 * down.columns, alpha, limit, up_offset)
+        hidden = expert_activation(hidden.to(x.dtype), up.words.shape[2] == 2 * down.columns, *extras[2:])
         bias = None if down_bias is None else down_bias[expert].float()
         return F.linear(hidden.float(), dequantize_codes(down.expert(expert)), bias).to(x.dtype)
 
@@ -66,6 +66,7 @@ def _fields(name: str) -> str:
 
 _LIBRARY.define(
     f"coded_experts_reference(Tensor x, {_fields('gate_up')}, {_fields('down')}, Tensor weights, Tensor ids, "
-    "Tensor? gate_up_bias, Tensor? down_bias, float alpha, float? limit, float up_offset) -> Tensor"
+    "Tensor? gate_up_bias, Tensor? down_bias, float alpha, float? limit, float up_offset, float? gate_cap, "
+    "float? up_cap) -> Tensor"
 )
 _LIBRARY.impl("coded_experts_reference", _coded_experts, "CompositeExplicitAutograd")

@@ -18,7 +18,7 @@ from weft.ops.codes import CodedMatrix
 from weft.ops.codes.product import coded_product, fixed_of, operands_of
 from weft.ops.linear.few_rows import rows_of_block
 from weft.ops.moe import ExpertExtras, Routed
-from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, pairs_at, single_pairs
+from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, gated_activation, pairs_at, single_pairs
 from weft.ops.moe.coded import coded_fused_moe
 from weft.ops.moe.combine import sum_experts
 from weft.ops.moe.groups import group_pairs
@@ -31,17 +31,12 @@ TABLE_PATH = Path(__file__).with_name("coded_moe_h200.json")
 
 
 @triton.jit
-def _activated(acc, alpha, limit, up_offset, GATED: tl.constexpr):
+def _activated(acc, alpha, limit, up_offset, gate_cap, up_cap, GATED: tl.constexpr):
     """The activation of ``[ROWS, TOKENS]`` sums; of gated experts gate and up rows stand in turn."""
     if GATED:
         TOKENS: tl.constexpr = acc.shape[1]
         gate, up = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0] // 2, 2, TOKENS]), [0, 2, 1]))
-        if limit is not None:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-            result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_offset)
-        else:
-            result = gate / (1.0 + tl.exp(-gate)) * up
+        result = gated_activation(gate, up, alpha, limit, up_offset, gate_cap, up_cap)
     else:
         result = tl.maximum(acc, 0.0)
         result *= result
@@ -51,7 +46,7 @@ def _activated(acc, alpha, limit, up_offset, GATED: tl.constexpr):
 @jit
 def _coded_experts_kernel(
     inputs, words, scales, zeros, row_scale, bias, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    stride_inputs, chunks, alpha, limit, up_offset,
+    stride_inputs, chunks, alpha, limit, up_offset, gate_cap, up_cap,
     FIXED: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +70,7 @@ def _coded_experts_kernel(
         if bias is not None:
             acc += tl.load(bias + expert.to(tl.int64) * FIXED.width + rows).to(tl.float32)[:, None]
         if UP:
-            acc = _activated(acc, alpha, limit, up_offset, GATED)
+            acc = _activated(acc, alpha, limit, up_offset, gate_cap, up_cap, GATED)
         columns = tl.program_id(0) * acc.shape[0] + tl.arange(0, acc.shape[0])
         offsets = target.to(tl.int64)[None, :] * WIDTH + columns[:, None]
         mask = (columns < WIDTH)[:, None] & inside[None, :]
@@ -137,13 +132,13 @@ def pair_outputs(
     gated = gate_up.words.shape[2] == 2 * down.columns
     hidden = torch.empty((ids.numel(), down.columns), dtype=x.dtype, device=x.device)
     out = torch.empty((ids.numel(), down.words.shape[2]), dtype=x.dtype, device=x.device)
-    clamp = (None, None, None) if extras.limit is None else extras[2:]
 
     def launch(matrix: CodedMatrix, source: Tensor, target: Tensor, bias: Tensor | None, tile: Tile, up: bool) -> None:
         fixed = fixed_of(matrix, x, rows=tile.columns, tokens=tile.rows, stages=tile.stages)
         blocks = cdiv(target.shape[1], tile.columns // 2 if up and gated else tile.columns)
         _coded_experts_kernel[(blocks, num_blocks)](
-            source, *operands_of(matrix), bias, target, ids, *grouping, source.stride(0), matrix.words.shape[1], *clamp,
+            source, *operands_of(matrix), bias, target, ids, *grouping, source.stride(0), matrix.words.shape[1],
+            *extras.activation,
             FIXED=fixed, TOP_K=top_k, UP=up, GATED=up and gated, GROUPED=grouped, num_warps=tile.warps,
             **early_launch(ids.device),
         )  # fmt: skip

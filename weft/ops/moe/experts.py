@@ -27,6 +27,7 @@ from weft.ops.moe.blocks import (
     Tile,
     Tiles,
     block_of,
+    gated_activation,
     load_tile,
     pairs_at,
     run_block,
@@ -66,7 +67,7 @@ class Fixed(NamedTuple):
 @triton.jit
 def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
-    x, gate_up, bias, hidden, pairs, stride_x, alpha, limit, up_offset = operands
+    x, gate_up, bias, hidden, pairs, stride_x, alpha, limit, up_offset, gate_cap, up_cap = operands
     expert, first, end = block
     HIDDEN: tl.constexpr = FIXED.hidden
     WIDTH: tl.constexpr = FIXED.width
@@ -99,12 +100,8 @@ def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
         up += tl.load(rows_bias + (WIDTH if GATED else 0), mask=in_width, other=0.0).to(tl.float32)[None, :]
         if GATED:
             gate += tl.load(rows_bias, mask=in_width, other=0.0).to(tl.float32)[None, :]
-    if limit is not None:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_offset)
-    elif GATED:
-        result = gate / (1.0 + tl.exp(-gate)) * up
+    if GATED:
+        result = gated_activation(gate, up, alpha, limit, up_offset, gate_cap, up_cap)
     else:
         result = tl.maximum(up, 0.0)
         result *= result
@@ -115,14 +112,14 @@ def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
 @jit
 def _up_kernel(
     x, gate_up, bias, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks, stride_x, alpha, limit,
-    up_offset,
+    up_offset, gate_cap, up_cap,
     FIXED: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     grouping = (ids, first_place, block_expert, block_first, num_blocks)
     block = block_of(*grouping, tl.program_id(1), FIXED.grouped)
     column = tl.program_id(0) * FIXED.columns
-    operands = (x, gate_up, bias, hidden, pairs, stride_x, alpha, limit, up_offset)
+    operands = (x, gate_up, bias, hidden, pairs, stride_x, alpha, limit, up_offset, gate_cap, up_cap)
     run_block(_up_tile, operands, block, column, FIXED, ROWS)
 
 
@@ -242,8 +239,7 @@ def pair_outputs(
     x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, extras: ExpertExtras, tiles: Tiles | None = None
 ) -> Tensor:
     """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
-    gate_up_bias, down_bias, *activation = extras
-    clamp = (None, None, None) if extras.limit is None else activation
+    gate_up_bias, down_bias, *_ = extras
     tiles = moe_tiles(ids.numel(), gate_up.shape[0], x.element_size(), down.shape[2]) if tiles is None else tiles
     assert tiles.up.rows == tiles.down.rows
     assert gate_up.is_contiguous() and down.is_contiguous() and ids.is_contiguous()
@@ -267,7 +263,7 @@ def pair_outputs(
 
     tile = tiles.up
     _up_kernel[(cdiv(width, tile.columns), num_blocks)](
-        x, gate_up, gate_up_bias, hidden, ids, *grouping, x.stride(0), *clamp,
+        x, gate_up, gate_up_bias, hidden, ids, *grouping, x.stride(0), *extras.activation,
         **compiled_for(tile, tile.inner), **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down

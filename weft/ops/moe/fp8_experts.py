@@ -23,8 +23,8 @@ from torch import Tensor
 from weft.ops.backend import launches
 from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.fp8.quantize import prepare_pass, quantize_inputs_triton, scale_of, to_e4m3
-from weft.ops.moe import Routed, fp8_fused_moe
-from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, load_tile, run_block
+from weft.ops.moe import NO_EXTRAS, ExpertExtras, Routed, fp8_fused_moe
+from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, gated_activation, load_tile, run_block
 from weft.ops.moe.combine import sum_experts
 from weft.ops.moe.fp8_pairs import pairs_product
 from weft.ops.moe.groups import group_pairs
@@ -71,7 +71,10 @@ def _block_scale(scale_rows, columns, step, GROUPS: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
-    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group, limit = operands
+    (
+        values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group,
+        alpha, limit, up_offset, gate_cap, up_cap,
+    ) = operands  # fmt: skip
     expert, first, end = block
     HIDDEN: tl.constexpr = FIXED.hidden
     WIDTH: tl.constexpr = FIXED.width
@@ -110,10 +113,7 @@ def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
         channel = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH) + columns
         gate *= of_inputs[:, None] * tl.load(channel, mask=in_width, other=0.0)[None, :]
         up *= of_inputs[:, None] * tl.load(channel + WIDTH, mask=in_width, other=0.0)[None, :]
-    if limit is not None:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = gated_activation(gate, up, alpha, limit, up_offset, gate_cap, up_cap)
     if FIXED.dtype == "bfloat16":
         result = result.to(tl.bfloat16)
     elif FIXED.dtype == "float16":
@@ -135,13 +135,16 @@ def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
 @jit(do_not_specialize=["stride_group"])
 def _fp8_up_kernel(
     values, scales, gate_up, gate_up_scale, hidden, hidden_scale, ids, pairs, first_place, block_expert, block_first,
-    num_blocks, stride_group, limit,
+    num_blocks, stride_group, alpha, limit, up_offset, gate_cap, up_cap,
     FIXED: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
     column = tl.program_id(0) * FIXED.columns
-    operands = (values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group, limit)
+    operands = (
+        values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group,
+        alpha, limit, up_offset, gate_cap, up_cap,
+    )  # fmt: skip
     run_block(_up_tile, operands, block, column, FIXED, ROWS)
 
 
@@ -281,10 +284,10 @@ _FIXED = Tiles(Tile(64, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4))
 
 @launches(fp8_fused_moe, invariant={"config": _FIXED})
 def fp8_fused_moe_triton(
-    x, gate_up, down, weights, ids, *, limit, shared, shared_gate, config: Tiles | HopperPairs | None = None
+    x, gate_up, down, weights, ids, *, extras, shared, shared_gate, config: Tiles | HopperPairs | None = None
 ) -> Tensor:
     """``fp8_fused_moe`` of ``weft/ops/moe``. ``config``: overrides the choice (tests and measurements)."""
-    outputs = pair_outputs(x, ids, gate_up, down, config, limit)
+    outputs = pair_outputs(x, ids, gate_up, down, extras, config)
     return sum_experts(outputs, Routed(weights, ids, shared, shared_gate))
 
 
@@ -293,23 +296,22 @@ def pair_outputs(
     ids: Tensor,
     up: Fp8Matrix,
     down: Fp8Matrix,
+    extras: ExpertExtras = NO_EXTRAS,
     config: Tiles | HopperPairs | None = None,
-    limit: float | None = None,
 ) -> Tensor:
-    """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum. No kernel for Hopper clamps."""
+    """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
     if config is None:
-        choose = choose_config if limit is None else _choose_tiles
+        choose = choose_config if extras == NO_EXTRAS else _choose_tiles  # kernels for Hopper know SwiGLU alone
         config = choose(down.weight, ids.shape[0], ids.shape[1], down.block)
-    assert limit is None or isinstance(config, Tiles)
     assert ids.dtype == torch.int32
     assert all(t.is_contiguous() for t in (up.weight, up.scale, down.weight, down.scale, ids))
     if isinstance(config, Tiles) and config.up.rows > 1:
-        return _grouped_pairs(x, ids, up, down, config, limit)
-    return _single_pairs(x, ids, up, down, config, limit)
+        return _grouped_pairs(x, ids, up, down, extras, config)
+    return _single_pairs(x, ids, up, down, extras, config)
 
 
 def _single_pairs(
-    x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, config: Tiles | HopperPairs, limit: float | None
+    x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, extras: ExpertExtras, config: Tiles | HopperPairs
 ) -> Tensor:
     """``[T * top_k, H]``: what each pair's expert makes of its token."""
     _num_experts, hidden_size, width = down.weight.shape
@@ -318,12 +320,14 @@ def _single_pairs(
         hopper.pairs_hopper_product(x, up, hidden, ids)
         hopper.pairs_hopper_product(hidden, down, out, ids)
     else:
-        pairs_product(x, up, hidden, ids, config.up, limit)
-        pairs_product(hidden, down, out, ids, config.down)
+        pairs_product(x, up, hidden, ids, config.up, extras)
+        pairs_product(hidden, down, out, ids, config.down, extras)
     return out
 
 
-def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles: Tiles, limit: float | None) -> Tensor:
+def _grouped_pairs(
+    x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, extras: ExpertExtras, tiles: Tiles
+) -> Tensor:
     """The same, by blocks of pairs of one expert."""
     (num_experts, hidden_size, width), block = down.weight.shape, down.block
     assert tiles.up.rows == tiles.down.rows
@@ -341,7 +345,8 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles
     tile = tiles.up
     assert block % tile.columns == block % tiles.down.columns == 0, "a tile's columns share one scale"
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
-        values, scales, up.weight, up.scale, hidden, hidden_scale, ids, *grouping, scales.stride(-1), limit,
+        values, scales, up.weight, up.scale, hidden, hidden_scale, ids, *grouping, scales.stride(-1),
+        *extras.activation,
         FIXED=Fixed(*fixed, static, quantize, _TYPES[x.dtype], tile.columns, tile.stages, 1), ROWS=tile.rows,
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip

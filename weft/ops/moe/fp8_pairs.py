@@ -16,7 +16,8 @@ from torch import Tensor
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.fp8.quantize import scale_of, to_e4m3
 from weft.ops.linear.few_rows import load_inner, rows_of_block
-from weft.ops.moe.blocks import Tile
+from weft.ops.moe import ExpertExtras
+from weft.ops.moe.blocks import Tile, gated_activation
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -56,7 +57,7 @@ def _row_product(
 
 @jit
 def _fp8_pairs_kernel(
-    inputs, input_scale, weight, weight_scale, out, ids, stride_inputs, limit,
+    inputs, input_scale, weight, weight_scale, out, ids, stride_inputs, alpha, limit, up_offset, gate_cap, up_cap,
     SHARED_BY: tl.constexpr, GATED: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     STATIC: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -77,19 +78,16 @@ def _fp8_pairs_kernel(
         OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
         if GATED:
             gate, up = tl.split(tl.reshape(result, [OUTPUTS, 2]))
-            if limit is not None:
-                gate = tl.minimum(gate, limit)
-                up = tl.minimum(tl.maximum(up, -limit), limit)
-            result = gate / (1.0 + tl.exp(-gate)) * up
+            result = gated_activation(gate, up, alpha, limit, up_offset, gate_cap, up_cap)
         columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         stored = result.to(out.dtype.element_ty)
         tl.store(out + pair.to(tl.int64) * WIDTH + columns, stored, mask=columns < WIDTH)
 
 
 def pairs_product(
-    inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor, tile: Tile, limit: float | None = None
+    inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor, tile: Tile, extras: ExpertExtras
 ) -> None:
-    """``out[pair] = weight[ids[pair]] inputs``, of a gated product SiLU and multiply included.
+    """``out[pair] = weight[ids[pair]] inputs``, of a gated product the activation included.
 
     Args:
         inputs: ``[T, K]``, a row for each token, or ``[T * top_k, K]``, one for each pair.
@@ -97,13 +95,14 @@ def pairs_product(
         out: ``[T * top_k, N]``; rows of pairs without an expert (id -1) are left as they are.
         ids: ``[T, top_k]`` int32.
         tile: of which ``columns``, ``warps`` and ``stages`` count.
-        limit: clamps gate and up, as in ``fp8_fused_moe``.
+        extras: the activation.
     """
     weight, weight_scale, input_scale, block = matrices
     width, depth = out.shape[1], weight.shape[2]
     gated = weight.shape[1] == 2 * width
     _fp8_pairs_kernel[(cdiv(width, tile.columns), ids.numel())](
-        inputs, inputs if input_scale is None else input_scale, weight, weight_scale, out, ids, inputs.stride(0), limit,
+        inputs, inputs if input_scale is None else input_scale, weight, weight_scale, out, ids, inputs.stride(0),
+        *extras.activation,
         SHARED_BY=ids.numel() // inputs.shape[0], GATED=gated, DEPTH=depth, WIDTH=width, BLOCK=block,
         STATIC=input_scale is not None, GROUPS=max(16, next_power_of_2(cdiv(depth, 128))),
         ROWS=2 * tile.columns if gated else tile.columns, STAGES=tile.stages, num_warps=tile.warps,

@@ -18,6 +18,15 @@ def sigmoid(x):
 
 
 @triton.jit
+def softcapped_swiglu(gate, up, gate_cap, up_cap):
+    """``cap(gate) * sigmoid(gate) * cap(up)`` with ``cap(y) = c * tanh(y / c)``. The absolute error of tanh is below
+    2e-7."""
+    capped_gate = gate_cap - 2.0 * gate_cap / (1.0 + tl.exp(2.0 / gate_cap * gate))
+    capped_up = up_cap - 2.0 * up_cap / (1.0 + tl.exp(2.0 / up_cap * up))
+    return capped_gate / (1.0 + tl.exp(-gate)) * capped_up
+
+
+@triton.jit
 def softplus(x):
     """``log(1 + exp(x))``, accurate for very negative x too (W. Kahan's correction of log near 1)."""
     e = tl.exp(tl.minimum(x, 20.0))

@@ -32,7 +32,7 @@ class ScoreTerms(NamedTuple):
     """Optional terms of scores.
 
     Attributes:
-        sinks: ``[Hq]`` scores without a value.
+        sinks: ``[Hq]`` scores without a value; ``[N, Hq]``, contiguous: every row has its own.
         bias: ``[N, Hq, window]``, contiguous. ``q k^T`` of the key that is d tokens back is increased by entry d.
     """
 
@@ -111,7 +111,7 @@ def window_attention(
             ``batch.state_slots``; a sequence that begins in this step has none. The final window is written to the same
             slot, and the window after a chunk to the chunk's ``checkpoint_slot``, if any.
         scale: of the scores.
-        sinks, bias: as in ``ScoreTerms``; ``bias [T, Hq, window]``.
+        sinks, bias: as in ``ScoreTerms``; ``bias [T, Hq, window]``, and sinks of rows ``[T, Hq]``.
 
     Returns:
         ``[T, Hq, D]`` in q's dtype; rows outside those sequences are zero.
@@ -138,7 +138,8 @@ def window_attention(
             torch.cat([_entries(windows[slot], stored), new[tokens]]) for windows, new in ((k_window, k), (v_window, v))
         )
         added = None if bias is None else bias[tokens]
-        out[tokens] = _attend(q[tokens], keys, values, before - stored.start, k_window.shape[1], scale, sinks, added)
+        own = None if sinks is None else sinks.expand(q.shape[:2])[tokens]
+        out[tokens] = _attend(q[tokens], keys, values, before - stored.start, k_window.shape[1], scale, own, added)
         stops = {targets[i]: ends[i] - begin for i in range(first[seq], first[seq + 1]) if targets[i] >= 0}
         for target, count in (*stops.items(), (slot, end - begin)):
             for windows, all_entries in ((k_window, keys), (v_window, values)):
@@ -184,5 +185,5 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Over the last dimension of ``scores [N, Hkv, group, K]``, with one more score per head that is left out."""
     if sinks is None:
         return scores.softmax(-1)
-    extra = sinks.float().view(1, *scores.shape[1:3], 1).expand(scores.shape[0], -1, -1, -1)
+    extra = sinks.float().reshape(-1, *scores.shape[1:3], 1).expand(scores.shape[0], -1, -1, -1)
     return torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]

@@ -46,7 +46,7 @@ class Fixed(NamedTuple):
         tokens, rows, keys, block_d: of a tile.
         precision: of products of float32 operands.
         stages: of the pipeline.
-        sinks: whether heads have one.
+        sinks: dimensions of the sinks: 1 by head, 2 by row and head, 0 without.
         keep_padding: leave the output of rows with slot 0 as it is.
         split: entries of a window that one program of the decode kernel takes.
         extent: the window if rows have a bias, else 0.
@@ -62,7 +62,7 @@ class Fixed(NamedTuple):
     block_d: int
     precision: str
     stages: int
-    sinks: bool
+    sinks: int
     keep_padding: bool
     split: int
     extent: int
@@ -107,7 +107,10 @@ def _window_decode_kernel(
     newest = (position % WINDOW).to(tl.int32)
     count = tl.minimum(position, WINDOW).to(tl.int32)  # entries that hold a token from before this step
     queries = tl.load(q + row * stride_q + inside, mask=mask, other=0.0)
-    acc, row_sum, row_max = start_softmax(sinks, heads, in_group & (split == 0), ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
+    places = heads
+    if FIXED.sinks == 2:
+        places = row * FIXED.num_kv_heads * GROUP + heads
+    acc, row_sum, row_max = start_softmax(sinks, places, in_group & (split == 0), ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
     own = tl.arange(0, 16)  # as many as a matrix product takes
     p_new = row * ENTRY + kv_head * HEAD_DIM
     bias_rows = None
@@ -210,8 +213,10 @@ def _window_prefill_kernel(
     rows = (begin + tokens).to(tl.int64)[:, None]
     inside = heads[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + rows * stride_q + inside, mask=mask, other=0.0)
-    acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
-
+    places = heads
+    if FIXED.sinks == 2:
+        places = (begin + tokens).to(tl.int64) * FIXED.num_kv_heads * GROUP + heads
+    acc, row_sum, row_max = start_softmax(sinks, places, in_block, ROWS, BLOCK_D, FIXED.sinks, _LOWEST)
     bias_rows = None
     if FIXED.extent > 0:
         p_bias = bias + ((begin + tokens).to(tl.int64) * FIXED.num_kv_heads * GROUP + heads) * WINDOW
@@ -309,7 +314,7 @@ def _fixed(
     group = q.shape[1] // num_kv_heads
     return Fixed(
         head_dim, group, num_kv_heads, window, rows // group, rows, keys, max(16, next_power_of_2(head_dim)),
-        precision(q), stages, sinks is not None, keep_padding, window if split is None else split,
+        precision(q), stages, 0 if sinks is None else sinks.dim(), keep_padding, window if split is None else split,
         0 if bias is None else window,
     )  # fmt: skip
 
