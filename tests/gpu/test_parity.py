@@ -41,7 +41,10 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 def load(arch: str, path: Path, backend: Backend = Backend.TRITON, **overrides: Any) -> tuple[Harness, Any]:
     folder = make_checkpoint(arch, path, **overrides)
-    return Harness(folder, device=DEVICE, backend=backend), make_model(arch, **overrides).double()
+    reference = make_model(arch, **overrides)
+    if arch != "Inkling2ForCausalLM":  # its reference casts to float32 inside, and does not run in float64
+        reference = reference.double()
+    return Harness(folder, device=DEVICE, backend=backend), reference
 
 
 @pytest.mark.parametrize("backend", [Backend.TORCH, Backend.TRITON])
