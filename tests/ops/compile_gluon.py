@@ -25,15 +25,19 @@ from weft.ops.attention import AttentionCall
 from weft.ops.attention import decode as attention_decode
 from weft.ops.attention import decode_hopper as attention_decode_hopper
 from weft.ops.attention.prefill_hopper import launch_prefill_hopper
+from weft.ops.codes import CodedMatrix, Packing
 from weft.ops.delta_rule.decode_gluon import launch_decode_states
 from weft.ops.delta_rule.scan_hopper import launch_delta_scan
 from weft.ops.delta_rule.vectors import PreparedChunks, vectors_of
 from weft.ops.delta_rule.verify_gluon import launch_verify_states
 from weft.ops.fp8 import E4M3, Fp8Matrix
+from weft.ops.linear.coded import few_rows_by_rule
+from weft.ops.linear.coded_few_rows_hopper import few_rows_hopper_product as int4_product
 from weft.ops.linear.fp8_few_rows import HopperRows
 from weft.ops.linear.fp8_few_rows_hopper import few_rows_hopper_product
 from weft.ops.mamba import ScanWeights
 from weft.ops.mamba.scan_gluon import launch_selective_scan
+from weft.ops.moe import coded_pairs_hopper
 from weft.ops.moe import fp8_experts as fp8_moe
 from weft.ops.moe.blocks import Tile, Tiles
 from weft.ops.moe.fp8_pairs_hopper import pairs_hopper_product
@@ -134,6 +138,25 @@ def launch_fp8_pairs() -> None:
     pairs_hopper_product(inputs, Fp8Matrix(weight, torch.zeros(2, 8, 16), None, 128), out, ids)
 
 
+def int4_matrix(rows: int, columns: int, *lead: int) -> CodedMatrix:
+    words = torch.zeros(*lead, *Packing.of(4, 128).words_shape(rows, columns), dtype=torch.int32)
+    scales = torch.zeros(*lead, columns // 128, rows).bfloat16()
+    return CodedMatrix(words, scales, None, None, 4, False, 128, columns)
+
+
+def launch_int4() -> None:
+    """The products of Gated DeltaNet and of experts of Qwen3-Next."""
+    x, ids = torch.zeros(1, 2048).bfloat16(), torch.zeros(1, 11, dtype=torch.int32)
+    matrix = int4_matrix(12352, 2048)
+    config = few_rows_by_rule(12352, 2048)
+    assert config is not None
+    int4_product(x, matrix, None, torch.zeros(1, 12352).bfloat16(), config)
+    up, down = int4_matrix(1024, 2048, 2), int4_matrix(2048, 512, 2)
+    hidden, out = torch.zeros(11, 512).bfloat16(), torch.zeros(11, 2048).bfloat16()
+    coded_pairs_hopper.pairs_hopper_product(x, up, hidden, ids, coded_pairs_hopper.UP)
+    coded_pairs_hopper.pairs_hopper_product(hidden, down, out, ids, coded_pairs_hopper.DOWN)
+
+
 GROUPING = {"_quantize_kernel", "_few_kernel", "_rank_kernel", "_block_kernel", "_place_kernel"}
 """What runs before products of experts."""
 
@@ -188,6 +211,7 @@ def main() -> None:
         launch_decode(per_channel=True)
         launch_fp8_rows()
         launch_fp8_pairs()
+        launch_int4()
         launch_fp8_experts()
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from weft.ops.attention import decode_tiles_hopper as decode
 from weft.ops.delta_rule.decode_gluon import unpack, update
 from weft.ops.fp8 import E4M3
+from weft.ops.linear.coded_few_rows_hopper import code_pair
 from weft.ops.linear.gated_hopper import exchange
 from weft.ops.triton.early_launch import enter, pass_on, release, release_by_work, wait
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier, threads_load
@@ -71,7 +72,9 @@ class Pointer:
         return offsets, mask
 
 
-def load(pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: str = "") -> Tensor:
+def load(
+    pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: str = "", eviction_policy: str = ""
+) -> Tensor:
     offsets, inside = pointer.places(mask)
     if mask is True:
         return pointer.data[offsets]
@@ -183,6 +186,11 @@ def widen_two(even: Tensor, odd: Tensor) -> list[Tensor]:
     return [number for pair in zip(widen(even), widen(odd), strict=True) for number in pair]
 
 
+def code_pairs(words: Tensor) -> tuple[Tensor, Tensor]:
+    """The INT4 codes in the lowest bits of both halves of each word, less 8."""
+    return ((words & 15) - 8).bfloat16(), ((words >> 16 & 15) - 8).bfloat16()
+
+
 def transpose_blocks(x: Tensor) -> Tensor:
     """Each block of 8 x 8."""
     return x.unflatten(2, (-1, 8)).unflatten(1, (-1, 8)).transpose(2, 4).flatten(3).flatten(1, 2)
@@ -226,6 +234,7 @@ class Emulator:
             **{id(part): lambda *early: self.waited.add(self.program) for part in (enter, pass_on, wait)},
             id(mma_v2): lambda a, b, acc: acc + a.float() @ b.float(),
             id(decode._widen): widen, id(decode._widen_two): widen_two, id(decode._transpose): transpose_blocks,
+            id(code_pair): code_pairs,
             id(hold): lambda x: x, id(exchange): lambda x: x, id(pack): pack_pairs,
             id(unpack): unpack_pairs, id(update): update_pairs,
         }  # fmt: skip
@@ -279,7 +288,7 @@ class Emulator:
         assert list(box.data.shape) == desc.block
         self._thread(arrive).start()
 
-    def _copy_later(self, box: Shared, pointer: Pointer, mask: Any) -> None:
+    def _copy_later(self, box: Shared, pointer: Pointer, mask: Any = True) -> None:
         """What is asked for by a thread itself; its result is zero where ``mask`` is not set."""
 
         def arrive() -> None:
@@ -340,7 +349,8 @@ class Emulator:
     def _allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         if layout is None:
             return Shared([Barrier(self.failures) for _ in range(shape[0])])
-        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+        poison = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 3
+        return Shared(torch.full(shape, poison, dtype=dtype))
 
     def _language(self) -> SimpleNamespace:
         def nothing(*args: Any, **kwargs: Any) -> object:
@@ -351,7 +361,7 @@ class Emulator:
 
         def where(condition: Any, value: Any, other: Any) -> Tensor:
             value = torch.as_tensor(value)
-            return torch.where(condition, value, torch.as_tensor(other).to(value.dtype))
+            return torch.where(torch.as_tensor(condition), value, torch.as_tensor(other).to(value.dtype))
 
         return SimpleNamespace(
             int32=torch.int32, int64=torch.int64, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
@@ -365,7 +375,8 @@ class Emulator:
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             convert_layout=lambda x, layout: x, SliceLayout=nothing, BlockedLayout=nothing,
-            NVMMADistributedLayout=nothing, DotOperandLayout=nothing, allocate_shared_memory=self._allocate,
+            NVMMADistributedLayout=nothing, DotOperandLayout=nothing, SwizzledSharedLayout=nothing,
+            allocate_shared_memory=self._allocate,
             warp_specialize=self._specialize, reshape=torch.reshape, permute=torch.permute,
             split=lambda x: x.unbind(-1), expand_dims=torch.unsqueeze, log2=torch.log2,
             num_warps=lambda: self.num_warps, pointer_type=lambda dtype: dtype,

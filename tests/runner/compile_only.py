@@ -106,8 +106,10 @@ def main(
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
     attention_decode._HELD_WORK = 8 * 128  # batches so small take all of its ways
     if attention.GLUON_IS_KNOWN:
+        from weft.ops.linear import coded as coded_linear
         from weft.ops.linear import fp8 as fp8_linear
         from weft.ops.linear import gated_hopper as gated_linear_hopper
+        from weft.ops.moe import coded_pairs_hopper
         from weft.ops.moe import fp8_pairs_hopper as fp8_moe_pairs_hopper
 
         attention.hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
@@ -117,6 +119,7 @@ def main(
         gdn_verify.gdn_decode_gluon.runs_gluon = lambda device: True  # type: ignore[assignment]
         selective_scan.gluon.runs_gluon = lambda device: True  # type: ignore[assignment]
         gated_linear_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
+        coded_linear.runs_gluon = coded_pairs_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
         fp8_linear.runs_gluon = fp8_moe_pairs_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
     backend = Backend.INVARIANT_TRITON if deterministic else Backend.TRITON
     model_runner.resolve_backend = lambda *_, **__: backend  # type: ignore[assignment]

@@ -383,6 +383,7 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     limits += [(168, 8 if is_3_6 else 24)] + 3 * [(168, scans_spill)] + [(128, 0), (192, 0)]
     limits += [(128, 0), (128, 0)]
     limits += [(80, 0), (80, 0)]  # FP8, one row: three programs of eight warps fit on a multiprocessor
+    limits += 3 * [(128, 0)]  # INT4, one row: the words of three or four chunks
     experts = kernels[len(limits) :]
     limits += [(168, 0), (168, 0)]
     for kernel, (registers, stack) in zip(kernels, limits, strict=True):

@@ -35,6 +35,7 @@ CAREFUL = {
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
     "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel", "_span_kernel",
     "_norm_streams_kernel",
+    "_coded_few_rows_hopper_kernel", "_coded_pairs_hopper_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 PASSES_ON = {
@@ -258,14 +259,15 @@ def test_launches_of_decode_steps_say_when_the_next_may_start(monkeypatch: pytes
 
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
-    "weight", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
-    "decay", "counts", "slots", "after_slots", "norm_weight", "rate", "skip", "addresses",
+    "weight", "words", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias",
+    "D", "decay", "counts", "slots", "after_slots", "norm_weight", "rate", "skip", "addresses",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
 EARLY_LOADS = (
     "_load_weight", "_load_parts", "load_keys_values", "_load_factors", "_scale", "first_pages",
     "_place", "sequence_of_block", "load_weights", "load_scales", "load_inputs", "areas_of", "packets_at",
+    "request", "_words_at", "_scales_at",
 )  # fmt: skip
 """Functions that load for kernels before they wait."""
 
@@ -281,10 +283,13 @@ LOADERS = [
     "linear_attention/decode.py", "norm/kernels.py", "rotary/kernels.py", "convolution/decode.py", "mamba/scan.py",
     "rg_lru/scan.py", "attention/prefill_hopper.py", "linear/fp8_few_rows_hopper.py", "moe/fp8_pairs_hopper.py",
     "delta_rule/decode.py", "delta_rule/decode_gluon.py", "delta_rule/verify.py", "delta_rule/verify_gluon.py",
-    "attention/decode_hopper.py", "moe/combine.py",
+    "attention/decode_hopper.py", "moe/combine.py", "linear/coded_few_rows_hopper.py", "moe/coded_pairs_hopper.py",
 ]  # fmt: skip
 
-PASSED_ON = {"moe/fp8_pairs_hopper.py": {"ids"}}
+PASSED_ON = {
+    "moe/fp8_pairs_hopper.py": {"ids"},
+    "moe/coded_pairs_hopper.py": {"ids"},
+}
 """What kernels before the last one have written, by file, where the last one lets a kernel start when it has waited."""
 
 
@@ -293,7 +298,8 @@ def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
     """Every load above a function's first wait, and all loads of the functions that it calls there."""
     body = ast.parse((FOLDER / file).read_text()).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    for parts in ("attention/tiles.py", "linear/fp8_few_rows_hopper.py", "collectives/packets.py"):
+    for parts in ("attention/tiles.py", "linear/fp8_few_rows_hopper.py", "linear/coded_few_rows_hopper.py",
+                  "collectives/packets.py"):  # fmt: skip
         shared = ast.parse((FOLDER / parts).read_text()).body
         functions = {node.name: node for node in shared if isinstance(node, ast.FunctionDef)} | functions
 

@@ -20,12 +20,17 @@ from weft.ops.codes import CodedMatrix
 from weft.ops.codes.product import coded_product, fixed_of, operands_of, request_words
 from weft.ops.codes.widen import widened_parts
 from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
-from weft.ops.linear.few_rows import add_splits, rows_of_block, workspace
+from weft.ops.linear.few_rows import CodedRows, add_splits, rows_of_block, workspace
 from weft.ops.linear.skinny import linear_into
 from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
+from weft.ops.triton.hopper import runs_gluon
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import has_table
+
+if GLUON_IS_KNOWN:
+    from weft.ops.linear import coded_few_rows_hopper as hopper
 
 MAX_TOKENS = 128
 """Most rows of a gated product, and of one that is split."""
@@ -60,7 +65,7 @@ class Widened(NamedTuple):
     """The matrix library multiplies widened weights (``codes/widen.py``)."""
 
 
-Config = CodedTile | Widened
+Config = CodedTile | Widened | CodedRows
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -107,11 +112,27 @@ def load_table() -> dict[tuple[int, int, bool], dict[int, Config]]:
 def choose_config(matrix: CodedMatrix, num_tokens: int, silu_mul: bool) -> Config:
     """The configuration for a number of tokens: measured for this size and at least so many tokens, else by rule."""
     rows = matrix.words.shape[1]
+    if GLUON_IS_KNOWN and num_tokens <= 8 and runs_gluon(matrix.words.device) and hopper.takes(matrix):
+        few = few_rows_by_rule(rows, matrix.columns)
+        if few is not None:
+            return few
     tuned = load_table().get((rows, matrix.columns, silu_mul), {}) if has_table(matrix.words.device) else {}
     limits = [limit for limit in tuned if limit >= num_tokens]
     if limits:
         return tuned[min(limits)]
     return Widened() if num_tokens >= _WIDENED_TOKENS else tile_by_rule(rows, matrix.columns, num_tokens)
+
+
+def few_rows_by_rule(rows: int, columns: int) -> CodedRows | None:
+    """The shape of the kernel for Hopper; None where the other kernel is faster."""
+    if columns > 4096:
+        return None
+    return CodedRows(32, 4, 3) if rows * columns >= 1 << 24 else CodedRows(16, 4, 4)
+
+
+def parts_by_rule(columns: int) -> int:
+    """How many programs share the inner dimension of a product that is left in parts."""
+    return 2 if columns > 2048 else 1
 
 
 def tile_by_rule(rows: int, columns: int, num_tokens: int) -> CodedTile:
@@ -159,15 +180,19 @@ def coded_linear_triton(x, matrix, bias, plain_weight, *, config: Config | None 
     flat, rows = x.flatten(0, -2), matrix.words.shape[1]
     total = rows + (0 if plain_weight is None else plain_weight.shape[0])
     out = torch.empty((flat.shape[0], total), dtype=x.dtype, device=x.device)
-    if flat.shape[0]:
-        first, rest = (None, None) if bias is None else (bias[:rows], bias[rows:])
-        config = choose_config(matrix, flat.shape[0], False) if config is None else config
-        if isinstance(config, Widened):
-            _widened_product(flat, matrix, first, out[:, :rows])
-        else:
-            coded_product_triton(flat, matrix, first, out[:, :rows], config)
-        if plain_weight is not None:
-            linear_into(flat, plain_weight, rest, out[:, rows:])
+    if not flat.shape[0]:
+        return out.view(*x.shape[:-1], total)
+    config = choose_config(matrix, flat.shape[0], False) if config is None else config
+    if isinstance(config, CodedRows):
+        hopper.few_rows_hopper_product(flat, matrix, bias, out, config, plain_weight=plain_weight)
+        return out.view(*x.shape[:-1], total)
+    first, rest = (None, None) if bias is None else (bias[:rows], bias[rows:])
+    if isinstance(config, Widened):
+        _widened_product(flat, matrix, first, out[:, :rows])
+    else:
+        coded_product_triton(flat, matrix, first, out[:, :rows], config)
+    if plain_weight is not None:
+        linear_into(flat, plain_weight, rest, out[:, rows:])
     return out.view(*x.shape[:-1], total)
 
 
@@ -175,10 +200,15 @@ def coded_linear_triton(x, matrix, bias, plain_weight, *, config: Config | None 
 def coded_linear_parts_triton(x, matrix) -> Tensor:
     """``coded_linear_parts`` of ``weft/ops/linear``."""
     tile = choose_config(matrix, x.shape[0], False)
+    if isinstance(tile, CodedRows):
+        tile = tile._replace(splits=parts_by_rule(matrix.columns))
     if not x.shape[0] or isinstance(tile, Widened) or not 1 < tile.splits <= _MOST_PARTS:
         return coded_linear_triton(x, matrix, None, None)
     parts = torch.empty((tile.splits, x.shape[0], matrix.words.shape[1]), dtype=torch.float32, device=x.device)
-    coded_product_triton(x, matrix, None, parts, tile)
+    if isinstance(tile, CodedRows):
+        hopper.few_rows_hopper_product(x, matrix, None, parts, tile)
+    else:
+        coded_product_triton(x, matrix, None, parts, tile)
     return parts
 
 
@@ -190,6 +220,10 @@ def coded_linear_silu_mul_triton(x, matrix, bias, *, config: Config | None = Non
     if flat.shape[0] > MAX_TOKENS or isinstance(config, Widened):
         return silu_and_mul_triton(coded_linear_triton(x, matrix, bias, None))
     out = torch.empty((flat.shape[0], rows // 2), dtype=x.dtype, device=x.device)
-    if flat.shape[0]:
+    if not flat.shape[0]:
+        pass
+    elif isinstance(config, CodedRows):
+        hopper.few_rows_hopper_product(flat, matrix, bias, out, config, silu_mul=True)
+    else:
         coded_product_triton(flat, matrix, bias, out, config, silu_mul=True)
     return out.view(*x.shape[:-1], rows // 2)

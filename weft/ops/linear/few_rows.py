@@ -5,6 +5,7 @@ last split to arrive adds all of them in order. Tokens are padded to a power of 
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +13,22 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.collectives.packets import pack_values, send
+
+
+class CodedRows(NamedTuple):
+    """How ``coded_few_rows_hopper.py`` computes a product with very few rows.
+
+    Attributes:
+        rows, warps: weight rows and warps of a program.
+        held: chunks of a warp that are loaded ahead.
+        splits: programs that share the inner dimension.
+    """
+
+    rows: int
+    warps: int
+    held: int
+    splits: int = 1
+
 
 MAX_BLOCKS = 4096
 """Blocks of rows that may be split (more need no splitting)."""

@@ -62,12 +62,12 @@ class Fixed(NamedTuple):
 
 
 @gluon.constexpr_function
-def _log2(n):
+def log2(n):
     return n.bit_length() - 1
 
 
 @gluon.constexpr_function
-def _bits(dim, places):
+def bases(dim, places):
     """Bases of a layout of three dimensions: steps of powers of two along one of them."""
     return [[0] * dim + [1 << place] + [0] * (2 - dim) for place in places]
 
@@ -77,24 +77,24 @@ def _operand_layout(rows, warps, wide):
     """``[warps, rows, 128]`` as loaded: four threads have a row, 16 bytes side by side each (wide: of two-byte
     numbers). With fewer than eight rows several threads hold the same values."""
     vector, lanes, more = ((0, 1, 2), (3, 4), (5, 6)) if wide else ((0, 1, 2, 3), (4, 5), (6,))
-    held, spread = _log2(rows), min(_log2(rows), 3)
-    registers = _bits(2, vector) + _bits(2, more) + _bits(1, range(3, held))
-    threads = _bits(2, lanes) + _bits(1, range(spread)) + [[0, 0, 0]] * (3 - spread)
-    return gl.DistributedLinearLayout(registers, threads, _bits(0, range(_log2(warps))), [], [warps, rows, 128])
+    held, spread = log2(rows), min(log2(rows), 3)
+    registers = bases(2, vector) + bases(2, more) + bases(1, range(3, held))
+    threads = bases(2, lanes) + bases(1, range(spread)) + [[0, 0, 0]] * (3 - spread)
+    return gl.DistributedLinearLayout(registers, threads, bases(0, range(log2(warps))), [], [warps, rows, 128])
 
 
 @gluon.constexpr_function
 def arrival_layout(tokens, warps):
     """Layout of inputs ``[warps, tokens, 128]`` while they are quantised: no two threads hold the same value."""
-    spread = min(_log2(tokens), 3)
+    spread = min(log2(tokens), 3)
     if spread == 3:
         return _operand_layout(tokens, warps, False)
-    registers, threads = _bits(2, range(2 + spread)), _bits(2, range(2 + spread, 7)) + _bits(1, range(spread))
-    return gl.DistributedLinearLayout(registers, threads, _bits(0, range(_log2(warps))), [], [warps, tokens, 128])
+    registers, threads = bases(2, range(2 + spread)), bases(2, range(2 + spread, 7)) + bases(1, range(spread))
+    return gl.DistributedLinearLayout(registers, threads, bases(0, range(log2(warps))), [], [warps, tokens, 128])
 
 
 @gluon.constexpr_function
-def _sums_layout(warps):
+def sums_layout(warps):
     """``[warps, rows, tokens]``."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
@@ -117,14 +117,14 @@ def _products(weights, inputs, WIDE: gl.constexpr):
     WARPS: gl.constexpr = weights.shape[0]
     ROWS: gl.constexpr = weights.shape[1]
     TOKENS: gl.constexpr = inputs.shape[1]
-    SUMS: gl.constexpr = _sums_layout(WARPS)
+    SUMS: gl.constexpr = sums_layout(WARPS)
     left = gl.convert_layout(_in_order(weights, WIDE), gl.DotOperandLayout(0, SUMS, 2))
     right = gl.convert_layout(_in_order(inputs, WIDE).permute(0, 2, 1), gl.DotOperandLayout(1, SUMS, 2))
     return mma_v2(left, right, gl.zeros([WARPS, ROWS, TOKENS], gl.float32, layout=SUMS))
 
 
 @gluon.jit
-def _rows_of_block(block, width, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+def block_rows(block, width, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
     """Compute the weight rows of a block; see ``rows_of_block`` of ``few_rows.py``."""
     lanes = gl.arange(0, ROWS, layout=LAYOUT)
     if GATED:
@@ -151,7 +151,7 @@ def _load_tiles(base, row_offsets, FIXED: gl.constexpr, LAYOUT: gl.constexpr):
 def load_weights(weight, block, width, FIXED: gl.constexpr, GATED: gl.constexpr, WIDE: gl.constexpr):
     """A program's weights."""
     LAYOUT: gl.constexpr = _operand_layout(FIXED.rows, FIXED.warps, WIDE)
-    rows = _rows_of_block(block, width, FIXED.rows, GATED, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    rows = block_rows(block, width, FIXED.rows, GATED, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     return _load_tiles(weight, rows.to(gl.int64) * FIXED.depth, FIXED, LAYOUT)
 
 
@@ -166,8 +166,8 @@ def load_inputs(x, num_tokens, stride_x, FIXED: gl.constexpr, LAYOUT: gl.constex
 @gluon.jit
 def load_scales(weight_scale, block, width, FIXED: gl.constexpr):
     """Load the scales of a program's weights: a tuple of ``[warps, rows]``, one for each step, or of one ``[rows]``."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, _sums_layout(FIXED.warps))
-    rows = _rows_of_block(block, width, FIXED.rows, FIXED.gated, gl.SliceLayout(0, LAYOUT))
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, sums_layout(FIXED.warps))
+    rows = block_rows(block, width, FIXED.rows, FIXED.gated, gl.SliceLayout(0, LAYOUT))
     WARPS: gl.constexpr = FIXED.warps
     scales = ()
     if FIXED.block:
@@ -194,7 +194,7 @@ def quantized_product(weights, scales, inputs, input_scale, FIXED: gl.constexpr)
     WARPS: gl.constexpr = FIXED.warps
     ROWS: gl.constexpr = FIXED.rows
     TOKENS: gl.constexpr = FIXED.tokens
-    SUMS: gl.constexpr = _sums_layout(WARPS)
+    SUMS: gl.constexpr = sums_layout(WARPS)
     STEPS: gl.constexpr = FIXED.depth // (128 * WARPS)
     if FIXED.static:
         of_inputs = gl.load(input_scale)
@@ -240,7 +240,7 @@ def store_outputs(
     LAYOUT: gl.constexpr = gl.BlockedLayout([FIXED.rows // OUTPUTS, 1], [32, 1], [1, FIXED.warps], [0, 1])
     total = gl.convert_layout(total, LAYOUT)
     if FIXED.bias:
-        rows = _rows_of_block(block, width, FIXED.rows, GATED, gl.SliceLayout(1, LAYOUT))
+        rows = block_rows(block, width, FIXED.rows, GATED, gl.SliceLayout(1, LAYOUT))
         total += gl.load(bias + rows).to(gl.float32)[:, None]
     if GATED:
         gate, up = gl.split(total.reshape([OUTPUTS, 2, TOKENS]).permute(0, 2, 1))

@@ -23,9 +23,13 @@ from weft.ops.moe.coded import coded_fused_moe
 from weft.ops.moe.combine import sum_experts
 from weft.ops.moe.groups import group_pairs
 from weft.ops.triton.early_launch import Release, early_launch, enter
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv
 from weft.ops.triton.tile_table import choose_tile, has_table
+
+if GLUON_IS_KNOWN:
+    from weft.ops.moe import coded_pairs_hopper as hopper
 
 TABLE_PATH = Path(__file__).with_name("coded_moe_h200.json")
 
@@ -120,11 +124,26 @@ def coded_fused_moe_triton(
     return sum_experts(outputs, Routed(weights, ids, shared, shared_gate), released=released)
 
 
+def _takes_pairs(x: Tensor, gate_up: CodedMatrix, down: CodedMatrix, extras: ExpertExtras) -> bool:
+    plain = extras.gate_up_bias is None and extras.limit is None and x.dtype == torch.bfloat16
+    return plain and GLUON_IS_KNOWN and hopper.takes_pairs(gate_up, down)
+
+
+def _pairs_on_hopper(x: Tensor, gate_up: CodedMatrix, down: CodedMatrix, ids: Tensor) -> Tensor:
+    hidden = torch.empty((ids.numel(), down.columns), dtype=x.dtype, device=x.device)
+    out = torch.empty((ids.numel(), down.words.shape[2]), dtype=x.dtype, device=x.device)
+    hopper.pairs_hopper_product(x, gate_up, hidden, ids, hopper.UP)
+    hopper.pairs_hopper_product(hidden, down, out, ids, hopper.DOWN)
+    return out
+
+
 def pair_outputs(
     x: Tensor, gate_up: CodedMatrix, down: CodedMatrix, ids: Tensor, extras: ExpertExtras, tiles: Tiles | None = None
 ) -> Tensor:
     """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
     num_tokens, top_k = ids.shape
+    if tiles is None and num_tokens <= UNGROUPED_TOKENS and _takes_pairs(x, gate_up, down, extras):
+        return _pairs_on_hopper(x, gate_up, down, ids)
     tiles = choose_tiles(down, num_tokens, top_k) if tiles is None else tiles
     assert tiles.up.rows == tiles.down.rows and x.stride(1) == 1 and ids.is_contiguous() and ids.dtype == torch.int32
     grouped = num_tokens > UNGROUPED_TOKENS
