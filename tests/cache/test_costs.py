@@ -14,8 +14,11 @@ from weft.config.checkpoint import read_checkpoint_config
 from weft.config.layer_spec import CacheDtypes
 
 TEXT_MODELS = [arch for arch in (*ARCHITECTURES, *MAMBA_ARCHITECTURES) if arch.endswith("CausalLM")]
-NOT_COUNTED = ("embed", "lm_head", "shared_expert_gate", ".bias", "_bias", "A_log", ".D", "hyper_connection")
-"""The output head is counted apart, the mixers of residual streams are not; the others are vectors."""
+NOT_COUNTED = (
+    "embed", "lm_head", "shared_expert_gate", ".bias", "_bias", "A_log", ".D", "l2_clip", "hyper_connection",
+    "attention_input",
+)  # fmt: skip
+"""The output head is counted apart, the mixers of residual streams and blocks are not; the others are vectors."""
 
 
 def spec_of(config: Any, arch: str, folder: Path) -> CacheSpec:

@@ -99,6 +99,7 @@ FAMILIES = {
         streams.kernels._write_streams_kernel"""),
     "Qwen4-Exp": Family(
         "Qwen4ExpForCausalLM", {"hidden_size": 256, "head_dim": 256, "indexer_head_dim": 128}, {}, """
+        indexed_attention.dense._dense_kernel indexed_attention.dense._mark_pools_kernel
         streams.gated_kernels._add_to_streams_kernel streams.gated_kernels._mean_of_gated_kernel
         streams.gated_kernels._norm_streams_kernel streams.gated_kernels._silu_of_mean_kernel"""),
     "windows": Family("GptOssForCausalLM", {"hidden_size": 256, "head_dim": 64, "sliding_window": 512}, {}, """
