@@ -4,8 +4,8 @@
 
 A length without a graph (``--settings``) runs operation by operation, and its time includes the sampling. With
 ``--batches`` decode steps too, as ``decode_profile.py``, in the same process; ``--share`` as there. The floor of a
-prefill is measured where it can be: the model's matrix products at that length (experts excepted), replayed in one
-graph; plus, from bytes and FLOPs, the attention, the gated delta rule and the experts at the device's ceilings.
+prefill has two parts. The model's matrix products at that length, without experts, are measured in one replayed graph.
+Attention, the gated delta rule and experts are computed from bytes and FLOPs at the device's ceilings.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ NAMES = ("F gdn in", "F o", "F qkv", "G gate_up+silu", "G down")
 
 @jit
 def _read_kernel(words, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Read ``STEPS`` blocks of words and write one word if all of them are 1, which they are not."""
+    """Read ``STEPS`` blocks of words. A write that never happens keeps the compiler from dropping the reads."""
     enter(EARLY)
     total = tl.zeros([BLOCK], dtype=tl.int32)
     for step in tl.static_range(STEPS):
@@ -82,7 +82,7 @@ EXPERT_SHAPES = [
     (CodedRows(32, 4, 3), CodedRows(32, 1, 2)), (CodedRows(16, 4, 4), CodedRows(32, 2, 2)),
     (CodedRows(32, 4, 4), CodedRows(32, 4, 1)), (CodedRows(32, 2, 4), CodedRows(64, 2, 2)),
 ]  # fmt: skip
-"""Of the up and the down product."""
+"""Shapes to try, of the up product and of the down product."""
 
 
 CHOSEN = mock.patch("benchmarks.kernels.coded.choose_tiles", lambda *given: None)

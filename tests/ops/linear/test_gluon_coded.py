@@ -26,7 +26,7 @@ from weft.ops.linear import coded
 from weft.ops.linear.coded import coded_linear_parts_triton, coded_linear_silu_mul_triton, coded_linear_triton
 from weft.ops.linear.coded_few_rows_hopper import few_rows_hopper_product
 from weft.ops.linear.few_rows import CodedRows
-from weft.ops.moe import coded_pairs_hopper
+from weft.ops.moe import NO_EXTRAS, ExpertExtras, coded_experts, coded_pairs_hopper
 from weft.ops.triton.launch import launches_handled
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -130,3 +130,13 @@ def test_experts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, emulat
     on_hopper(monkeypatch)
     check_moe(shape, "int4 g128", BF16, min(2, shape[0] - 1))
     assert ON_HOPPER or emulated.count("_coded_pairs_hopper_kernel") == 2
+
+
+def test_other_activations_take_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for Hopper knows SwiGLU alone."""
+    on_hopper(monkeypatch)
+    gate_up, down = (coded_matrix("int4 g128", *size, 4, scale_dtype=BF16) for size in ((512, 128), (128, 256)))
+    x, bias = torch.randn(1, 128, device=DEVICE).to(BF16), torch.zeros(4, 512, device=DEVICE)
+    others = ExpertExtras(limit=0.7), ExpertExtras(gate_cap=2.0, up_cap=1.0), ExpertExtras(gate_up_bias=bias)
+    assert coded_experts.takes_pairs(x, gate_up, down, NO_EXTRAS)
+    assert not any(coded_experts.takes_pairs(x, gate_up, down, extras) for extras in others)

@@ -17,7 +17,7 @@ from weft.ops.backend import launches
 from weft.ops.codes import CodedMatrix
 from weft.ops.codes.product import coded_product, fixed_of, operands_of
 from weft.ops.linear.few_rows import rows_of_block
-from weft.ops.moe import ExpertExtras, Routed
+from weft.ops.moe import NO_EXTRAS, ExpertExtras, Routed
 from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, gated_activation, pairs_at, single_pairs
 from weft.ops.moe.coded import coded_fused_moe
 from weft.ops.moe.combine import sum_experts
@@ -124,8 +124,9 @@ def coded_fused_moe_triton(
     return sum_experts(outputs, Routed(weights, ids, shared, shared_gate), released=released)
 
 
-def _takes_pairs(x: Tensor, gate_up: CodedMatrix, down: CodedMatrix, extras: ExpertExtras) -> bool:
-    plain = extras.gate_up_bias is None and extras.limit is None and x.dtype == torch.bfloat16
+def takes_pairs(x: Tensor, gate_up: CodedMatrix, down: CodedMatrix, extras: ExpertExtras) -> bool:
+    """Whether the kernel for Hopper, which knows SwiGLU alone, takes pairs of these experts."""
+    plain = extras == NO_EXTRAS and x.dtype == torch.bfloat16
     return plain and GLUON_IS_KNOWN and hopper.takes_pairs(gate_up, down)
 
 
@@ -142,7 +143,7 @@ def pair_outputs(
 ) -> Tensor:
     """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
     num_tokens, top_k = ids.shape
-    if tiles is None and num_tokens <= UNGROUPED_TOKENS and _takes_pairs(x, gate_up, down, extras):
+    if tiles is None and num_tokens <= UNGROUPED_TOKENS and takes_pairs(x, gate_up, down, extras):
         return _pairs_on_hopper(x, gate_up, down, ids)
     tiles = choose_tiles(down, num_tokens, top_k) if tiles is None else tiles
     assert tiles.up.rows == tiles.down.rows and x.stride(1) == 1 and ids.is_contiguous() and ids.dtype == torch.int32
