@@ -222,9 +222,13 @@ class Worker:
         self._socket: socket.socket | None = None
 
     def ensure(self) -> socket.socket:
-        """Start the process if there is none. Raises the error of its setup."""
-        if self._socket is not None:
+        """Start the process if none runs. Raises the error of its setup, or of its death during the setup.
+
+        A process that died between two tasks is replaced here, so that the next task is not blamed for it.
+        """
+        if self._socket is not None and self._process is not None and self._process.status is None:
             return self._socket
+        self.kill()
         ours, theirs = socket.socketpair()
         self._process = Child(
             self._kind.module,
