@@ -23,7 +23,7 @@ _MAX_REASON_BYTES = 1000
 _PIPE_BYTES = 2**20
 """Size of the pipe, for the results of 20,000 orders. File threads wait while it is full."""
 
-_WAIT_S, _RETRY_S = 5e-3, 1e-2
+_WAIT_MS, _RETRY_S = 5, 1e-2
 
 Result = tuple[int, int, str]
 """Number of an order, bytes of one rank, and the reason of the failure; empty if there is none."""
@@ -46,6 +46,9 @@ class FileResults:
             with suppress(OSError):  # the user has many pipes already
                 fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._read_end, self._write_end = read_end, write_end
+        self._readable = select.poll()  # ``select.select`` fails from descriptor 1,024 on
+        if tp.rank == 0:
+            self._readable.register(read_end, select.POLLIN)
         self._num_waiting = 0
         self._stopped = threading.Event()
         self._unread = b""
@@ -76,7 +79,7 @@ class FileResults:
     def wait(self) -> None:
         """Wait a moment for a result, if one is missing."""
         if self._num_waiting:
-            select.select([self._read_end], [], [], _WAIT_S)
+            self._readable.poll(_WAIT_MS)
 
     def take(self) -> list[Result]:
         """The results of the orders that have ended on all ranks, each once."""

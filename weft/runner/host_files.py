@@ -6,6 +6,7 @@ a place may be used again.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -50,7 +51,8 @@ class HostFiles:
     def _run_all(self, orders: list[FileOrder], earlier: Sequence[torch.cuda.Event]) -> None:
         for order in orders:
             if order.kind == "drop":
-                disk.path_of(self._folder, self._share, order.name).unlink(missing_ok=True)
+                with suppress(OSError):  # the other orders must not wait for a file that cannot be removed
+                    disk.path_of(self._folder, self._share, order.name).unlink(missing_ok=True)
             else:
                 self._run(order, earlier)
 
