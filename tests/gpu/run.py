@@ -61,7 +61,8 @@ def main() -> int:
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="default: all")
     args = parser.parse_args()
     target = report.open_json(args.json)
-    pytest = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-q", "-rf", "--tb=short", "--durations=20"]
+    options = ["-o", "addopts=--strict-markers", "-q", "-rf", "--tb=short", "--durations=20"]
+    pytest = [sys.executable, "-m", "pytest", *options]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(args.logs or folder)
