@@ -17,9 +17,12 @@ from weft.processes.collector import collector_off, objects_frozen
 
 @pytest.fixture(autouse=True)
 def collector_on() -> Iterator[None]:
+    """Nothing is frozen when a test begins."""
     assert gc.isenabled()
+    gc.unfreeze()
     yield
     gc.enable()
+    gc.freeze()
 
 
 def test_the_collector_is_off_meanwhile() -> None:
@@ -49,6 +52,16 @@ def test_frozen_objects_are_collected_again_afterwards() -> None:
         assert gc.get_freeze_count() > 0
         raise ValueError
     assert gc.get_freeze_count() == 0
+
+
+def test_what_a_program_has_frozen_stays_so() -> None:
+    gc.freeze()
+    with objects_frozen():
+        pass
+    assert gc.get_freeze_count() > 0
+    with weft.LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4):
+        assert gc.get_freeze_count() > 0
+    gc.unfreeze()
 
 
 def test_an_engine_that_has_started_leaves_nothing_frozen() -> None:
