@@ -176,6 +176,17 @@ def test_a_full_disk_loses_the_files_only(tmp_path: Path, monkeypatch: pytest.Mo
     assert stats.num_failed_saves and stats.num_external_hit_tokens
 
 
+def kill_while_it_writes(code: str, folder: Path, num_lines: int, num_files: int) -> None:
+    """Run a program and kill it after so many lines of output, when it has written so many files."""
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while num_lines > 0 or len(list(folder.glob("*/*/*"))) < num_files:
+        assert process.stdout.readline(), "it ended by itself"
+        num_lines -= 1
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
 def test_a_killed_process_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom tests.offload.test_disk import engine, serve\n"
@@ -183,12 +194,7 @@ def test_a_killed_process_leaves_a_folder_that_can_be_used(tmp_path: Path) -> No
         "while True:\n    for index in range(4): print(serve(llm, index)[0], flush=True)\n"
     )
     for seed in range(2 if RUNS_LONG else 1):
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        for _ in range(5 + 3 * seed):
-            process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        kill_while_it_writes(code, tmp_path, 5 + 3 * seed, 25)
     with LLM(**TINY) as llm:
         expected = [serve(llm, index)[0] for index in range(4)]
     with always_restores(engine(tmp_path)) as llm:

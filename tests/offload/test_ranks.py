@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import random
-import signal
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.offload.test_disk import always_restores, engine
+from tests.offload.test_disk import always_restores, engine, kill_while_it_writes
 from tests.offload.test_engine import TINY, serve
 from tests.ranks import fork_ranks
 from weft import LLM
@@ -37,11 +35,19 @@ def expected() -> list[list[int]]:
         return [serve(llm, index)[0] for index in range(4)]
 
 
-def fill(folder: Path) -> None:
-    """Serve all prompts, and leave their prefixes in files of two ranks."""
-    with engine(folder, **RANKS) as llm:
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the prefixes of all prompts, in files of two ranks."""
+    folder = tmp_path_factory.mktemp("filled")
+    with fork_ranks(), engine(folder, **RANKS) as llm:
         for index in range(4):
             serve(llm, index)
+    return folder
+
+
+@pytest.fixture
+def folder(filled: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(filled, tmp_path / "copy")
 
 
 def share(folder: Path, rank: int) -> Path:
@@ -53,28 +59,26 @@ def names(folder: Path, rank: int) -> set[str]:
     return {found.path.name for found in disk.files_of(share(folder, rank))}
 
 
-def test_a_restarted_engine_is_warm(tmp_path: Path, expected: list[list[int]]) -> None:
-    fill(tmp_path)
-    assert names(tmp_path, 0) and names(tmp_path, 0) == names(tmp_path, 1)
-    with always_restores(engine(tmp_path, **RANKS)) as llm:
+def test_a_restarted_engine_is_warm(folder: Path, expected: list[list[int]]) -> None:
+    assert names(folder, 0) and names(folder, 0) == names(folder, 1)
+    with always_restores(engine(folder, **RANKS)) as llm:
         again = [serve(llm, index) for index in range(4)]
         stats = llm.stats()
     assert [tokens for tokens, *_ in again] == expected
     assert all(num_cached == 149 for *_, num_cached in again), again
     assert stats.num_disk_loads and not stats.num_rejected_files
-    with always_restores(engine(tmp_path)) as llm:
+    with always_restores(engine(folder)) as llm:
         assert serve(llm, 0)[2] == 0, "files of two ranks are of no use to one"
 
 
 def test_a_changed_share_of_one_rank_is_a_miss_on_all(
-    tmp_path: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+    folder: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    fill(tmp_path)
-    for found in disk.files_of(share(tmp_path, 1)):
+    for found in disk.files_of(share(folder, 1)):
         content = bytearray(found.path.read_bytes())
         content[-1] ^= 1
         found.path.write_bytes(content)
-    with always_restores(engine(tmp_path, **RANKS)) as llm:
+    with always_restores(engine(folder, **RANKS)) as llm:
         again = [serve(llm, index) for _ in range(2) for index in range(4)]
         stats = llm.stats()
     assert [tokens for tokens, *_ in again] == expected * 2
@@ -83,22 +87,21 @@ def test_a_changed_share_of_one_rank_is_a_miss_on_all(
 
 
 def test_an_entry_that_a_rank_lacks_is_no_entry(
-    tmp_path: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+    folder: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    fill(tmp_path)
     rng, lost = random.Random(0), [set[str](), set[str]()]
     for rank in range(2):
-        for found in list(disk.files_of(share(tmp_path, rank))):
+        for found in list(disk.files_of(share(folder, rank))):
             if rng.random() < 0.2:
                 found.path.unlink()
                 lost[rank].add(found.path.name)
-    with always_restores(engine(tmp_path, **RANKS)) as llm:
+    with always_restores(engine(folder, **RANKS)) as llm:
         disk_tier = llm._core.scheduler.restores.tier.disk  # type: ignore[union-attr]
-        assert disk_tier is not None and len(disk_tier) == len(names(tmp_path, 0) - lost[1])
+        assert disk_tier is not None and len(disk_tier) == len(names(folder, 0) - lost[1])
         again = [serve(llm, index) for index in range(4)]
     assert [tokens for tokens, *_ in again] == expected
     assert f"{len(lost[0] ^ lost[1])} entries are removed, because a rank has no file of them" in caplog.text
-    assert names(tmp_path, 0) == names(tmp_path, 1)
+    assert names(folder, 0) == names(folder, 1)
 
 
 def test_a_write_that_fails_on_one_rank_is_undone_on_all(
@@ -125,12 +128,7 @@ def test_killed_ranks_leave_a_folder_that_can_be_used(tmp_path: Path, expected: 
         "with fork_ranks():\n    llm = engine(Path(sys.argv[1]), **RANKS)\n"
         "while True:\n    for index in range(4): print(serve(llm, index)[0], flush=True)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for _ in range(7):
-        process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_while_it_writes(code, tmp_path, 7, 50)
     with always_restores(engine(tmp_path, **RANKS)) as llm:
         found = [serve(llm, index)[0] for index in range(4)]
         assert llm.stats().num_disk_loads

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,11 +109,16 @@ async def connect(server: RunningServer) -> Connection:
     return await asyncio.open_connection(url.host, url.port)
 
 
-async def ask(server: RunningServer, body: dict[str, Any], path: str = CHAT) -> Reply:
+async def ask(
+    server: RunningServer, body: dict[str, Any], path: str = CHAT, on_begin: Callable[[], object] = lambda: None
+) -> Reply:
+    """Send a request and read its response. ``on_begin`` is called at the first byte: a stream's comes with a token."""
     began = time.monotonic()
     reader, writer = await connect(server)
     writer.write(encoded(body, path))
-    head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+    first = await reader.read(1)
+    on_begin()
+    head, _, text = (first + await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     now = time.monotonic()
     return Reply(int(head.split()[1]), head.decode(), text.decode(), now - began, now)

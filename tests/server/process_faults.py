@@ -31,7 +31,7 @@ def killed_engine(server: RunningServer, count: int) -> Figures:
 
         async def main() -> list[Reply]:
             streams = [asyncio.create_task(ask(server, story(i, max_tokens=400))) for i in range(32)]
-            await asyncio.sleep(0.7)
+            await asyncio.to_thread(wait_until, lambda: held(server)["completions"] == 32, 5.0)
             nonlocal killed
             killed = time.monotonic()
             os.kill(server.engine_pid, signal.SIGKILL)
@@ -72,8 +72,10 @@ def stopped_engine(server: RunningServer) -> Figures:
     before = held(server)
 
     async def main() -> tuple[float, float, list[Reply]]:
-        streams = [asyncio.create_task(ask(server, story(i))) for i in range(16)]
-        await asyncio.sleep(0.2)
+        begun = asyncio.Semaphore(0)
+        streams = [asyncio.create_task(ask(server, story(i), on_begin=begun.release)) for i in range(16)]
+        for _ in streams:  # one without a token may be refused, since the engine may not have seen it
+            await begun.acquire()
         engine = server.engine_pid
         os.kill(engine, signal.SIGSTOP)
         try:

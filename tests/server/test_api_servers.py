@@ -107,14 +107,17 @@ def value(server: RunningServer, name: str) -> float:
 
 def connections_of(pid: int) -> int:
     """Sockets that a process has open."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
-    return sum(link.startswith("socket:") for link in links)
+    count = 0
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            count += os.readlink(path).startswith("socket:")
+    return count
 
 
 def test_calls_are_spread_and_counted_together_and_their_queue_is_one(two: RunningServer) -> None:
     server = two
     before = [connections_of(pid) for pid in server.api_pids]
-    num_tokens = min(4000, round(stretched(300)))  # so that none ends before all others are open
+    num_tokens = min(1000, round(stretched(100)))  # a second or more, in which all others are opened
     calls = opened(server, 20, num_tokens)
     assert len(before) == 2
     assert all(connections_of(pid) > count for pid, count in zip(server.api_pids, before, strict=True))

@@ -106,7 +106,7 @@ def test_heads_do_not_add_up() -> None:
 def test_nothing_behind_a_refused_head_is_run(
     second: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connections, "LINGER_S", 0.3)
 
     async def body(port: int) -> None:
@@ -267,7 +267,7 @@ def test_answered_requests_whose_rest_does_not_come_make_room_for_others(num_gon
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
         for reader, _ in silent[num_gone : 3 + num_gone]:
             with contextlib.suppress(ConnectionError):
-                assert not await asyncio.wait_for(reader.read(), 1), "it was closed"
+                assert not await asyncio.wait_for(reader.read(), GUARD_S), "it was closed"
         for _, writer in silent + new:
             writer.close()
 
@@ -325,10 +325,15 @@ def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     closed: list[int] = []
 
+    async def quiet(num_comments: int) -> None:
+        before = len(sent)
+        while len(sent) < before + num_comments:
+            await asyncio.sleep(0.01)
+
     async def events() -> AsyncIterator[bytes]:
-        await asyncio.sleep(0.35)
+        await quiet(3)  # the head goes with the first
         yield b"data: 1\n\n"
-        await asyncio.sleep(0.35)
+        await quiet(1)
         raise RuntimeError("no")
 
     async def main() -> None:

@@ -149,7 +149,8 @@ def test_checkpoints_that_cannot_be_constrained(folder: Path, eos: list[int], wo
 
 
 def pids_of(checker: GrammarChecker) -> set[int]:
-    return {worker._process.pid for worker in checker._workers._workers if worker._process is not None}
+    processes = [worker._process for worker in tuple(checker._workers._workers)]  # their threads replace them
+    return {process.pid for process in processes if process is not None}
 
 
 async def kill(checker: GrammarChecker) -> set[int]:

@@ -109,7 +109,8 @@ def test_small_tasks_pass_large_ones_and_callers_take_turns(pool: WorkerPool, tm
 
     async def body() -> None:
         pool.start()
-        await echo(pool)
+        while pool._num_idle < 2:  # or one process takes all before the other is ready
+            await asyncio.sleep(0.01)
         tasks = [pool.run(Do(f"large {i}", str(path), 0.3), caller="a", size=11) for i in range(3)]
         tasks += [pool.run(Do(f"small {i}", str(path), 0.3), caller="a", size=1) for i in range(3)]
         tasks += [pool.run(Do("other", str(path), 0.3), caller="b", size=10)]
