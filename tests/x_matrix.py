@@ -19,7 +19,7 @@ from tests.offload.always import AlwaysRestore
 from tests.speculation.conftest import make_repeating_checkpoint
 from tests.tiny import make_model
 from tests.unread import Unread
-from tests.whole import WHOLE
+from tests.whole import RUNS_LONG, WHOLE
 from weft import LLM, SamplingParams
 from weft.executor.multi_process import MultiProcessExecutor
 from weft.messages import SchedulerOutput
@@ -39,6 +39,9 @@ ALL_LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
 PAGE_SIZE = 4
 BUDGET = 512
 """Tokens per step: the longest prompt runs in two chunks."""
+CAPTURED = [2**n for n in range(10)]
+"""Tokens of captured steps where long tests do not run: the fewest that hold every step, since a step is padded to at
+most twice its tokens. A start captures 25 sizes by default, which takes most of its time."""
 CASE_PAGES = 320
 """More than a case uses: its longest prompt, another one that shares two thirds of it, and companions."""
 NUM_TOKENS = 5
@@ -232,6 +235,8 @@ def open_engine(
     }  # fmt: skip
     if mode not in ("NONE", "PIECEWISE"):
         settings["cuda_graph_bs"] = [1, 2, 4]
+    if mode not in ("NONE", "FULL_DECODE_ONLY") and not RUNS_LONG:
+        settings["piecewise_cuda_graph_tokens"] = CAPTURED
     if source != "capture":
         settings["piecewise_cuda_graph_compiler"] = source
     settings |= more

@@ -28,12 +28,6 @@ from weft.pieces.tracing import split_graph, trace
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds what the first test compiles."""
-    return tmp_path_factory.mktemp("compiled")
-
-
 def make(name: str, folder: Path) -> Traced:
     if name == "eager":
         return Traced(CPU, run_eagerly, frozenset())
@@ -48,6 +42,19 @@ def prepared_pieces(model: Model, source: Traced | None) -> Pieces:
 @pytest.fixture
 def model() -> Model:
     return Model().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pieces, CompileCounters]:
+    """A folder, the pieces compiled for this folder, and the counters of the start."""
+    folder = tmp_path_factory.mktemp("compiled")
+    first = make("inductor", folder)
+    return folder, prepared_pieces(Model().requires_grad_(False), first), first.counters
+
+
+@pytest.fixture
+def folder(compiled: tuple[Path, Pieces, CompileCounters]) -> Path:
+    return compiled[0]
 
 
 @pytest.mark.parametrize("name", ["capture", "eager", pytest.param("inductor", marks=takes_long)])
@@ -67,39 +74,39 @@ def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model, name:
     assert num_bytes(pieces.source.buffers) == 3 * max(SIZES) * SIZE * 4
 
 
-def test_outputs_that_live_together_do_not_share_memory(folder: Path) -> None:
+def test_outputs_that_live_together_do_not_share_memory(tmp_path: Path) -> None:
     model = AllAtOnce().requires_grad_(False)
-    pieces, ids = prepared_pieces(model, make("eager", folder)), torch.randint(50, (63,))
+    pieces, ids = prepared_pieces(model, make("eager", tmp_path)), torch.randint(50, (63,))
     torch.testing.assert_close(pieces.run(ids, [20, 43], 64), eager(model, ids, [20, 43]), rtol=0, atol=1e-6)
     # Two outputs live together; the graph forgets them before the third, where Python's variables would not.
     assert num_bytes(pieces.source.buffers) == (1 + 2 + 1) * max(SIZES) * SIZE * 4
 
 
-def test_a_prepared_model_outside_of_pieces_is_the_model(model: Model, folder: Path) -> None:
-    forward = make("eager", folder).prepare(model, context_of([1], {}), 4)
+def test_a_prepared_model_outside_of_pieces_is_the_model(model: Model, tmp_path: Path) -> None:
+    forward = make("eager", tmp_path).prepare(model, context_of([1], {}), 4)
     ids = torch.arange(7)
     with forward_context(context_of([3, 4], model.table())):
         assert torch.equal(forward(input_ids=ids), model(ids))
 
 
-def test_each_distinct_piece_is_compiled_once_and_found_at_the_next_start(model: Model, tmp_path: Path) -> None:
-    """Layers that are built alike share their code; other weights do not matter."""
-    first = make("inductor", tmp_path)
-    pieces = prepared_pieces(model, first)
-    assert first.counters == CompileCounters(compiled=2, cache_hits=0, reused=2)
+def test_each_distinct_piece_is_compiled_once_and_found_at_the_next_start(
+    compiled: tuple[Path, Pieces, CompileCounters]
+) -> None:  # fmt: skip
+    """Layers that are built alike share their code; other weights do not matter. A damaged file is compiled anew."""
+    folder, pieces, counters = compiled
+    assert counters == CompileCounters(compiled=2, cache_hits=0, reused=2)
     other = Model().requires_grad_(False)
     other.embed.weight.mul_(2)
-    second = make("inductor", tmp_path)
+    second = make("inductor", folder)
     again = prepared_pieces(other, second)
     assert second.counters == CompileCounters(compiled=0, cache_hits=2, reused=2)
     ids = torch.randint(50, (64,))
     for each in (pieces, again):
         torch.testing.assert_close(each.run(ids, [64], 64), eager(each.model, ids, [64]), rtol=1e-5, atol=1e-5)
-    for artefact in tmp_path.glob("*/artefact"):
-        artefact.write_bytes(b"cut short")
-    third = make("inductor", tmp_path)
-    third.prepare(model, context_of([1], {}), 130)
-    assert third.counters == CompileCounters(compiled=2, cache_hits=0, reused=2)
+    next(folder.glob("*/artefact")).write_bytes(b"cut short")
+    third = make("inductor", folder)
+    third.prepare(other, context_of([1], {}), 130)
+    assert third.counters == CompileCounters(compiled=1, cache_hits=1, reused=2)
 
 
 @pytest.mark.parametrize("what", ["torch", "weft", "triton", "python", "device"])

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.driver import driver
 
-from tests.runner.compile_only import LIMITS, AbsentGpu, AbsentRanks
+from tests.runner.compile_only import LIMITS, AbsentGpu, AbsentRanks, walked
 from weft.config import resolve
 from weft.ops.backend import Backend
 from weft.ops.triton import launch
@@ -65,12 +63,6 @@ def main(folder: str, settings: str, capabilities: list[int], most: int, assembl
                 row["error"] = f"{type(error).__name__}: {str(error)[-300:]}"
             found.append(row)
         return object()  # nobody launches it
-
-    @contextmanager
-    def walked(walk: Callable[[], None], device: torch.device) -> Iterator[None]:
-        with warmup._no_launches():
-            walk()
-        yield
 
     driver.set_active(AbsentGpu())
     launch._compiler = compile_for_all

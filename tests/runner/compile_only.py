@@ -1,10 +1,11 @@
-"""Compiles a model's kernels for a GPU that is not there, and says which ones the start-up walk had missed.
+"""Compiles a model's kernels for an absent GPU, and lists those that the start-up walk missed.
 
-    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG [RANKS [KV_CACHE_DTYPE [DETERMINISTIC]]]]
+    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG [RANKS [KV_CACHE_DTYPE [DETERMINISTIC [KNOWN]]]]]
 
-A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, the kernels that were
-compiled at start and those that random steps then asked for in vain. Nothing is launched, so sampled tokens are
-arbitrary and never fed.
+A program of its own, because kernels are interpreted in the tests' process. Its output is JSON: the kernels compiled
+at start, and kernels that random steps asked for later. Nothing is launched, so sampled tokens are arbitrary and never
+fed. With ``KNOWN``, one variant of a kernel is compiled, and none of the kernels whose modules and names it lists.
+Other variants count as compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import random
 import sys
 from array import array
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from weft.ops.backend import Backend
 from weft.ops.delta_rule import scan as delta_scan
 from weft.ops.delta_rule import verify as gdn_verify
 from weft.ops.mamba import scan as selective_scan
-from weft.ops.triton import early_launch
+from weft.ops.triton import early_launch, launch
 from weft.runner import model_runner, warmup
 from weft.runner.kernel_walk import walk_captured_steps
 
@@ -77,6 +79,28 @@ class AbsentRanks:
         return nullcontext()
 
 
+@contextmanager
+def walked(walk: Callable[[], None], device: torch.device) -> Iterator[None]:
+    """Stands for ``compiled_meanwhile``, without other processes."""
+    with warmup._no_launches():
+        walk()
+    yield
+
+
+def compile_few(known: set[str]) -> None:
+    """Compile one variant of each kernel that is not ``known``."""
+
+    def compile_or_not(src: Any, **options: Any) -> Any:
+        name = f"{src.fn.__module__.removeprefix('weft.ops.')}.{src.fn.__name__}"
+        if name in known:
+            return object()  # nobody launches it
+        known.add(name)
+        return triton.compile(src, **options)
+
+    launch._compiler = compile_or_not
+    model_runner.compiled_meanwhile = walked
+
+
 def random_step(rng: random.Random, state_slot: int) -> Any:
     """Up to 18 decodes and 3 prefills."""
     decodes = [(rng.choice([1, 5, 63, 64, 255, rng.randint(1, 1000)]), 1) for _ in range(rng.choice([0, 1, 2, 7, 18]))]
@@ -98,9 +122,12 @@ def random_verification(rng: random.Random, num_drafts: int, state_slot: int) ->
 
 
 def main(
-    folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_dtype: str = "auto", deterministic: str = ""
-) -> None:
+    folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_dtype: str = "auto", deterministic: str = "",
+    known: str = "",
+) -> None:  # fmt: skip
     driver.set_active(AbsentGpu())
+    if known:
+        compile_few(set(known.split()))
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **rest: compiled.append(repr)
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
