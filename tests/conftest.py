@@ -10,8 +10,10 @@ compiling trial programs costs every process that compiles ten seconds.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,12 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 TIERS = {"cpu": 0, "gpu": 1, "multi_gpu": 2}
 """GPUs that each tier needs."""
+OF_GPUS = [Path(__file__).parent / name for name in ("gpu", "multi_gpu")]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without a GPU its tests are not collected, except by their path: all of them would be skipped."""
+    return True if collection_path in OF_GPUS and not torch.cuda.is_available() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("cpu")
         elif max(TIERS[name] for name in tiers) > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {max(TIERS[name] for name in tiers)} GPU, has {num_gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and collected tests from garbage collections. A rank collects when it closes, which takes half a
+    second in a process with all tests of the suite."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+
+import pytest
 import torch
+
+from tests.conftest import OF_GPUS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they are collected")
+def test_modules_of_the_gpu_tiers_can_be_imported() -> None:
+    for path in (path for folder in OF_GPUS for path in folder.glob("test_*.py")):
+        importlib.import_module(f"tests.{path.parent.name}.{path.stem}")
 
 
 def test_uninitialised_buffers_are_nan() -> None:

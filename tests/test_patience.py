@@ -41,9 +41,9 @@ def short_limits(tree: ast.AST) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
-def test_waits_have_limits_that_hold_on_a_busy_machine(path: Path) -> None:
-    assert short_limits(ast.parse(path.read_text(encoding="utf-8"))) == []
+def test_waits_have_limits_that_hold_on_a_busy_machine() -> None:
+    lines = {path: short_limits(ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(TESTS.rglob("*.py"))}
+    assert {str(path): found for path, found in lines.items() if found} == {}
 
 
 def test_the_check_finds_what_it_looks_for() -> None:

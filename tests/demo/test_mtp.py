@@ -110,7 +110,7 @@ def test_training_changes_the_head_alone_and_publishes_both(tiny, monkeypatch):
 
 def test_a_run_with_the_trunk_trains_both_and_ends_in_time(tiny, monkeypatch):
     monkeypatch.setattr(train, "ProcessPoolExecutor", Inline)
-    tiny.with_trunk, tiny.finish, tiny.minutes = True, True, 0.1
+    tiny.with_trunk, tiny.finish, tiny.minutes = True, True, 0.02
     tiny.steps = 100_000
     train.train(tiny, train_mtp.HeadTrainer)
     log = [json.loads(line) for line in (tiny.out / "log.jsonl").read_text().splitlines()]

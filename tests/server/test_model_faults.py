@@ -13,7 +13,7 @@ from tests.whole import RUNS_LONG, takes_long
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[RunningServer]:
-    with faults.serving("--num-kv-pages", "180", "--num-state-slots", "40", "--restart-engine") as server:
+    with faults.serving("--num-kv-pages", "110", "--num-state-slots", "40", "--restart-engine") as server:
         yield server
 
 
