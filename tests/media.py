@@ -37,6 +37,16 @@ VL, VL_MOE, HYBRID = (
     "Qwen3_5ForConditionalGeneration",
 )
 HYBRID_MOE = "Qwen3_5MoeForConditionalGeneration"
+INDEXED = "Qwen4ExpForConditionalGeneration"
+
+
+_INDEXED_KEYS = {
+    "indexer_budget": 16,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+    "silent": (IMAGE, VIDEO),
+}
+"""Prompts are longer than what is selected; indexers share positions. A sampled placeholder would be an image to the
+reference, and another token in its place would have other n-grams."""
 
 
 def overrides(arch: str) -> dict[str, Any]:
@@ -46,7 +56,8 @@ def overrides(arch: str) -> dict[str, Any]:
         rope |= {"mrope_section": [4, 2, 2]}
         return {"vision": VISION | {"deepstack_visual_indexes": [0, 2]}, "top": TOP, "rope_parameters": rope}
     rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-    return {"vision": VISION, "top": TOP, "rope_parameters": rope}
+    keys = {"vision": VISION, "top": TOP, "rope_parameters": rope}
+    return keys | _INDEXED_KEYS if arch == INDEXED else keys
 
 
 def make_vision_checkpoint(arch: str, folder: Path, seed: int = 0) -> tuple[Path, Any]:

@@ -18,13 +18,27 @@ import pytest
 import torch
 
 from tests.drafters import ByModel, install
-from tests.media import END, HYBRID, HYBRID_MOE, IMAGE, MERGE, START, VL, VL_MOE, item, overrides, reference_logits
+from tests.media import (
+    END,
+    HYBRID,
+    HYBRID_MOE,
+    IMAGE,
+    INDEXED,
+    MERGE,
+    START,
+    VL,
+    VL_MOE,
+    item,
+    overrides,
+    reference_logits,
+)
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint, make_model
 from tests.whole import unless_long
 from tests.x_matrix import Poisoned, Reference, check, check_drafts, open_engine, prompt_of, runner_of
 from weft.engine.prompts import PreparedPrompt
 from weft.messages import SchedulerOutput
+from weft.models.ngram import NGramVisionDecoder
 from weft.multimodal.items import MediaItem
 from weft.request import Request
 
@@ -44,10 +58,13 @@ COLUMNS = [
     (HYBRID, "FULL_DECODE_ONLY", "overlap", "exact"),
     (HYBRID, "FULL", "overlap", "aligned"),
     (HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only"),
+    (INDEXED, "FULL", "overlap", "exact"),
 ]
 """Model, graph mode, overlap, checkpoint policy."""
 DRAFTING = [(VL, "FULL", "in turn", "exact"), (HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact")]
+DRAFTING += [(INDEXED, "FULL", "overlap", "exact")]
 ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact"), (HYBRID_MOE, "NONE", "in turn", "exact")]
+ON_TWO_RANKS += [(INDEXED, "FULL_AND_PIECEWISE", "overlap", "exact")]
 CASES = [
     ("cold", "prefill", 3), ("cold", "mixed", 1), ("cold", "decode", 0),
     ("hit", "prefill", 2), ("hit", "mixed", 3), ("hit", "decode", 1),
@@ -107,6 +124,10 @@ class PoisonedImages(Poisoned):
         decoder.embed_tokens.media_rows.fill_(torch.nan)
         decoder.features.fill_(torch.nan)
         media._table[media._base :] = torch.nan
+        if media._places is not None:
+            media._places.table[media._base :] = torch.nan
+        if isinstance(decoder, NGramVisionDecoder):
+            decoder._placeholders.fill_(-1)
 
 
 @pytest.fixture(scope="module")

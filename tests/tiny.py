@@ -452,7 +452,9 @@ def make_config(arch: str, **overrides: Any) -> Any:
 
 
 def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
-    """A random transformers model in float32; every parameter that is usually constant is random too."""
+    """A random transformers model in float32; every parameter that is usually constant is random too. ``silent``: ids
+    whose logits are zero, so that they are not sampled."""
+    silent = overrides.pop("silent", ())
     config = make_config(arch, **overrides)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # the grouped one refuses odd widths
@@ -501,6 +503,8 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "correction_bias", "balancing_biases")):
                 buffer.uniform_(-0.3, 0.3, generator=generator)
+        for token in silent:
+            model.lm_head.weight[token] = 0.0
     return model
 
 

@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 
-from tests.media import HYBRID, VL, VL_MOE, overrides
+from tests.media import HYBRID, INDEXED, VL, VL_MOE, overrides
 from tests.tiny import make_config
 from weft.cli.config import capacity
 from weft.config import resolve, vision_settings
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.fields import EngineConfig
+from weft.config.indexed_attention import PLACES_LAYER
+from weft.config.layer_spec import CacheDtypes, CacheTensor
 from weft.config.media_limits import MediaLimits
 from weft.errors import ConfigError, UnsupportedModelError
 
 
 def write(folder: Path, arch: str, vision: dict[str, Any] | None = None, **top: Any) -> Path:
-    config = json.loads(make_config(arch, **overrides(arch)).to_json_string()) | {"architectures": [arch]} | top
+    keys = {key: value for key, value in overrides(arch).items() if key != "silent"}
+    config = json.loads(make_config(arch, **keys).to_json_string()) | {"architectures": [arch]} | top
     config["vision_config"] |= vision or {}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -29,7 +32,7 @@ def settings(folder: Path, **given: Any) -> EngineConfig:
     return resolve(model=str(folder), load_format="dummy", skip_tokenizer_init=True, device="cpu", **given)
 
 
-@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID])
+@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, INDEXED])
 def test_the_tower_of_a_checkpoint(arch: str, tmp_path: Path) -> None:
     config = read_checkpoint_config(write(tmp_path, arch))
     assert config.vision is not None and not config.runs_vision
@@ -39,6 +42,16 @@ def test_the_tower_of_a_checkpoint(arch: str, tmp_path: Path) -> None:
     assert vision.deepstack_indexes == ((0, 2) if "VL" in arch else ())
     assert vision.mrope_section == ((4, 2, 2) if "VL" in arch else (2, 1, 1))
     assert config.with_vision().runs_vision
+
+
+def test_positions_are_stored_once_and_only_with_images(tmp_path: Path) -> None:
+    """By models whose indexers rotate pools; in float32, since bfloat16 has no 257."""
+    folder = write(tmp_path, INDEXED)
+    dtypes = CacheDtypes(model="bfloat16")
+    with_images = settings(folder).model_config.layer_specs(dtypes)
+    assert with_images.pop(PLACES_LAYER).paged == (CacheTensor("places", (3,), "float32"),)
+    assert with_images == settings(folder, language_model_only=True).model_config.layer_specs(dtypes)
+    assert PLACES_LAYER not in read_checkpoint_config(write(tmp_path, HYBRID)).with_vision().layer_specs(dtypes)
 
 
 def test_old_and_new_spellings(tmp_path: Path) -> None:
@@ -59,6 +72,11 @@ def test_old_and_new_spellings(tmp_path: Path) -> None:
     [
         ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act='relu' is not supported; supported are gelu"),
         ({"num_position_embeddings": 24}, ConfigError, "num_position_embeddings=24 .* a square number"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            UnsupportedModelError,
+            "rope_type='yarn' is not supported; a tower is rotated by rows and columns",
+        ),
         ({"hidden_size": 20}, ConfigError, "hidden_size=20 .* of a multiple of 4 dimensions"),
         ({"deepstack_visual_indexes": [2, 3]}, ConfigError, "ascending numbers of blocks below depth"),
         ({"patch_size": [4, 8]}, UnsupportedModelError, r"patch_size=\[4, 8\] is not supported; give one number"),

@@ -12,6 +12,7 @@ from tests.gpu.test_precision import SEEDS, divergence
 from tests.media import (
     HYBRID,
     HYBRID_MOE,
+    INDEXED,
     VL,
     VL_MOE,
     Engine,
@@ -80,7 +81,7 @@ def test_features(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "PIECEWISE"])
-@pytest.mark.parametrize("arch", [VL, HYBRID_MOE])
+@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED])
 def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
     """All prompts at once, in chunks that cut images, and then each again: the same tokens, no kernel compiled."""
     folder, reference = make_vision_checkpoint(arch, tmp_path)
@@ -111,7 +112,7 @@ def test_drafts_behind_images(tmp_path: Path) -> None:
     engine.core.shutdown()
 
 
-@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE])
+@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE, INDEXED])
 def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -> None:
     """Prompts of text and images, every place of them: as ``test_precision.py`` has it for text."""
     check_bfloat16(arch, tmp_path, "cuda")

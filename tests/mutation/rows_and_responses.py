@@ -55,8 +55,8 @@ ROWS_AND_RESPONSES = (
         "tests/speculation/test_by_batch.py",
     ),
     mutant(
-        "layers-share-features", "every layer of features gets its own", "weft/runner/media_inputs.py",
-        "encoded[:, 1 + layer]", "encoded[:, 1]", "tests/test_fuzz_engine.py::test_random_images",
+        "layers-share-features", "every layer of features gets its own", "weft/models/vision_language.py",
+        "embeddings[:, 1 + layer]", "embeddings[:, 1]", "tests/test_fuzz_engine.py::test_random_images",
         "tests/engine/test_images.py",
     ),
     mutant(

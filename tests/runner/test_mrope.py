@@ -13,7 +13,8 @@ from tests.media import IMAGE, MERGE, VIDEO, Prompt
 from tests.tiny import make_config
 from weft.config.rope import RopeConfig
 from weft.ops.rotary import rotary_table
-from weft.runner.mrope import frequency_axes, mrope_positions, rotary_rows
+from weft.ops.rotary.axes import frequency_axes, rotary_rows
+from weft.runner.mrope import mrope_positions
 
 PROMPTS = [
     Prompt().text(9),

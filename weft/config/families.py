@@ -259,7 +259,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True, vision=_qwen3_5_vision),
     # Qwen4-Exp: Gated DeltaNet, attention over selected tokens, residual streams, n-gram embeddings, experts.
     "Qwen4ExpForCausalLM": qwen4_exp(),
-    "Qwen4ExpForConditionalGeneration": qwen4_exp(multimodal=True),
+    "Qwen4ExpForConditionalGeneration": qwen4_exp(multimodal=True, vision=_qwen3_5_vision),
     # Qwen3-VL (arXiv 2511.21631): Qwen3's decoder with a vision tower.
     "Qwen3VLForConditionalGeneration": _qwen3_vl(),
     "Qwen3VLMoeForConditionalGeneration": _qwen3_vl(moe=read_renormalised_moe),

@@ -10,6 +10,11 @@ from weft.config.attention import AttentionConfig
 from weft.config.kimi import LatentAttentionConfig
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 
+PLACES_LAYER = "model.pool_places"
+"""Name in the layer table of the positions that a model with images stores for all indexers that rotate pools."""
+PLACES = LayerSpec(paged=(CacheTensor("places", (3,), "float32"),))  # exact below 2^24
+"""Three rotary positions per token. Without images these follow from the token's place in the sequence."""
+
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, cast
 
+from weft.config.indexed_attention import PLACES, PLACES_LAYER, IndexedAttentionConfig
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
 from weft.config.moe import MoeConfig
 from weft.config.quantization import QuantizationConfig
@@ -199,7 +200,10 @@ class ModelConfig:
         layers = {layer_name(index): kind for index, kind in enumerate(self.layer_types)}
         if self.runs_mtp:
             layers[MTP_LAYER] = MTP_LAYER_TYPE
-        return {f"{layer}.{module}": spec for layer, kind in layers.items() for module, spec in kinds[kind].items()}
+        specs = {f"{layer}.{module}": spec for layer, kind in layers.items() for module, spec in kinds[kind].items()}
+        mixers = (mixer for modules in self.mixers.values() for mixer in modules.values())
+        stores_places = self.runs_vision and any(isinstance(mixer, IndexedAttentionConfig) for mixer in mixers)
+        return specs | {PLACES_LAYER: PLACES} if stores_places else specs
 
     def is_sparse(self, index: int) -> bool:
         """Whether a decoder layer has experts instead of a dense MLP."""

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: geometry, and keys in ``config.json``.
+"""The vision tower of Qwen3-VL, Qwen3.5 and Qwen4-Exp: geometry, and keys in ``config.json``.
 
 Job: read ``VisionConfig`` from ``vision_config`` and the special tokens next to it. Owns: the keys, with the defaults
 of the reference implementation. Does not know: tensors, images.
@@ -160,6 +160,9 @@ def _one_size(given: JsonObject, key: str, value: Any) -> Any:
 def _check_supported(vision: JsonObject) -> None:
     if vision.text("hidden_act") not in _ACTIVATIONS:
         raise vision.unsupported("hidden_act", f"; supported are {', '.join(_ACTIVATIONS)}")
+    rope = vision.object("rope_parameters")
+    if rope is not None and rope.text("rope_type", "axial") not in ("axial", "default"):
+        raise rope.unsupported("rope_type", "; a tower is rotated by rows and columns ('axial')")
     size, heads = vision.integer("hidden_size"), vision.integer("num_heads")
     if size % heads or size // heads % 4:
         raise vision.wrong("hidden_size", f"{heads} heads (num_heads) of a multiple of 4 dimensions")

@@ -18,6 +18,12 @@ class RotaryTables:
     def __init__(self) -> None:
         self._tables: list[tuple[RopeConfig | None, Tensor]] = []
 
+    @property
+    def only(self) -> Tensor:
+        """Return the table of a model with one rotary setting."""
+        [(_, table)] = self._tables
+        return table
+
     def get(self, rope: RopeConfig | None, max_position_embeddings: int, num_rows: int, device: torch.device) -> Tensor:
         """The table for positions below ``num_rows``; see ``rotary_table``. None: two dimensions stand still."""
         for known, table in self._tables:

@@ -12,7 +12,7 @@ from weft.config.model import ModelConfig
 from weft.forward_context import LogitsRows, get_forward_context
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
-from weft.layers.indexer import MeanIndexer
+from weft.layers.indexer import MeanIndexer, PlacedIndexer
 from weft.ops.activation import sigmoid_mul
 from weft.ops.indexed_attention import indexed_attention
 
@@ -22,7 +22,8 @@ class IndexedAttention(Attention):
 
     def __init__(self, geometry: IndexedAttentionConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__(geometry.attention, config, context, name)
-        self.indexer = MeanIndexer(geometry.indexer, self._cos_sin, config, context)
+        indexer = PlacedIndexer if config.runs_vision else MeanIndexer
+        self.indexer = indexer(geometry.indexer, self._cos_sin, config, context)
 
     def forward_rows(self, hidden_states: Tensor, rows: LogitsRows) -> Tensor:
         """``[T, hidden_size] -> [N, hidden_size]``: attention of all rows, the output of ``rows``."""

@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.config.indexed_attention import IndexerConfig
+from weft.config.indexed_attention import PLACES_LAYER, IndexerConfig
 from weft.config.model import ModelConfig
-from weft.forward_context import Batch, LayerCache
+from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear, PackedLinear
 from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, whole, whole_rows
 from weft.ops.indexed_attention import pool_entries, select_pools, store_index_keys
 from weft.ops.rotary import apply_rotary
+from weft.ops.rotary.axes import frequency_axes, rotary_rows
 
 _NORM_EPS = 1e-6
 """Epsilon of the keys' norm, whatever the model's is."""
@@ -126,8 +127,7 @@ class MeanIndexer(WeightModule):
         entries = cache["index_entries"]
         entries.flatten(0, 1).index_copy_(0, slots, key.to(entries.dtype))
         means = pool_entries(entries, slots, geometry.pool).float().mean(1).to(key.dtype)
-        firsts = (batch.positions - (geometry.pool - 1)).clamp(min=0)
-        keys = self._rotate(self.k_layernorm(means)[:, None], firsts)[:, 0]
+        keys = self._rotate_keys(self.k_layernorm(means)[:, None], batch)[:, 0]
         store_index_keys(keys, cache["index_keys"], slots, geometry.pool)
         q = self.q_layernorm(q.unflatten(-1, (geometry.num_heads, geometry.dim)))
         return select_pools(
@@ -140,8 +140,63 @@ class MeanIndexer(WeightModule):
             backend=self._backend,
         )
 
+    def _rotate_keys(self, keys: Tensor, batch: Batch) -> Tensor:
+        """Rotate the keys ``[T, 1, dim]`` of the pools that end with the batch's tokens. Other rows are arbitrary."""
+        return self._rotate(keys, (batch.positions - (self.geometry.pool - 1)).clamp(min=0))
+
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         return apply_rotary(x, x[:, :0], positions, self._cos_sin)[0]
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({},)
+
+
+class PoolPlaces:
+    """The three rotary positions of every token, for all indexers of a model that reads images.
+
+    A pool may begin at an image's token, at text before an image, or in an earlier step. The pages of ``PLACES_LAYER``
+    store the positions.
+
+    Attributes:
+        table: ``[rows, 3]`` float32, the positions in each row of the rotary table. The rows of image tokens are
+            written before each step.
+    """
+
+    def __init__(self, cos_sin: Tensor, sections: tuple[int, int, int], context: ModelContext) -> None:
+        self._cos_sin, self._axes = cos_sin, frequency_axes(cos_sin.shape[1], sections).to(context.device)
+        self.table = torch.arange(len(cos_sin), dtype=torch.float32, device=context.device)[:, None].repeat(1, 3)
+        self._rows, self._order = cos_sin[:0], torch.arange(0)
+        context.layers.register(PLACES_LAYER, self)
+
+    def place_media(self, rows: Tensor, positions: Tensor) -> None:
+        """Write the positions ``[3, N]`` of image tokens into ``rows [N]`` of the table."""
+        self.table.index_copy_(0, rows, positions.transpose(0, 1).to(self.table.dtype))
+
+    def begin_pass(self, batch: Batch, pool: int) -> None:
+        """Store the positions of the batch's tokens, and look up the rotation of each pool that ends in the batch."""
+        slots, places = batch.slot_mapping, get_forward_context().caches[PLACES_LAYER]["places"].flatten(0, 1)
+        places.index_copy_(0, slots, self.table.index_select(0, batch.positions))
+        # Where no pool ends, the place may be anything, NaN included: any row of the table will do.
+        firsts = places[(slots - (pool - 1)).clamp(min=0)].long().clamp(0, len(self._cos_sin) - 1)
+        self._rows = rotary_rows(self._cos_sin, firsts.transpose(0, 1), self._axes)
+        self._order = torch.arange(len(slots), device=slots.device)
+
+    def rotate(self, keys: Tensor) -> Tensor:
+        """Rotate the keys ``[T, 1, dim]`` of the pools that end with the running pass's tokens."""
+        return apply_rotary(keys, keys[:, :0], self._order, self._rows)[0]
+
+
+class PlacedIndexer(MeanIndexer):
+    """``MeanIndexer`` of a model that reads images. The first one begins the pass of ``PoolPlaces`` for all."""
+
+    def __init__(self, geometry: IndexerConfig, cos_sin: Tensor, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(geometry, cos_sin, config, context)
+        assert config.vision is not None
+        found: PoolPlaces | None = context.layers.get(PLACES_LAYER)
+        self._is_first = found is None
+        self._places = found or PoolPlaces(cos_sin, config.vision.mrope_section, context)
+
+    def _rotate_keys(self, keys: Tensor, batch: Batch) -> Tensor:
+        if self._is_first:
+            self._places.begin_pass(batch, self.geometry.pool)
+        return self._places.rotate(keys)

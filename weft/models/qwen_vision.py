@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL and Qwen3.5 (arXiv 2511.21631): patches in, embeddings for the decoder out.
+"""The vision tower of Qwen3-VL, Qwen3.5 and Qwen4-Exp (arXiv 2511.21631): patches in, embeddings for the decoder out.
 
 Job: embed patches, add interpolated positions, run the blocks, merge squares of patches. Owns: module names, which are
 the published ones. Does not know: files, requests, where embeddings are kept.

@@ -11,7 +11,7 @@ from weft.models.decoder import CausalLM
 from weft.models.inkling import InklingModel
 from weft.models.inkling2 import Inkling2Model
 from weft.models.mtp import MultiTokenPredictor
-from weft.models.ngram import NGramModel
+from weft.models.ngram import NGramModel, NGramVisionModel
 from weft.models.shared_block import SharedBlockModel
 from weft.models.vision_language import VisionLanguageModel
 from weft.models.zaya import ZayaModel
@@ -22,6 +22,9 @@ _MODELS: dict[type, type[CausalLM]] = {
     RelativeAttentionConfig: InklingModel, ClippedAttentionConfig: Inkling2Model,
 }  # fmt: skip
 """Models with a decoder of their own, by the geometry of their layers' mixers."""
+
+_VISION_MODELS: dict[type, type[CausalLM]] = {NGramConfig: NGramVisionModel}
+"""Models of ``_MODELS`` that read images."""
 
 
 def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
@@ -38,7 +41,6 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
 
 
 def _model_class(config: ModelConfig) -> type[CausalLM]:
-    if config.runs_vision:
-        return VisionLanguageModel
+    models, plain = (_VISION_MODELS, VisionLanguageModel) if config.runs_vision else (_MODELS, CausalLM)
     kinds = {type(geometry) for modules in config.mixers.values() for geometry in modules.values()}
-    return next((model for kind, model in _MODELS.items() if kind in kinds), CausalLM)
+    return next((model for kind, model in models.items() if kind in kinds), plain)

@@ -11,14 +11,16 @@ after the vocabulary. Steps of decodes have no such tokens and skip this.
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from weft.config.attention import AttentionConfig
+from weft.config.indexed_attention import PLACES_LAYER
 from weft.config.model import ModelConfig
 from weft.forward_context import LogitsRows, get_forward_context
 from weft.layers.context import ModelContext
+from weft.layers.indexer import PoolPlaces
 from weft.models.decoder import CausalLM, Decoder
 from weft.models.qwen_vision import VisionTower
 from weft.ops.vision import add_media_features
@@ -41,6 +43,16 @@ class VisionDecoder(Decoder):
         shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
         self.features = torch.zeros(shape, dtype=context.dtype, device=context.device)
 
+    def place_media(self, rows: Tensor, embeddings: Tensor, token_ids: Tensor) -> None:
+        """Put image tokens into ``rows [N]``: their embeddings and features ``[N, num_features, hidden_size]``.
+
+        Args:
+            token_ids: ``[N]`` int64, the placeholders in the prompt.
+        """
+        self.embed_tokens.media_rows.index_copy_(0, rows, embeddings[:, 0])
+        for layer, features in enumerate(self.features):
+            features.index_copy_(0, rows, embeddings[:, 1 + layer])
+
     def after_layer(self, index: int, residual: Tensor, input_ids: Tensor, rows: LogitsRows | None) -> Tensor:
         """Adds features to the residual, which is whole where x may be part of a sum."""
         if index >= len(self.features) or not get_forward_context().batch.may_have_media:
@@ -51,13 +63,16 @@ class VisionDecoder(Decoder):
 
 
 class VisionLanguageModel(CausalLM):
-    """A text model with its tower."""
+    """A text model with its tower.
 
-    decoder = VisionDecoder
+    Attributes:
+        rotary_table: the table whose last rows are a step's image tokens'.
+        pool_places: the positions in each of its rows, if indexers store positions.
+    """
+
+    decoder: ClassVar[type[VisionDecoder]] = VisionDecoder
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)
-        [attention] = [g for m in config.mixers.values() for g in m.values() if isinstance(g, AttentionConfig)]
-        self.rotary_table = context.rotary.get(
-            attention.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
-        )
+        self.rotary_table = context.rotary.only
+        self.pool_places: PoolPlaces | None = context.layers.get(PLACES_LAYER)

@@ -47,7 +47,7 @@ _QWEN4_EXP = WeightTable(
     renames=_QWEN3_5.renames,
     modules={"attn_hc": "attn_hyper_connection", "ffn_hc": "mlp_hyper_connection"},
     patterns={r"\.hyper_connection_mixer\.": ".norm.", r"\.ple_embedding\.ngram_embedding\.": ".ngram_embedding."},
-    # Buffers, which follow from the geometry, and the head and the tower, which do not run.
+    # Buffers, which follow from the geometry, and the head, which does not run.
     ignorable=(*_QWEN3_5.ignorable, "*.layer_multipliers", "*.ngram_heads_vocab_sizes", "*.ngram_heads_offsets"),
 )
 _QWEN3_VL = WeightTable(_PLAIN, renames={"model.language_model.": "model."}, ignorable=("model.visual.*",))

@@ -24,8 +24,8 @@ from weft.messages import Encoding, ScheduledRequest
 from weft.models.qwen_vision import NUM_PLACES, Grid, VisionTower, frame_lengths, patch_places
 from weft.models.vision_language import VisionDecoder, VisionLanguageModel
 from weft.multimodal.items import MediaItem
+from weft.ops.rotary.axes import frequency_axes, rotary_rows
 from weft.runner.buffers import to_device
-from weft.runner.mrope import frequency_axes, rotary_rows
 from weft.runner.rows import RowTable
 from weft.runner.step_layout import StepLayout
 
@@ -141,7 +141,8 @@ class MediaInputs:
         decoder, vision = model.model, config.model_config.vision
         assert isinstance(decoder, VisionDecoder) and vision is not None
         assert config.encoder_cache_size is not None and config.max_num_encoder_input_tokens is not None
-        self._decoder, self._vision, self._table = decoder, vision, model.rotary_table
+        self._decoder, self._vision = decoder, vision
+        self._table, self._places = model.rotary_table, model.pool_places
         self._device, self._base, self._step_tokens = (
             self._table.device, config.max_model_len, config.max_num_encoder_input_tokens,
         )  # fmt: skip
@@ -197,17 +198,17 @@ class MediaInputs:
             for position, count, row in request.media:
                 first, numbers = start + position - request.start, np.arange(count)
                 three = rows.rope_positions[request.row][:, position : position + count]
-                columns.append(np.vstack([first + numbers, row + numbers, three]))
+                ids = rows.known_tokens(request.row, position, position + count)
+                columns.append(np.vstack([first + numbers, row + numbers, ids, three]))
         if columns:
-            self._fill(*to_device(torch.from_numpy(np.hstack(columns)), self._device).split([1, 1, 3]))
+            self._fill(*to_device(torch.from_numpy(np.hstack(columns)), self._device).split([1, 1, 1, 3]))
 
-    def _fill(self, target: Tensor, source: Tensor, positions: Tensor) -> None:
-        target, source = target[0], source[0]
-        encoded = self.embeddings.index_select(0, source)
-        self._decoder.embed_tokens.media_rows.index_copy_(0, target, encoded[:, 0])
-        for layer, features in enumerate(self._decoder.features):
-            features.index_copy_(0, target, encoded[:, 1 + layer])
+    def _fill(self, target: Tensor, source: Tensor, ids: Tensor, positions: Tensor) -> None:
+        target = target[0]
+        self._decoder.place_media(target, self.embeddings.index_select(0, source[0]), ids[0])
         self._table.index_copy_(0, self._base + target, rotary_rows(self._table, positions, self._axes))
+        if self._places is not None:
+            self._places.place_media(self._base + target, positions)
 
     def run_largest(self) -> None:
         """Encode as much as a step may, to see what memory that takes; in parts, since one image would take long."""

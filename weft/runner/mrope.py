@@ -1,4 +1,4 @@
-"""Positions of tokens in a prompt with images (M-RoPE, arXiv 2409.12191), and the rows of the rotary table for them.
+"""Positions of tokens in a prompt with images (M-RoPE, arXiv 2409.12191).
 
 Text moves all three positions by one. An image stands at one temporal position and spreads over rows and columns; what
 follows it goes on after the longer side. So tokens after an image have positions that are smaller than their places
@@ -8,9 +8,7 @@ in the sequence, by a difference that stays the same for all that is generated.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 
 def mrope_positions(
@@ -39,29 +37,3 @@ def mrope_positions(
         done = offset + length
     positions[:, done:] = current + np.arange(num_tokens - done)
     return positions, current - done
-
-
-def frequency_axes(rotary_dim: int, sections: tuple[int, int, int]) -> Tensor:
-    """Return the axis of each column of the rotary table, ``[rotary_dim]`` int64.
-
-    Every third frequency is vertical and the next horizontal, up to the size of their sections. The others are
-    temporal.
-    """
-    half = torch.zeros(rotary_dim // 2, dtype=torch.int64)
-    for axis in (1, 2):
-        half[axis : 3 * sections[axis] : 3] = axis
-    return half.repeat(2)
-
-
-def rotary_rows(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
-    """Rows for tokens with three positions.
-
-    Args:
-        table: ``[rows, rotary_dim]``.
-        positions: ``[3, N]`` int64.
-        axes: from ``frequency_axes``, on the same device.
-
-    Returns:
-        ``[N, rotary_dim]``.
-    """
-    return table.gather(0, positions.index_select(0, axes).transpose(0, 1))
