@@ -206,10 +206,11 @@ def test_a_request_that_has_ended_keeps_no_pixels(made: Callable[[str], Made]) -
     assert not engine.core._executor._runner.steps.rows.rope_positions  # type: ignore[attr-defined]
 
 
-def test_random_conversations_with_few_images(made: Callable[[str], Made]) -> None:
+@pytest.mark.parametrize("arch", [HYBRID, INDEXED])
+def test_random_conversations_with_few_images(arch: str, made: Callable[[str], Made]) -> None:
     """Branching prompts over three images, several at a time, in small pools: cached or not, the same tokens."""
     rng, engine = random.Random(1), engine_of(
-        made(HYBRID), num_kv_pages=40, page_size=4, num_state_slots=12, max_num_batched_tokens=24,
+        made(arch), num_kv_pages=40, page_size=4, num_state_slots=12, max_num_batched_tokens=24,
         encoder_cache_size=16, max_num_encoder_input_tokens=16,
     )  # fmt: skip
     known, cached = [Prompt().text(4)], 0
@@ -221,7 +222,7 @@ def test_random_conversations_with_few_images(made: Callable[[str], Made]) -> No
             prompt = prompt.image(*rng.choice([(4, 4), (2, 6)]), seed=rng.randint(0, 1)) if grows else known[0]
             batch.append(prompt.text(rng.randint(1, 6), seed=rng.randint(0, 1)))
         requests = engine.run(*batch, max_tokens=3)
-        check(made(HYBRID)[1], batch, requests)
+        check(made(arch)[1], batch, requests)
         cached += sum(request.num_cached_tokens or 0 for request in requests)
         known += batch
     assert cached > 100
