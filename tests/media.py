@@ -9,7 +9,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from weft.messages import RowSampling
 from weft.multimodal.items import MediaItem, Modality
 from weft.request import Request, RequestSpec
 
-IMAGE, VIDEO, START, END = 200, 201, 202, 203
+IMAGE, VIDEO, START, END, VIDEO_START, VIDEO_END = range(200, 206)
 MERGE, PATCH_DIM = 2, 3 * 2 * 4 * 4
 VISION = {
     "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
@@ -38,6 +38,16 @@ VL, VL_MOE, HYBRID = (
 )
 HYBRID_MOE = "Qwen3_5MoeForConditionalGeneration"
 INDEXED = "Qwen4ExpForConditionalGeneration"
+GLM = "Glm5NextForConditionalGeneration"
+GLM_VISION = {
+    "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
+    "spatial_merge_size": MERGE, "projection_intermediate_size": 56, "rms_norm_eps": 1e-3, "swiglu_limit": 0.5,
+    "initializer_range": 0.15,
+}  # fmt: skip
+GLM_TOP = {
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": START, "image_end_token_id": END,
+    "video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END,
+}  # fmt: skip
 
 
 _INDEXED_KEYS = {
@@ -51,6 +61,8 @@ reference, and another token in its place would have other n-grams."""
 
 def overrides(arch: str) -> dict[str, Any]:
     """Keys for ``make_checkpoint`` and ``make_model``."""
+    if arch == GLM:
+        return {"vision": GLM_VISION, "top": GLM_TOP}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
     if "VL" in arch:
         rope |= {"mrope_section": [4, 2, 2]}
@@ -72,31 +84,40 @@ def pixels(seed: int, grid: tuple[int, int, int]) -> np.ndarray:
 
 @dataclass
 class Prompt:
-    """Token ids with images in them."""
+    """Token ids with images in them; ``glm``: videos are written as for GLM-5.3."""
 
     token_ids: list[int] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
+    glm: bool = False
+
+    @classmethod
+    def of(cls, arch: str) -> Prompt:
+        """An empty prompt for an architecture."""
+        return cls(glm=arch == GLM)
 
     def text(self, count: int, seed: int = 0) -> Prompt:
         """Random text."""
         ids = np.random.default_rng(1000 * seed + count).integers(0, 190, count).tolist()
-        return Prompt(self.token_ids + ids, self.media)
+        return replace(self, token_ids=self.token_ids + ids)
 
     def image(self, height: int, width: int, seed: int = 0, *, bare: bool = False) -> Prompt:
         """An image of so many patches; ``bare``: nothing stands around its placeholders."""
         count = height * width // MERGE**2
         before = self.token_ids + ([] if bare else [START])
         made = item("image", (1, height, width), seed, [(len(before), count)])
-        return Prompt(before + [IMAGE] * count + ([] if bare else [END]), [*self.media, made])
+        ids = before + [IMAGE] * count + ([] if bare else [END])
+        return replace(self, token_ids=ids, media=[*self.media, made])
 
     def video(self, frames: int, height: int, width: int, seed: int = 0) -> Prompt:
-        """A video: before every frame a timestamp, of one token here."""
-        ids, runs, count = list(self.token_ids), [], height * width // MERGE**2
+        """A video: before every frame (after it for GLM-5.3) a timestamp, of one token here."""
+        ids, runs, count = self.token_ids + [VIDEO_START] * self.glm, [], height * width // MERGE**2
         for frame in range(frames):
-            ids += [100 + frame, START]
+            ids += [START] if self.glm else [100 + frame, START]
             runs.append((len(ids), count))
-            ids += [VIDEO] * count + [END]
-        return Prompt(ids, [*self.media, item("video", (frames, height, width), seed, runs)])
+            ids += [IMAGE] * count + [END, 100 + frame] if self.glm else [VIDEO] * count + [END]
+        ids += [VIDEO_END] * self.glm
+        made = item("video", (frames, height, width), seed, runs)
+        return replace(self, token_ids=ids, media=[*self.media, made])
 
 
 def item(modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[tuple[int, int]]) -> MediaItem:

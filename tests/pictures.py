@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from tests.tiny_tokenizer import VISION_IDS, save_tokenizer
+from tests.tiny_tokenizer import GLM_IDS, VISION_IDS, save_tokenizer
 from weft.config.vision import VisionConfig, VisionTokens
 
 PATCH, MERGE, FRAMES = 4, 2, 2
@@ -24,6 +25,7 @@ VISION = VisionConfig(
     activation="gelu", rope_theta=1e4, mrope_section=(1, 1, 1),
     tokens=VisionTokens(image=5, video=6, start=3, end=4),
 )  # fmt: skip
+GLM_VISION = replace(VISION, num_position_embeddings=0, activation="silu", mrope_section=None, processor="glm")
 
 
 def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
@@ -58,5 +60,17 @@ def save_processor(folder: Path) -> None:
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | {"cap_pixels_per_frame": False}))
 
 
-TOP = VISION_IDS
+def save_glm_processor(folder: Path) -> None:
+    """``save_processor`` as for GLM-5.3: 2 to 64 tokens per image, 4 to 120 per video."""
+    save_tokenizer(folder, glm=True)
+    shared = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": FRAMES, "size": {"longest_edge": 1}}
+    shared |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2], "resample": 3}
+    images = shared | {"image_processor_type": "Glm5NextImageProcessor", "min_image_tokens": 2, "max_image_tokens": 64}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    videos = shared | {"video_processor_type": "Glm5NextVideoProcessor", "fps": 2, "max_frames": 8}
+    videos |= {"min_image_tokens": 4, "max_image_tokens": 120}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+
+
+TOP, GLM_TOP = VISION_IDS, GLM_IDS
 """For ``make_checkpoint(..., top=TOP)``: the ids of this module's tokenizer."""

@@ -20,6 +20,7 @@ import torch
 from tests.drafters import ByModel, install
 from tests.media import (
     END,
+    GLM,
     HYBRID,
     HYBRID_MOE,
     IMAGE,
@@ -59,12 +60,13 @@ COLUMNS = [
     (HYBRID, "FULL", "overlap", "aligned"),
     (HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only"),
     (INDEXED, "FULL", "overlap", "exact"),
+    (GLM, "FULL", "overlap", "exact"),
 ]
 """Model, graph mode, overlap, checkpoint policy."""
 DRAFTING = [(VL, "FULL", "in turn", "exact"), (HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact")]
 DRAFTING += [(INDEXED, "FULL", "overlap", "exact")]
 ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact"), (HYBRID_MOE, "NONE", "in turn", "exact")]
-ON_TWO_RANKS += [(INDEXED, "FULL_AND_PIECEWISE", "overlap", "exact")]
+ON_TWO_RANKS += [(INDEXED, "FULL_AND_PIECEWISE", "overlap", "exact"), (GLM, "FULL", "overlap", "exact")]
 CASES = [
     ("cold", "prefill", 3), ("cold", "mixed", 1), ("cold", "decode", 0),
     ("hit", "prefill", 2), ("hit", "mixed", 3), ("hit", "decode", 1),
@@ -123,7 +125,8 @@ class PoisonedImages(Poisoned):
         decoder = media._decoder
         decoder.embed_tokens.media_rows.fill_(torch.nan)
         decoder.features.fill_(torch.nan)
-        media._table[media._base :] = torch.nan
+        if media._table is not None:
+            media._table[media._base :] = torch.nan
         if media._places is not None:
             media._places.table[media._base :] = torch.nan
         if isinstance(decoder, NGramVisionDecoder):

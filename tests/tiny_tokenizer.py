@@ -12,6 +12,12 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_IDS = {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
 """The same as keys of a ``config.json``."""
+GLM_TOKENS = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>", "<|begin_of_video|>",
+              "<|end_of_video|>")  # fmt: skip
+GLM_IDS = {
+    "image_start_token_id": 3, "image_end_token_id": 4, "image_token_id": 5, "video_token_id": 6,
+    "video_start_token_id": 7, "video_end_token_id": 8,
+}  # fmt: skip
 
 VOCAB_SIZE = 320
 EOS_ID = 2
@@ -37,10 +43,15 @@ VISION_TEMPLATE = (
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
+GLM_TEMPLATE = VISION_TEMPLATE.replace(
+    "'<|vision_start|><|' + part.type + '_pad|><|vision_end|>'",
+    "'<|begin_of_' + part.type + '|><|' + part.type + '|><|end_of_' + part.type + '|>'",
+)
 
-def save_tokenizer(folder: Path, *, vision: bool = False) -> None:
+
+def save_tokenizer(folder: Path, *, vision: bool = False, glm: bool = False) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``; the special tokens have the ids 0, 1 and 2, those of
-    images and videos, with ``vision``, the ids 3 to 6."""
+    images and videos, with ``vision``, the ids 3 to 6, as Qwen or, with ``glm``, GLM-5.3 calls them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -48,7 +59,7 @@ def save_tokenizer(folder: Path, *, vision: bool = False) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[*SPECIAL_TOKENS, *(VISION_TOKENS if vision else ())],
+        special_tokens=[*SPECIAL_TOKENS, *(GLM_TOKENS if glm else VISION_TOKENS if vision else ())],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -61,7 +72,7 @@ def save_tokenizer(folder: Path, *, vision: bool = False) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
-        "chat_template": VISION_TEMPLATE if vision else CHAT_TEMPLATE,
+        "chat_template": GLM_TEMPLATE if glm else VISION_TEMPLATE if vision else CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.media import HYBRID, INDEXED, VL, VL_MOE, overrides
+from tests.harness import model_context
+from tests.media import GLM, HYBRID, INDEXED, VL, VL_MOE, overrides
 from tests.tiny import make_config
 from weft.cli.config import capacity
 from weft.config import resolve, vision_settings
@@ -18,6 +19,7 @@ from weft.config.indexed_attention import PLACES_LAYER
 from weft.config.layer_spec import CacheDtypes, CacheTensor
 from weft.config.media_limits import MediaLimits
 from weft.errors import ConfigError, UnsupportedModelError
+from weft.models.registry import create_model
 
 
 def write(folder: Path, arch: str, vision: dict[str, Any] | None = None, **top: Any) -> Path:
@@ -52,6 +54,66 @@ def test_positions_are_stored_once_and_only_with_images(tmp_path: Path) -> None:
     assert with_images.pop(PLACES_LAYER).paged == (CacheTensor("places", (3,), "float32"),)
     assert with_images == settings(folder, language_model_only=True).model_config.layer_specs(dtypes)
     assert PLACES_LAYER not in read_checkpoint_config(write(tmp_path, HYBRID)).with_vision().layer_specs(dtypes)
+
+
+def test_the_tower_of_glm(tmp_path: Path) -> None:
+    """Defaults are those of transformers; every key that it reads is read."""
+    import transformers
+
+    reference: Any = transformers.Glm5NextConfig()
+    text = json.loads(reference.to_json_string())["text_config"]
+    top = {"architectures": [GLM], "text_config": text}
+    for given in ({}, json.loads(reference.vision_config.to_json_string())):
+        (tmp_path / "config.json").write_text(json.dumps(top | {"vision_config": given}))
+        vision = read_checkpoint_config(tmp_path).vision
+        assert vision is not None and vision.glm is not None and vision.mrope_section is None
+        theirs = reference.vision_config
+        for key in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "temporal_patch_size",
+                    "spatial_merge_size", "out_hidden_size", "in_channels"):  # fmt: skip
+            assert getattr(vision, key) == getattr(theirs, key), key
+        assert vision.rope_theta == theirs.rope_parameters["rope_theta"] and vision.activation == theirs.hidden_act
+        assert vision.glm.merger_size == theirs.projection_intermediate_size and vision.glm.bias
+        assert (vision.glm.norm_eps, vision.glm.swiglu_limit) == (theirs.rms_norm_eps, theirs.swiglu_limit)
+        tokens = vision.tokens
+        assert (tokens.image, tokens.video) == (reference.image_token_id, reference.video_token_id)
+        assert (tokens.start, tokens.end) == (reference.image_start_token_id, reference.image_end_token_id)
+    (tmp_path / "config.json").write_text(json.dumps(top))
+    assert read_checkpoint_config(tmp_path).vision is None
+
+
+def test_keys_of_glms_tower(tmp_path: Path) -> None:
+    changes = {"attention_bias": False, "rope_parameters": {"rope_type": "axial", "rope_theta": 500.0}}
+    vision = read_checkpoint_config(write(tmp_path, GLM, changes)).vision
+    assert vision is not None and vision.glm is not None
+    assert (vision.tokens.image, vision.tokens.video, vision.tokens.start, vision.tokens.end) == (200, 201, 202, 203)
+    assert vision.rope_theta == 500.0 and not vision.glm.bias and vision.glm.merger_size == 56
+    assert (vision.glm.norm_eps, vision.glm.swiglu_limit) == (1e-3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("vision", "error", "words"),
+    [
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu' is not supported; supported is 'silu'"),
+        ({"temporal_patch_size": 1}, UnsupportedModelError, "temporal_patch_size=1 is not supported; supported is 2"),
+        ({"head_dim": 8}, UnsupportedModelError, "head_dim=8 is not supported; supported is .* = 12"),
+        ({"rope_parameters": {"rope_type": "linear"}}, UnsupportedModelError, "rope_type='linear' is not supported"),
+        ({"hidden_size": 20}, ConfigError, "hidden_size=20 .* of a multiple of 4 dimensions"),
+        ({"patch_size": [4, 8]}, UnsupportedModelError, r"patch_size=\[4, 8\] is not supported; give one number"),
+        ({"swiglu_limit": 0}, ConfigError, "swiglu_limit=0 is not valid; expected a number above 0"),
+    ],
+)
+def test_refused_towers_of_glm(vision: dict[str, Any], error: type[Exception], words: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=words):
+        read_checkpoint_config(write(tmp_path, GLM, vision))
+
+
+@pytest.mark.parametrize("arch", [VL, HYBRID, GLM])
+def test_weights_of_a_tower(arch: str, tmp_path: Path) -> None:
+    """Those of all matrices of a tower that was built."""
+    config = read_checkpoint_config(write(tmp_path, arch))
+    vision, model = config.vision, create_model(config.with_vision(), model_context())
+    matrices = [p.numel() for name, p in model.named_parameters() if ".visual." in name and p.dim() > 1]
+    assert vision is not None and vision.num_weights == sum(matrices)
 
 
 def test_old_and_new_spellings(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 
 from tests.harness import leave_parts
 from tests.media import (
+    GLM,
     HYBRID,
     HYBRID_MOE,
     INDEXED,
@@ -24,17 +27,25 @@ from tests.media import (
     make_vision_checkpoint,
     reference_logits,
 )
+from weft.errors import ConfigError
+from weft.forward_context import get_forward_context
 from weft.multimodal.items import pixel_bytes
 from weft.request import Request
 
-PROMPTS = [
-    Prompt().text(5).image(4, 6, 1).text(7),
-    Prompt().image(2, 6, 2, bare=True),
-    Prompt().text(30),
-    Prompt().text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5),
-    Prompt().text(3).image(4, 6, 1),
-    Prompt().text(3).image(8, 8, 9).text(2),
-]
+
+def prompts_of(arch: str) -> list[Prompt]:
+    empty = Prompt.of(arch)
+    return [
+        empty.text(5).image(4, 6, 1).text(7),
+        empty.image(2, 6, 2, bare=True),
+        empty.text(30),
+        empty.text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5),
+        empty.text(3).image(4, 6, 1),
+        empty.text(3).image(8, 8, 9).text(2),
+    ]
+
+
+PROMPTS = prompts_of(VL)
 ALL = 211
 """Log probabilities of the whole vocabulary."""
 
@@ -74,6 +85,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid, graphs": (HYBRID_MOE, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS}),
     "indexed, chunks, overlap": (INDEXED, {"max_num_batched_tokens": 7, "max_num_seqs": 3, "enable_overlap": True}),
     "indexed, graphs": (INDEXED, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS}),
+    "GLM, chunks, overlap": (GLM, {"max_num_batched_tokens": 9, "enable_overlap": True}),
+    "GLM, full graphs": (GLM, {"cuda_graph_mode": "FULL", **GRAPHS}),
+    "GLM, pieces": (GLM, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS}),
 }
 
 
@@ -82,14 +96,15 @@ def test_batches_of_text_and_images(way: str, made: Callable[[str], Made], monke
     """With sums left to the norms that follow, as on a GPU."""
     left = leave_parts(monkeypatch)
     arch, settings = WAYS[way]
-    engine = engine_of(made(arch), **settings)
-    check(made(arch)[1], PROMPTS, engine.run(*PROMPTS, logprobs=ALL))
-    again = engine.run(PROMPTS[1], PROMPTS[4], logprobs=ALL)  # their last tokens alone: for one of them, of an image
-    assert [request.num_cached_tokens for request in again] == [len(p.token_ids) - 1 for p in (PROMPTS[1], PROMPTS[4])]
-    check(made(arch)[1], [PROMPTS[1], PROMPTS[4]], again)
+    prompts, engine = prompts_of(arch), engine_of(made(arch), **settings)
+    check(made(arch)[1], prompts, engine.run(*prompts, logprobs=ALL))
+    few = [prompts[1], prompts[4]]
+    again = engine.run(*few, logprobs=ALL)  # their last tokens alone: for one of them, of an image
+    assert [request.num_cached_tokens for request in again] == [len(p.token_ids) - 1 for p in few]
+    check(made(arch)[1], few, again)
     stats = engine.core.stats()
     assert stats.num_encoder_queries > stats.num_encoder_hits == (0 if way == "one image at a time" else 1)
-    assert stats.encoder_seconds > 0 and bool(left) == (arch != INDEXED)  # its residual streams take whole sums
+    assert stats.encoder_seconds > 0 and bool(left) == (arch not in (INDEXED, GLM))  # their streams take whole sums
     if "cuda_graph_mode" in settings:
         assert sum(stats.steps_by_mode.get(mode, 0) for mode in ("FULL", "PIECEWISE")) > 2
         assert_encoder_graphs(engine)
@@ -103,10 +118,10 @@ def assert_encoder_graphs(engine: Engine) -> None:
     assert counters.missed
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED])
+@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM])
 def test_every_prompt_position(arch: str, made: Callable[[str], Made]) -> None:
     """Chunk borders everywhere in turn: logits within 1e-4 at every position, and far into the answer."""
-    prompt, reference = PROMPTS[3], made(arch)[1]
+    prompt, reference = prompts_of(arch)[3], made(arch)[1]
     for budget in (4, 5):
         engine = engine_of(made(arch), max_num_batched_tokens=budget, max_num_seqs=1)
         (request,) = engine.run(prompt, max_tokens=12, logprobs=ALL, prompt_logprobs=0)
@@ -118,18 +133,18 @@ def test_every_prompt_position(arch: str, made: Callable[[str], Made]) -> None:
             assert abs(want[position, token].item() - entry.logprobs[entry.token_ids.index(token)]) < 1e-4
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED])
+@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM])
 def test_preempted_requests_go_on(arch: str, made: Callable[[str], Made]) -> None:
     settings = {"num_kv_pages": 24, "page_size": 4, "max_num_seqs": 4, "enable_overlap": True}
     sizes = {"encoder_cache_size": 24, "max_num_encoder_input_tokens": 16, "max_num_batched_tokens": 12}
     engine = engine_of(made(arch), max_model_len=80, **settings, **sizes)
-    prompts = [PROMPTS[0], PROMPTS[3], PROMPTS[5]]
+    prompts = [prompts_of(arch)[index] for index in (0, 3, 5)]
     requests = engine.run(*prompts, max_tokens=30)
     assert engine.core.stats().num_preemptions > 0
     check(made(arch)[1], prompts, requests)
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED])
+@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM])
 def test_the_prefix_cache_knows_images(arch: str, made: Callable[[str], Made]) -> None:
     """Equal text with another image of the same size never hits beyond it; the same image does, at any token."""
     reference, engine = made(arch)[1], engine_of(made(arch))
@@ -155,6 +170,37 @@ def test_the_prefix_cache_knows_images(arch: str, made: Callable[[str], Made]) -
     assert (7, 6, swapped.media[0].content_hash.hex()[:8]) in spans
     assert all(token >= 0 for node in look.nodes for token in node.token_ids)
     assert all(request.path for request in look.requests)
+
+
+@pytest.mark.parametrize("arch", [VL, GLM])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_without_the_towers_tensors_reads_text(
+    arch: str, sharded: bool, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """Although its config describes a tower, and a file that the index does not name has one."""
+    folder, reference = made(arch)
+    whole = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in whole.items() if ".visual." not in name}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    if sharded:
+        index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(whole, tmp_path / "another.safetensors")
+    engine, prompt = engine_of((tmp_path, reference)), Prompt().text(30)
+    assert "no tensors of its vision tower" in engine.config.reasons["language_model_only"]
+    check(reference, [prompt], engine.run(prompt, logprobs=ALL))
+    with pytest.raises(ConfigError, match="language_model_only=False: the checkpoint's files hold no tensors"):
+        engine_of((tmp_path, reference), language_model_only=False)
+
+
+def test_image_tokens_of_glm_have_positions_like_texts(made: Callable[[str], Made]) -> None:
+    """Its decoder has no rotary positions, so no image shortens those of what follows."""
+    engine, prompt, seen = engine_of(made(GLM), max_num_batched_tokens=9), prompts_of(GLM)[3], list[int]()
+    model = engine.core._executor._runner.model  # type: ignore[attr-defined]
+    model.register_forward_pre_hook(lambda *_: seen.extend(get_forward_context().batch.positions.tolist()))
+    engine.run(prompt)
+    assert seen[-len(prompt.token_ids) - 3 :] == list(range(len(prompt.token_ids) + 3))
 
 
 def test_salts_part_images_too(made: Callable[[str], Made]) -> None:

@@ -10,6 +10,7 @@ import torch
 from tests.gpu.conftest import compiled_kernels
 from tests.gpu.test_precision import SEEDS, divergence
 from tests.media import (
+    GLM,
     HYBRID,
     HYBRID_MOE,
     INDEXED,
@@ -28,17 +29,23 @@ from weft.layers.table import LayerTable
 from weft.layers.vision import VisionLinear
 from weft.messages import TokenLogprobs
 from weft.ops.backend import Backend
-from weft.ops.vision import add_media_features, frame_attention, rotate_patches
+from weft.ops.vision import add_media_features, frame_attention, norm_rotate_patches, rotate_patches
 from weft.parallel.tensor_parallel import SingleRank
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = [
-    Prompt().text(5).image(4, 6, 1).text(7),
-    Prompt().text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5),
-    Prompt().text(30),
-    Prompt().text(2).image(8, 8, 6),
-]
+
+def prompts_of(arch: str) -> list[Prompt]:
+    empty = Prompt.of(arch)
+    return [
+        empty.text(5).image(4, 6, 1).text(7),
+        empty.text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5),
+        empty.text(30),
+        empty.text(2).image(8, 8, 6),
+    ]
+
+
+PROMPTS = prompts_of(VL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,6 +58,10 @@ def test_tower_operations(heads: int, head_dim: int, dtype: torch.dtype) -> None
     want = rotate_patches(qkv.double(), cos_sin, backend=Backend.TORCH)
     got = rotate_patches(qkv.clone(), cos_sin, backend=Backend.TRITON)
     torch.testing.assert_close(got.double(), want, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+    q, k = torch.randn(2, head_dim, generator=generator, device="cuda").to(dtype)
+    normed = norm_rotate_patches(qkv.double(), q.double(), k.double(), 1e-5, cos_sin, backend=Backend.TORCH)
+    fused = norm_rotate_patches(qkv.clone(), q, k, 1e-5, cos_sin, backend=Backend.TRITON)
+    torch.testing.assert_close(fused.double(), normed, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
     attended = frame_attention(got, [64, 64, 22])
     exact = frame_attention(got.double(), [64, 64, 22])
     torch.testing.assert_close(attended.double(), exact, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-2)
@@ -63,6 +74,7 @@ def test_activation_in_the_product() -> None:
     layer, x = VisionLinear(1024, 4096, context), torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
     for parameter in layer.parameters():
         parameter.normal_(std=0.05)
+    assert layer.bias is not None
     product = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     want = torch.nn.functional.gelu(product, approximate="tanh")
     torch.testing.assert_close(layer.activated(x, "gelu_pytorch_tanh").double(), want, atol=5e-3, rtol=1e-2)
@@ -81,17 +93,17 @@ def test_features(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "PIECEWISE"])
-@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED])
+@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM])
 def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
     """All prompts at once, in chunks that cut images, and then each again: the same tokens, no kernel compiled."""
     folder, reference = make_vision_checkpoint(arch, tmp_path)
-    reference = reference.double()
+    reference, prompts = reference.double(), prompts_of(arch)
     engine = Engine(folder, device="cuda", dtype="float32", cuda_graph_mode=mode, max_model_len=200,
                     max_num_batched_tokens=16, max_num_seqs=4)  # fmt: skip
     with compiled_kernels() as compiled:
-        for requests in (engine.run(*PROMPTS, max_tokens=6), *(engine.run(p, max_tokens=6) for p in PROMPTS)):
+        for requests in (engine.run(*prompts, max_tokens=6), *(engine.run(p, max_tokens=6) for p in prompts)):
             for request in requests:
-                prompt = next(p for p in PROMPTS if p.token_ids == request.prompt_token_ids.tolist())
+                prompt = next(p for p in prompts if p.token_ids == request.prompt_token_ids.tolist())
                 tokens = prompt.token_ids + request.output_token_ids
                 logits = reference_logits(reference, tokens, prompt.media)[len(prompt.token_ids) - 1 : -1]
                 assert logits.argmax(-1).tolist() == request.output_token_ids
@@ -112,7 +124,7 @@ def test_drafts_behind_images(tmp_path: Path) -> None:
     engine.core.shutdown()
 
 
-@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE, INDEXED])
+@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE, INDEXED, GLM])
 def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -> None:
     """Prompts of text and images, every place of them: as ``test_precision.py`` has it for text."""
     check_bfloat16(arch, tmp_path, "cuda")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.media import HYBRID, overrides
-from tests.pictures import TOP, encoded, picture, save_processor
-from tests.tiny import make_checkpoint
+from tests.media import GLM, HYBRID, overrides, reference_logits
+from tests.pictures import GLM_TOP, TOP, encoded, picture, save_glm_processor, save_processor
+from tests.tiny import make_checkpoint, make_model
 from tests.tiny_tokenizer import VOCAB_SIZE
 from weft import LLM, SamplingParams
 from weft.errors import ContextLengthError, RequestError
@@ -112,3 +112,26 @@ def test_a_model_that_reads_text_only() -> None:
             run(llm, {"prompt": "x", "multi_modal_data": {"image": picture()}})
         with pytest.raises(RequestError, match="'image'; this model reads text only: the checkpoint has no vision"):
             llm.chat([{"role": "user", "content": [{"type": "image", "image": picture()}]}])
+
+
+def test_messages_of_glm(tmp_path: Path) -> None:
+    """From a chat with images and a video to the tokens of transformers; a second run computes no image."""
+    keys: dict[str, Any] = overrides(GLM) | {"top": GLM_TOP, "vocab_size": VOCAB_SIZE}
+    folder, reference = make_checkpoint(GLM, tmp_path, **keys), make_model(GLM, **keys)
+    save_glm_processor(folder)
+    frames = [np.asarray(picture(20, 30, seed)) for seed in range(6)]
+    parts = [{"type": "image", "image": picture(40, 24)}, {"type": "video", "video": (frames, {"fps": 4.0})}]
+    parts += [{"type": "image", "image": picture(64, 64, 1)}, {"type": "text", "text": "what?"}]
+    with LLM(str(folder), cpu_cache_gib=0.05, max_model_len=300, max_num_batched_tokens=48) as llm:
+        prepared = llm._inputs.prepare_prompt(
+            {"prompt": llm.render_chat([{"role": "user", "content": parts}])["prompt"], "multi_modal_data": {
+                "image": [parts[0]["image"], parts[2]["image"]], "video": [parts[1]["video"]]}}
+        )  # fmt: skip
+        first, again = (llm.chat([{"role": "user", "content": parts}], PARAMS, use_tqdm=False)[0] for _ in range(2))
+        assert llm.stats().num_encoder_queries == 3
+    assert [item.modality for item in prepared.media] == ["image", "video", "image"]
+    assert first.prompt_token_ids == prepared.token_ids and prepared.token_ids.count(5) == 15 + 2 * 12 + 64
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    assert again.num_cached_tokens == len(prepared.token_ids) - 1
+    logits = reference_logits(reference, prepared.token_ids + first.outputs[0].token_ids, prepared.media)
+    assert logits[len(prepared.token_ids) - 1 : -1].argmax(-1).tolist() == first.outputs[0].token_ids

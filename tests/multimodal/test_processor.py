@@ -16,7 +16,7 @@ from tests.pictures import PATCH, VISION, data_uri, encoded, picture, save_proce
 from weft.config.media_limits import MediaLimits
 from weft.config.transport import decode_other, encode_other
 from weft.errors import ConfigError, ContextLengthError, RequestError
-from weft.multimodal import patch_maker
+from weft.multimodal import patch_maker, rules
 from weft.multimodal import processor as processor_module
 from weft.multimodal.items import pixel_bytes
 from weft.multimodal.media import MediaUrl, ReadLimits, decode_image
@@ -334,9 +334,9 @@ def test_sizes_are_those_of_the_reference() -> None:
             expected = smart_resize(height, width, 32, *limits)
         except ValueError:
             with pytest.raises(ValueError, match="aspect ratio"):
-                patch_maker.resized_size(height, width, 32, *limits)
+                rules.resized_size(height, width, 32, *limits)
         else:
-            assert patch_maker.resized_size(height, width, 32, *limits) == expected
+            assert rules.resized_size(height, width, 32, *limits) == expected
 
 
 def test_a_copy_for_another_process_gives_the_same(processor: MediaProcessor) -> None:

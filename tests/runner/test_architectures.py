@@ -96,7 +96,7 @@ FAMILIES = {
          "index_head_dim": 128}, {}, """
         indexed_attention.attend._indexed_attention_kernel indexed_attention.select._best_kernel
         indexed_attention.select._scores_kernel streams.kernels._read_streams_kernel
-        streams.kernels._write_streams_kernel"""),
+        streams.kernels._write_streams_kernel vision.kernels._norm_rotate_kernel"""),
     "Qwen4-Exp": Family(
         "Qwen4ExpForCausalLM", {"hidden_size": 256, "head_dim": 256, "indexer_head_dim": 128}, {}, """
         indexed_attention.dense._dense_kernel indexed_attention.dense._mark_pools_kernel

@@ -40,4 +40,5 @@ def _row(name: str) -> tuple[str, ...]:
     if name in WRAPPERS:
         return name, "yes", f"text alone, as {' or '.join(WRAPPERS[name].texts.values())}", ""
     verified = VERIFIED[name]
-    return name, "yes", "yes" if verified.gpu else "not yet", verified.ranks.value
+    on_gpu = "not yet" if not verified.gpu else "yes" if verified.gpu_images else "text"
+    return name, "yes", on_gpu, verified.ranks.value

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from weft.config.family import Family
+from weft.config.glm_vision import read_glm_vision
 from weft.config.indexed_attention import IndexedLatentConfig, IndexerConfig
 from weft.config.json_object import JsonObject
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig, read_kimi_delta
@@ -125,5 +126,6 @@ GLM5_NEXT = Family(
     multipliers=glm5_multipliers,
     moe=read_glm5_moe,
     multimodal=True,
+    vision=read_glm_vision,
     keys=_KEYS,
 )

@@ -81,7 +81,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_dtypes(values, reasons, model)
     _choose_context(values, reasons, model)
     _choose_batch_limits(values, reasons)
-    model = choose_vision(values, reasons, model)
+    model = choose_vision(values, reasons, model, model_path)
     plain = plain.with_vision() if model.runs_vision else plain
     _choose_graphs(values, reasons, model, given)
     choose_encoder_graphs(values, reasons, model)

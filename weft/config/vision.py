@@ -1,12 +1,12 @@
-"""The vision tower of Qwen3-VL, Qwen3.5 and Qwen4-Exp: geometry, and keys in ``config.json``.
+"""Vision towers: their geometry, and the keys of Qwen3-VL, Qwen3.5 and Qwen4-Exp in ``config.json``.
 
 Job: read ``VisionConfig`` from ``vision_config`` and the special tokens next to it. Owns: the keys, with the defaults
-of the reference implementation. Does not know: tensors, images.
+of the reference implementation. Does not know: tensors, images, the keys of GLM-5.3 (``glm_vision.py``).
 """
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
+from typing import Any, Literal
 
 from weft.config.json_object import JsonObject
 from weft.errors import UnsupportedModelError
@@ -34,7 +34,7 @@ class VisionTokens:
     """Token ids around images.
 
     Attributes:
-        image, video: the placeholders of an image's and of a video's embeddings.
+        image, video: the placeholders of an image and of a video in a prompt.
         start, end: the tokens before and after a run of placeholders.
     """
 
@@ -45,6 +45,23 @@ class VisionTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class GlmTowerConfig:
+    """Numbers that the tower of GLM-5.3 alone has.
+
+    Attributes:
+        merger_size: width of the gated MLP after the merge.
+        norm_eps: added to mean squares.
+        swiglu_limit: see ``Multipliers.swiglu_limit``.
+        bias: the projections of blocks have biases.
+    """
+
+    merger_size: int
+    norm_eps: float
+    swiglu_limit: float
+    bias: bool
+
+
+@dataclass(frozen=True, slots=True)
 class VisionConfig:
     """Geometry of a vision tower.
 
@@ -52,12 +69,15 @@ class VisionConfig:
         patch_size, temporal_patch_size, in_channels: side in pixels, frames, and channels of a patch.
         spatial_merge_size: side of the square of patches that is merged into one embedding.
         out_hidden_size: size of an embedding, which is the decoder's hidden size.
-        num_position_embeddings: number of entries in the learned square grid of positions, which is interpolated.
+        num_position_embeddings: number of entries in the learned square grid of positions, which is interpolated. 0:
+            the tower has no learned positions.
         deepstack_indexes: blocks whose features are added in the decoder's first layers, one layer each.
         tokens: special tokens of the vocabulary.
         mrope_section: number of rotary frequencies for the temporal, vertical and horizontal position. They are
             interleaved: of every three frequencies the second is vertical and the third horizontal, up to the section's
-            length. All others are temporal.
+            length. All others are temporal. None: the decoder has no rotary positions.
+        processor: the family whose processor prepares pictures (``multimodal/rules.py``).
+        glm: numbers of the tower of GLM-5.3; None: the tower is that of Qwen3-VL.
     """
 
     depth: int
@@ -73,8 +93,10 @@ class VisionConfig:
     activation: str
     rope_theta: float
     tokens: VisionTokens
-    mrope_section: tuple[int, int, int]
+    mrope_section: tuple[int, int, int] | None
     deepstack_indexes: tuple[int, ...] = ()
+    processor: Literal["qwen", "glm"] = "qwen"
+    glm: GlmTowerConfig | None = None
 
     @property
     def patch_dim(self) -> int:
@@ -93,11 +115,13 @@ class VisionConfig:
     @property
     def num_weights(self) -> int:
         """Number of weights in the tower's matrices."""
-        size, merged = self.hidden_size, self.hidden_size * self.merge_unit
-        block = 4 * size**2 + 2 * size * self.intermediate_size
-        merger = merged * (merged + self.out_hidden_size)
+        size, merged, out = self.hidden_size, self.hidden_size * self.merge_unit, self.out_hidden_size
+        if self.glm is None:
+            mlp, merger = 2 * size * self.intermediate_size, merged * (merged + out)
+        else:
+            mlp, merger = 3 * size * self.intermediate_size, out * (merged + out + 3 * self.glm.merger_size)
         tables = (self.patch_dim + self.num_position_embeddings) * size
-        return self.depth * block + self.num_features * merger + tables
+        return self.depth * (4 * size**2 + mlp) + self.num_features * merger + tables
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Number of placeholder tokens of an item of ``grid`` patches."""
@@ -120,14 +144,8 @@ def read_vision(
     given = top.object("vision_config")
     if given is None:
         return None
-    values = {_SYNONYMS.get(key, key): value for key, value in given.values.items() if value is not None}
-    for key in ("patch_size", "temporal_patch_size"):
-        values[key] = _one_size(given, key, values.get(key, _DEFAULTS[key]))
-    vision = JsonObject(_DEFAULTS | values, given.where)
+    vision = with_defaults(given, _DEFAULTS)
     _check_supported(vision)
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    defaults = (tokens.image, tokens.video, tokens.start, tokens.end)
-    ids = [top.integer(name, default, low=0) for name, default in zip(names, defaults, strict=True)]
     rope = vision.object("rope_parameters") or JsonObject({}, vision.where)
     return VisionConfig(
         depth=vision.integer("depth"),
@@ -142,10 +160,25 @@ def read_vision(
         num_position_embeddings=vision.integer("num_position_embeddings"),
         activation=vision.text("hidden_act"),
         rope_theta=rope.number("rope_theta", _DEFAULT_THETA),
-        tokens=VisionTokens(*ids),
+        tokens=read_tokens(top, tokens, "vision_start_token_id", "vision_end_token_id"),
         mrope_section=_mrope_section(text, mrope_section),
         deepstack_indexes=_deepstack_indexes(vision) if deepstack else (),
     )
+
+
+def with_defaults(given: JsonObject, defaults: dict[str, Any]) -> JsonObject:
+    """The tower's keys under one name each, with defaults. Sizes that are given per dimension become numbers."""
+    values = {_SYNONYMS.get(key, key): value for key, value in given.values.items() if value is not None}
+    for key in ("patch_size", "temporal_patch_size"):
+        values[key] = _one_size(given, key, values.get(key, defaults[key]))
+    return JsonObject(defaults | values, given.where)
+
+
+def read_tokens(top: JsonObject, defaults: VisionTokens, start: str, end: str) -> VisionTokens:
+    """Read the special tokens. ``start`` and ``end`` are the keys of the tokens around placeholders."""
+    names = ("image_token_id", "video_token_id", start, end)
+    values = (defaults.image, defaults.video, defaults.start, defaults.end)
+    return VisionTokens(*(top.integer(name, value, low=0) for name, value in zip(names, values, strict=True)))
 
 
 def _one_size(given: JsonObject, key: str, value: Any) -> Any:
@@ -160,15 +193,20 @@ def _one_size(given: JsonObject, key: str, value: Any) -> Any:
 def _check_supported(vision: JsonObject) -> None:
     if vision.text("hidden_act") not in _ACTIVATIONS:
         raise vision.unsupported("hidden_act", f"; supported are {', '.join(_ACTIVATIONS)}")
+    check_rotation(vision)
+    positions = vision.integer("num_position_embeddings")
+    if isqrt(positions) ** 2 != positions:
+        raise vision.wrong("num_position_embeddings", "a square number")
+
+
+def check_rotation(vision: JsonObject) -> None:
+    """Refuse heads that do not turn by rows and columns."""
     rope = vision.object("rope_parameters")
     if rope is not None and rope.text("rope_type", "axial") not in ("axial", "default"):
         raise rope.unsupported("rope_type", "; a tower is rotated by rows and columns ('axial')")
     size, heads = vision.integer("hidden_size"), vision.integer("num_heads")
     if size % heads or size // heads % 4:
         raise vision.wrong("hidden_size", f"{heads} heads (num_heads) of a multiple of 4 dimensions")
-    positions = vision.integer("num_position_embeddings")
-    if isqrt(positions) ** 2 != positions:
-        raise vision.wrong("num_position_embeddings", "a square number")
 
 
 def _deepstack_indexes(vision: JsonObject) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """Settings of the vision tower: whether it runs, and how many tokens it encodes at a time."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from weft.config.model import ModelConfig
+from weft.config.tower_tensors import lacks_tower
 from weft.config.vision import VisionConfig
 from weft.errors import ConfigError
 
@@ -18,13 +20,13 @@ the size. An H200 takes 1.3 ms up to 256 patches, 4.3 ms at 2,048, and more than
 _SIZES = "encoder_cuda_graph_patches"
 
 
-def choose_vision(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
-    """Choose the settings of images. Returns the model, with its tower if the tower runs.
+def choose_vision(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig, folder: Path) -> ModelConfig:
+    """Choose the settings of images. Returns the model, with its tower if the tower runs. ``folder``: the checkpoint's.
 
     Raises:
         ConfigError: the tower is asked for and cannot run, or sizes contradict each other.
     """
-    why_not = _why_not(values, model)
+    why_not = _why_not(values, model, folder)
     given = values["language_model_only"]
     if given is False and why_not and model.vision is not None:
         raise ConfigError(f"language_model_only=False: {why_not}; leave it out to run the text model alone")
@@ -42,12 +44,14 @@ def choose_vision(values: dict[str, Any], reasons: dict[str, str], model: ModelC
     return model.with_vision()
 
 
-def _why_not(values: dict[str, Any], model: ModelConfig) -> str:
+def _why_not(values: dict[str, Any], model: ModelConfig, folder: Path) -> str:
     """The reason why no tower can run; empty if it can."""
     if model.vision is None:
         return "the checkpoint has no vision tower"
     if find_spec("PIL") is None:
         return "images need Pillow, which is not installed: pip install 'weft[images]'"
+    if values["load_format"] == "auto" and lacks_tower(folder):
+        return "the checkpoint's files hold no tensors of its vision tower"
     return ""
 
 

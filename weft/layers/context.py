@@ -19,10 +19,10 @@ class RotaryTables:
         self._tables: list[tuple[RopeConfig | None, Tensor]] = []
 
     @property
-    def only(self) -> Tensor:
-        """Return the table of a model with one rotary setting."""
-        [(_, table)] = self._tables
-        return table
+    def only(self) -> Tensor | None:
+        """Return the table of a model with at most one rotary setting; None if nothing is rotated."""
+        assert len(self._tables) < 2
+        return next((table for _, table in self._tables), None)
 
     def get(self, rope: RopeConfig | None, max_position_embeddings: int, num_rows: int, device: torch.device) -> Tensor:
         """The table for positions below ``num_rows``; see ``rotary_table``. None: two dimensions stand still."""

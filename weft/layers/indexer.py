@@ -191,7 +191,7 @@ class PlacedIndexer(MeanIndexer):
 
     def __init__(self, geometry: IndexerConfig, cos_sin: Tensor, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(geometry, cos_sin, config, context)
-        assert config.vision is not None
+        assert config.vision is not None and config.vision.mrope_section is not None
         found: PoolPlaces | None = context.layers.get(PLACES_LAYER)
         self._is_first = found is None
         self._places = found or PoolPlaces(cos_sin, config.vision.mrope_section, context)

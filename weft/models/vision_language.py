@@ -22,7 +22,9 @@ from weft.forward_context import LogitsRows, get_forward_context
 from weft.layers.context import ModelContext
 from weft.layers.indexer import PoolPlaces
 from weft.models.decoder import CausalLM, Decoder
-from weft.models.qwen_vision import VisionTower
+from weft.models.glm_vision import GlmVisionTower
+from weft.models.qwen_vision import QwenVisionTower
+from weft.models.vision_tower import VisionTower
 from weft.ops.vision import add_media_features
 
 
@@ -38,7 +40,8 @@ class VisionDecoder(Decoder):
         super().__init__(config, context)
         assert config.vision is not None
         # The tower encodes one item at a time where bits must not depend on others (``MediaInputs.encode``).
-        self.visual = VisionTower(config.vision, replace(context, backend=context.backend.plain))
+        tower = QwenVisionTower if config.vision.glm is None else GlmVisionTower
+        self.visual: VisionTower = tower(config.vision, replace(context, backend=context.backend.plain))
         self._backend = context.backend
         shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
         self.features = torch.zeros(shape, dtype=context.dtype, device=context.device)
@@ -66,7 +69,7 @@ class VisionLanguageModel(CausalLM):
     """A text model with its tower.
 
     Attributes:
-        rotary_table: the table whose last rows are a step's image tokens'.
+        rotary_table: the table whose last rows are a step's image tokens'. None: the decoder has no rotary positions.
         pool_places: the positions in each of its rows, if indexers store positions.
     """
 

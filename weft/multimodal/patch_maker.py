@@ -19,6 +19,7 @@ from weft.config.vision import VisionConfig
 from weft.errors import RequestError
 from weft.multimodal.items import Modality, pixel_bytes
 from weft.multimodal.media import ReadLimits, check_size, check_video_size, decode_image, pillow, to_rgb
+from weft.multimodal.rules import RULES, Fit
 from weft.multimodal.video import VideoSettings, video_patches
 
 if TYPE_CHECKING:
@@ -90,13 +91,13 @@ class PatchMaker:
             image.thumbnail((DETAIL_LOW, DETAIL_LOW))
         factor = self.vision.patch_size * self.vision.spatial_merge_size
         try:
-            height, width = resized_size(image.height, image.width, factor, *self.size)
+            fit = RULES[self.vision.processor].image_fit(image.height, image.width, factor, *self.size)
         except ValueError as error:
             raise RequestError(
                 f"an image of {image.width} x {image.height} pixels cannot be processed ({error}); crop it", param
             ) from error
-        self._check_tokens("an image", height * width // factor**2, image.size, param)
-        return image.resize((width, height), self.resample)
+        self._check_tokens("an image", math.prod(fit.canvas) // factor**2, image.size, param)
+        return on_canvas(image, fit, self.resample)
 
     def patches(self, image: Image, content_hash: bytes) -> Processed:
         """Cut a resized image into patches, in the order of the checkpoint's processor.
@@ -120,10 +121,12 @@ class PatchMaker:
         """Process what ``MediaProcessor.read_video`` returned. Raises RequestError."""
         first = self._decoded(frames[0], param)  # the others must have its size
         check_video_size(len(frames), first.size, self.limits, param)
-        grid = self.videos.grid(len(frames), first.height, first.width, param)
+        fit = self.videos.fit(len(frames), first.height, first.width, param)
+        grid = self.videos.grid(len(frames), fit.canvas)
         self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
         digest = hashlib.sha256(f"video {grid} {self.settings}\n".encode())
-        patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self.videos, param)
+        decoded = (self._decoded(frame, param) for frame in frames)
+        patches = video_patches(decoded, grid, fit.content, self.videos, param)
         digest.update(patches.data)
         return Processed("video", digest.digest(), grid, pixel_bytes(patches, self.dtype), self.dtype, times)
 
@@ -136,23 +139,15 @@ class PatchMaker:
             )
 
 
-def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Return the size to which transformers' ``smart_resize`` of Qwen2-VL resizes, without importing transformers.
-
-    Both sides are multiples of ``factor``, and there are ``min_pixels`` to ``max_pixels``. Raises ValueError for an
-    aspect ratio beyond 200.
-    """
-    ratio = max(height, width) / min(height, width)
-    if ratio > 200:
-        raise ValueError(f"absolute aspect ratio must be smaller than 200, got {ratio}")
-    new_height, new_width = (round(side / factor) * factor for side in (height, width))
-    if new_height * new_width > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
-        new_height, new_width = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
-    elif new_height * new_width < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
-        new_height, new_width = (math.ceil(side * scale / factor) * factor for side in (height, width))
-    return new_height, new_width
+def on_canvas(image: Image, fit: Fit, resample: int) -> Image:
+    """The image in the size ``fit.content``, at the top left of a black canvas where that is larger."""
+    (height, width), (tall, wide) = fit
+    resized = image.resize((width, height), resample)
+    if fit.content == fit.canvas:
+        return resized
+    canvas = pillow().new("RGB", (wide, tall))
+    canvas.paste(resized)
+    return canvas
 
 
 def pixel_table(processor: Any, dtype: str) -> bytes:

@@ -3,8 +3,8 @@
 A prompt has one placeholder token per image or video. Expansion inserts as many as the encoder has embeddings, and the
 timestamps of videos.
 
-The inserted tokens are between two special tokens (``<|vision_start|>`` and ``<|vision_end|>``), so the tokens around
-them do not change.
+The inserted tokens are between two special tokens (``<|vision_start|>`` and ``<|vision_end|>``, for example), so the
+tokens around them do not change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +14,7 @@ from weft.config.vision import VisionConfig
 from weft.errors import RequestError
 from weft.multimodal.items import MediaItem, Modality
 from weft.multimodal.patch_maker import Processed
+from weft.multimodal.rules import RULES
 
 Encode = Callable[[str], list[int]]
 """Encodes a text without special tokens."""
@@ -83,17 +84,20 @@ def expand(
 
 def _put_in(ids: list[int], item: Processed, vision: VisionConfig, encode: Encode | None, param: str) -> MediaItem:
     """Append an item's tokens."""
-    num_tokens = vision.num_tokens(item.grid)
+    num_tokens, tokens = vision.num_tokens(item.grid), vision.tokens
     runs: list[tuple[int, int]] = []
     if item.times is None:
         runs.append((len(ids), num_tokens))
-        ids += [vision.tokens.image] * num_tokens
+        ids += [tokens.image] * num_tokens
     else:
         if encode is None:
             raise RequestError("videos need the tokenizer for their timestamps, but skip_tokenizer_init=True", param)
-        length = num_tokens // len(item.times)
+        length, rules = num_tokens // len(item.times), RULES[vision.processor]
+        placeholder = tokens.video if rules.frame_placeholder == "video" else tokens.image
+        forms = rules.time_before, rules.time_after
         for seconds in item.times:
-            ids += [*encode(f"<{seconds:.1f} seconds>"), vision.tokens.start]
+            before, after = (encode(form.format(seconds)) if form else [] for form in forms)
+            ids += [*before, tokens.start]
             runs.append((len(ids), length))
-            ids += [vision.tokens.video] * length + [vision.tokens.end]
+            ids += [placeholder] * length + [tokens.end, *after]
     return MediaItem(item.modality, item.content_hash, runs, item.grid, item.pixel_values, item.dtype)

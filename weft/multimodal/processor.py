@@ -11,6 +11,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from weft.errors import ConfigError, ContextLengthError, RequestError
 from weft.multimodal.items import Modality
 from weft.multimodal.media import MediaUrl, ReadLimits, SourceReader
 from weft.multimodal.patch_maker import PatchMaker, Processed, pixel_table
+from weft.multimodal.rules import RULES
 from weft.multimodal.video import Video, VideoSettings, sample_frames, timestamps
 
 MAX_CONCURRENT = 2
@@ -28,10 +30,6 @@ MAX_CONCURRENT = 2
 
 MAX_PROMPT_BYTES = 2 << 30
 """Upper bound on the patches of one prompt in bytes, since they travel to the engine together."""
-
-# Settings of published Qwen3-VL checkpoints, for a folder without processor files (dummy weights).
-_SIZE = {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}
-_VIDEO_SIZE = {"shortest_edge": 1 << 12, "longest_edge": 25_165_824}
 
 
 def load_processor(config: EngineConfig) -> MediaProcessor | None:
@@ -86,13 +84,13 @@ class MediaProcessor:
         self._limit_per_prompt = limit_per_prompt
         self.max_tokens = max_tokens
         images = _load_image_processor(folder, vision)
-        videos = VideoSettings.read(folder, vision, _VIDEO_SIZE)
+        videos = VideoSettings.read(folder, vision)
         self.patch_maker = PatchMaker(
             vision,
             limits,
             max_tokens,
             dtype,
-            (int(images.size["shortest_edge"]), int(images.size["longest_edge"])),
+            RULES[vision.processor].image_limits(images),
             int(images.resample),
             pixel_table(images, dtype),
             f"{sorted(images.to_dict().items(), key=lambda pair: pair[0])} {videos}",
@@ -211,19 +209,20 @@ def is_low_detail(source: Any) -> bool:
 
 
 def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:
-    """Load the checkpoint's image processor in its Pillow form, or that of the published Qwen3-VL if the folder has
-    none."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
+    """Load the checkpoint's image processor in its Pillow form, or that of the family's published checkpoints if the
+    folder has none."""
+    rules = RULES[vision.processor]
+    module, name = rules.image_class
+    kind = getattr(import_module(module), name)
     sizes = {
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
     }
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
-        return Qwen2VLImageProcessorPil(size=_SIZE, image_mean=[0.5] * 3, image_std=[0.5] * 3, **sizes)
+        return kind(**rules.image_defaults, **sizes)
     try:
-        processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
+        processor = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library can raise anything
         raise ConfigError(
             f"the image processor's files in {folder} cannot be read ({error}); fetch them again"

@@ -1,7 +1,7 @@
 """Videos as rows of frames: sampling, size, patches, times.
 
-Job: the steps of transformers' Qwen3-VL video processor on frames, without torchvision. Owns: its settings, under its
-names. Does not know: containers and codecs (a video comes as frames), prompts.
+Job: the steps of the checkpoint's video processor in transformers on frames, without torchvision. Owns: its settings,
+under its names. Does not know: containers and codecs (a video comes as frames), prompts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weft.config.json_object import JsonObject
 from weft.config.vision import VisionConfig
 from weft.errors import RequestError
+from weft.multimodal.rules import RULES, Fit, ProcessorRules, VideoLimits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,66 +74,76 @@ def checked_fps(fps: Any, param: str) -> float | None:
     return float(fps)
 
 
-@dataclass(frozen=True, slots=True)
-class VideoSettings:
-    """Settings of the checkpoint's video processor; see transformers' ``Qwen3VLVideoProcessor``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoSettings(VideoLimits):
+    """Settings of the checkpoint's video processor; see transformers' ``Qwen3VLVideoProcessor``.
 
-    shortest_edge: int
-    longest_edge: int
+    ``processor``: see ``VisionConfig``.
+    """
+
+    processor: str
     patch_size: int
-    temporal_patch_size: int
     merge_size: int
     image_mean: tuple[float, ...]
     image_std: tuple[float, ...]
     resample: int
-    fps: float
-    min_frames: int
-    max_frames: int
-    max_pixels_per_frame: int | None
+
+    @property
+    def rules(self) -> ProcessorRules:
+        return RULES[self.processor]
 
     @classmethod
-    def read(cls, folder: Path, vision: VisionConfig, size: Mapping[str, int]) -> VideoSettings:
-        """Read ``video_preprocessor_config.json`` or ``processor_config.json``. Raises ConfigError.
-
-        ``size``: the default if neither exists.
-        """
-        given = _settings(folder)
-        sizes = given.object("size") or JsonObject(dict(size), given.where)
-        factor = vision.patch_size * vision.spatial_merge_size
+    def read(cls, folder: Path, vision: VisionConfig) -> VideoSettings:
+        """Read ``video_preprocessor_config.json`` or ``processor_config.json``. Raises ConfigError."""
+        rules, given = RULES[vision.processor], _settings(folder)
+        known = {key: value for key, value in given.values.items() if value is not None}
+        given = JsonObject(rules.video_defaults | known, given.where)
+        square = vision.patch_size * vision.spatial_merge_size
         caps = given.boolean("cap_pixels_per_frame", False)
+        if given.integer("max_duration", 0, low=0):
+            raise given.unsupported("max_duration", "; leave it out")
+        shortest, longest = _pixel_limits(given, rules, vision.temporal_patch_size * square**2)
         return cls(
-            shortest_edge=sizes.integer("shortest_edge"),
-            longest_edge=sizes.integer("longest_edge"),
+            processor=vision.processor,
+            shortest_edge=shortest,
+            longest_edge=longest,
             patch_size=vision.patch_size,
             temporal_patch_size=vision.temporal_patch_size,
             merge_size=vision.spatial_merge_size,
-            image_mean=given.numbers("image_mean", 3) or (0.5, 0.5, 0.5),
-            image_std=given.numbers("image_std", 3) or (0.5, 0.5, 0.5),
+            factor=square * given.integer("patch_expand_factor", 1),
+            image_mean=given.numbers("image_mean", 3),
+            image_std=given.numbers("image_std", 3),
             resample=given.integer("resample", 3),
             fps=given.number("fps", 2.0),
             min_frames=given.integer("min_frames", 4),
-            max_frames=given.integer("max_frames", 768),
-            max_pixels_per_frame=given.integer("max_video_tokens", 768) * factor**2 if caps else None,
+            max_frames=given.integer("max_frames"),
+            max_pixels_per_frame=given.integer("max_video_tokens", 768) * square**2 if caps else None,
         )
 
-    def grid(self, num_frames: int, height: int, width: int, param: str) -> tuple[int, int, int]:
-        """The grid of patches of ``num_frames`` frames of one size. Raises RequestError."""
-        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
-
-        max_pixels = self.longest_edge
-        if self.max_pixels_per_frame is not None:
-            share = min(self.max_pixels_per_frame, self.longest_edge // num_frames)
-            max_pixels = num_frames * max(share, int(self.shortest_edge * 1.05))
-        factor = self.patch_size * self.merge_size
+    def fit(self, num_frames: int, height: int, width: int, param: str) -> Fit:
+        """The sizes of ``num_frames`` frames of one size. Raises RequestError."""
         try:
-            height, width = smart_resize(
-                num_frames, height, width, self.temporal_patch_size, factor, self.shortest_edge, max_pixels
-            )
+            return self.rules.video_fit(num_frames, height, width, self)
         except ValueError as error:
             raise RequestError(
                 f"a video of {num_frames} frames of {width} x {height} pixels cannot be processed ({error})", param
             ) from error
+
+    def grid(self, num_frames: int, canvas: tuple[int, int]) -> tuple[int, int, int]:
+        """The grid of patches of ``num_frames`` frames of this height and width."""
+        height, width = canvas
         return -(-num_frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
+
+
+def _pixel_limits(given: JsonObject, rules: ProcessorRules, token_pixels: int) -> tuple[int, int]:
+    """Fewest and most pixels of a video. ``token_pixels``: those of a token."""
+    if rules.video_tokens is not None:
+        low, high = rules.video_tokens
+        tokens = given.integer("min_image_tokens", low), given.integer("max_image_tokens", high)
+        return tokens[0] * token_pixels, tokens[1] * token_pixels
+    sizes = given.object("size")
+    assert sizes is not None, "it has a default"
+    return sizes.integer("shortest_edge"), sizes.integer("longest_edge")
 
 
 def _settings(folder: Path) -> JsonObject:
@@ -144,7 +155,7 @@ def _settings(folder: Path) -> JsonObject:
 
 
 def sample_frames(video: Video, settings: VideoSettings, param: str) -> list[int]:
-    """Indices of the frames to use: ``fps`` per second, within the processor's bounds. Raises RequestError."""
+    """Indices of the frames to use, as the processor chooses them. Raises RequestError."""
     total = len(video.frames)
     least = settings.temporal_patch_size
     if total < least:
@@ -153,26 +164,24 @@ def sample_frames(video: Video, settings: VideoSettings, param: str) -> list[int
         if total > settings.max_frames:
             raise RequestError(f"a video has {total} frames; at most {settings.max_frames} are used: send fewer", param)
         return list(range(total))
-    wanted = int(total / video.known_fps(settings) * settings.fps)
-    count = min(max(wanted, settings.min_frames), settings.max_frames, total)
-    import numpy as np
-
-    return [int(index) for index in np.linspace(0, total - 1, count).round()]
+    return settings.rules.sample(total, video.known_fps(settings), settings)
 
 
 def timestamps(indices: Sequence[int], video: Video, settings: VideoSettings) -> tuple[float, ...]:
-    """Seconds of each temporal patch: the middle between its first and its last frame."""
+    """Seconds of each temporal patch."""
     step = settings.temporal_patch_size
     padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
     fps = video.known_fps(settings)
-    return tuple((padded[i] / fps + padded[i + step - 1] / fps) / 2 for i in range(0, len(padded), step))
+    time = settings.rules.patch_time
+    return tuple(time(padded[i] / fps, padded[i + step - 1] / fps) for i in range(0, len(padded), step))
 
 
 def video_patches(
-    frames: Iterable[Image], grid: tuple[int, int, int], settings: VideoSettings, param: str
+    frames: Iterable[Image], grid: tuple[int, int, int], content: tuple[int, int], settings: VideoSettings, param: str
 ) -> NDArray[np.float32]:
-    """Resize frames one by one, and convert them to patches in the processor's order: contiguous float32 with the
-    numbers of ``[t * h * w, channels * temporal_patch * patch * patch]``.
+    """Resize frames one by one to ``content`` (height, width) at the top left of the grid, and convert them to patches
+    in the processor's order: contiguous float32 with the numbers of
+    ``[t * h * w, channels * temporal_patch * patch * patch]``.
 
     Raises:
         RequestError: frames have different sizes.
@@ -181,14 +190,14 @@ def video_patches(
 
     t, h, w = grid
     patch, step, merge = settings.patch_size, settings.temporal_patch_size, settings.merge_size
-    pixels = np.empty((t * step, 3, h * patch, w * patch), np.uint8)
+    pixels, (height, width) = np.zeros((t * step, 3, h * patch, w * patch), np.uint8), content
     size, count = None, 0
     for count, frame in enumerate(frames, 1):
         if size not in (None, frame.size):
             raise RequestError(f"a video's frames have different sizes, {size} and {frame.size}; send one size", param)
         size = frame.size
-        resized = frame.resize((w * patch, h * patch), resample=settings.resample)
-        pixels[count - 1] = np.asarray(resized).transpose(2, 0, 1)
+        resized = frame.resize((width, height), resample=settings.resample)
+        pixels[count - 1, :, :height, :width] = np.asarray(resized).transpose(2, 0, 1)
     pixels[count:] = pixels[count - 1]
     blocks = pixels.reshape(t, step, 3, h // merge, merge, patch, w // merge, merge, patch)
     return np.ascontiguousarray(_normalised(blocks.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8), settings))

@@ -21,8 +21,8 @@ from weft.graph.dispatcher import smallest_fitting
 from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.messages import Encoding, ScheduledRequest
-from weft.models.qwen_vision import NUM_PLACES, Grid, VisionTower, frame_lengths, patch_places
 from weft.models.vision_language import VisionDecoder, VisionLanguageModel
+from weft.models.vision_tower import NUM_PLACES, Grid, VisionTower, frame_lengths, patch_places
 from weft.multimodal.items import MediaItem
 from weft.ops.rotary.axes import frequency_axes, rotary_rows
 from weft.runner.buffers import to_device
@@ -144,10 +144,11 @@ class MediaInputs:
         self._decoder, self._vision = decoder, vision
         self._table, self._places = model.rotary_table, model.pool_places
         self._device, self._base, self._step_tokens = (
-            self._table.device, config.max_model_len, config.max_num_encoder_input_tokens,
+            decoder.features.device, config.max_model_len, config.max_num_encoder_input_tokens,
         )  # fmt: skip
         self.merge, self._one_by_one = vision.spatial_merge_size, config.deterministic
-        self._axes = frequency_axes(self._table.shape[1], vision.mrope_section).to(self._device)
+        if self._table is not None and vision.mrope_section is not None:
+            self._axes = frequency_axes(self._table.shape[1], vision.mrope_section).to(self._device)
         self.embeddings = torch.zeros(
             config.encoder_cache_size, vision.num_features, config.model_config.hidden_size,
             dtype=getattr(torch, config.dtype), device=self._device,
@@ -206,7 +207,8 @@ class MediaInputs:
     def _fill(self, target: Tensor, source: Tensor, ids: Tensor, positions: Tensor) -> None:
         target = target[0]
         self._decoder.place_media(target, self.embeddings.index_select(0, source[0]), ids[0])
-        self._table.index_copy_(0, self._base + target, rotary_rows(self._table, positions, self._axes))
+        if self._table is not None:
+            self._table.index_copy_(0, self._base + target, rotary_rows(self._table, positions, self._axes))
         if self._places is not None:
             self._places.place_media(self._base + target, positions)
 
@@ -249,4 +251,5 @@ def place_media(
             begin = at + position - r.start
             numbers = np.arange(begin, begin + count)
             ids[begin : begin + count] = first[0] + numbers
-            positions[begin : begin + count] = first[1] + numbers
+            if table.rotates_images:
+                positions[begin : begin + count] = first[1] + numbers

@@ -17,9 +17,11 @@ class RowTable:
     """``num_rows`` rows and the padding row; every array below is indexed by row.
 
     Args:
-        spatial_merge_size: side of the squares of patches that become one token of an image.
+        spatial_merge_size: side of the squares of patches that become one token of an image; 0: tokens of images have
+            positions like those of texts.
 
     Attributes:
+        rotates_images: tokens of images have rotary positions of their own.
         page_table: ``[num_rows + 1, max_pages]`` int32 on the host.
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
         sampling: row -> all sampling parameters of its request.
@@ -31,7 +33,7 @@ class RowTable:
     """
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device, spatial_merge_size: int = 1) -> None:
-        self._merge = spatial_merge_size
+        self._merge, self.rotates_images = spatial_merge_size, spatial_merge_size > 0
         self.padding_row = num_rows
         self.max_pages = max_pages
         self.page_table = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
@@ -60,7 +62,8 @@ class RowTable:
         self.sampling[row] = params
         self.free(row)
         if new.media_runs:
-            positions, delta = mrope_positions(new.num_prompt_tokens, new.media_runs, self._merge)
+            runs = new.media_runs if self.rotates_images else ()
+            positions, delta = mrope_positions(new.num_prompt_tokens, runs, self._merge)
             self.rope_positions[row], self.rope_delta[row] = positions, delta
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs

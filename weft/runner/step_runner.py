@@ -292,9 +292,5 @@ def _row_table(
     config: EngineConfig, spec: CacheSpec, plan: CachePlan, device: torch.device, *, reads_images: bool
 ) -> RowTable:
     vision = config.model_config.vision if reads_images else None
-    return RowTable(
-        plan.max_num_seqs,
-        spec.pages_for(plan.max_model_len),
-        device,
-        vision.spatial_merge_size if vision else 1,
-    )
+    merge = vision.spatial_merge_size if vision is not None and vision.mrope_section is not None else 0
+    return RowTable(plan.max_num_seqs, spec.pages_for(plan.max_model_len), device, merge)

@@ -13,6 +13,7 @@ from weft.ops.vision import (
     bounded_attention,
     frame_attention,
     grid_positions,
+    norm_rotate_patches,
     rotate_patches,
 )
 
@@ -27,6 +28,23 @@ def test_rotation(heads: int, head_dim: int) -> None:
     want = torch.cat([turned.movedim(-1, -2).flatten(-2), qkv[:, 2:, :, :].flatten(3)], dim=1)
     for backend in (Backend.TORCH, Backend.TRITON):
         torch.testing.assert_close(rotate_patches(qkv.clone(), cos_sin, backend=backend), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 12)])
+def test_rotation_of_normalised_heads(heads: int, head_dim: int) -> None:
+    """Each head by itself, queries and keys with weights of their own; values stay."""
+    qkv = torch.randn(5, 3, heads, head_dim, device=DEVICE)
+    q_weight, k_weight = torch.randn(2, head_dim, device=DEVICE)
+    angles = torch.randn(5, head_dim // 2, device=DEVICE)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    normed = qkv.clone()
+    for part, weight in enumerate((q_weight, k_weight)):
+        x = qkv[:, part].double()
+        normed[:, part] = (x * (x.square().mean(-1, keepdim=True) + 0.1).rsqrt() * weight.double()).float()
+    want = rotate_patches(normed, cos_sin, backend=Backend.TORCH)
+    for backend in (Backend.TORCH, Backend.TRITON):
+        got = norm_rotate_patches(qkv.clone(), q_weight, k_weight, 0.1, cos_sin, backend=backend)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lengths", [[7], [4, 4, 4], [1, 6, 6, 3]])

@@ -1,9 +1,9 @@
 """Operations of vision towers, and how their features enter the decoder.
 
-Job: learned positions, rotation by rows and columns, attention frame by frame (every patch sees all patches of its own
-frame, forwards and backwards), layer norm (arXiv 1607.06450). Does not know: towers, images beyond the lengths of their
-frames. Where the host knows these, torch's attention runs; a captured graph reads them from the device
-(``bounded_attention``).
+Job: learned positions, norms of heads, rotation by rows and columns, attention frame by frame (every patch sees all
+patches of its own frame, forwards and backwards), layer norm (arXiv 1607.06450). Does not know: towers, images beyond
+the lengths of their frames. Where the host knows these, torch's attention runs; a captured graph reads them from the
+device (``bounded_attention``).
 """
 
 from collections.abc import Sequence
@@ -33,6 +33,27 @@ def rotate_patches(qkv: Tensor, cos_sin: Tensor, *, backend: Backend) -> Tensor:
     half = qkv.shape[-1] // 2
     cos, sin = cos_sin[:, None, None, :half], cos_sin[:, None, None, half:]
     first, second = qkv[:, :2].float().split(half, dim=-1)
+    qkv[:, :2] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return qkv
+
+
+@with_kernel("weft.ops.vision.kernels")
+def norm_rotate_patches(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos_sin: Tensor, *, backend: Backend
+) -> Tensor:
+    """Normalise every query and key head in place (RMSNorm, arXiv 1910.07467), and rotate it as ``rotate_patches``.
+
+    Args:
+        qkv, cos_sin: see ``rotate_patches``.
+        q_weight, k_weight: ``[D]``.
+        eps: added to the mean square.
+
+    Returns:
+        ``qkv``, computed in float32 and rounded once.
+    """
+    half, weights = qkv.shape[-1] // 2, torch.stack([q_weight, k_weight])[:, None].float()
+    cos, sin = cos_sin[:, None, None, :half], cos_sin[:, None, None, half:]
+    first, second = (F.rms_norm(qkv[:, :2].float(), qkv.shape[-1:], eps=eps) * weights).split(half, dim=-1)
     qkv[:, :2] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return qkv
 

@@ -12,7 +12,14 @@ from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
-from weft.ops.vision import add_layer_norm, add_media_features, bounded_attention, grid_positions, rotate_patches
+from weft.ops.vision import (
+    add_layer_norm,
+    add_media_features,
+    bounded_attention,
+    grid_positions,
+    norm_rotate_patches,
+    rotate_patches,
+)
 
 _HIDDEN = tl.constexpr(-1e30)
 """Score of a key that a patch does not see; finite, so that a patch that sees none stays finite."""
@@ -152,6 +159,49 @@ def rotate_patches_triton(qkv, cos_sin) -> Tensor:
     _rotate_kernel[(num_patches,)](
         qkv, cos_sin, qkv.stride(0), ROWS=rows, HEAD_DIM=head_dim,
         BLOCK_ROWS=next_power_of_2(rows), BLOCK_HALF=next_power_of_2(head_dim // 2), num_warps=4,
+        **early_launch(qkv.device),
+    )  # fmt: skip
+    return qkv
+
+
+@jit
+def _norm_rotate_kernel(
+    qkv, q_weight, k_weight, cos_sin, stride_patch, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY)
+    patch = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, BLOCK_ROWS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
+    half = HEAD_DIM // 2
+    inside = column < half
+    mask = (row < 2 * HEADS) & inside
+    place = qkv + patch * stride_patch + row * HEAD_DIM + column
+    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / HEAD_DIM + eps)[:, None]
+    is_query = (row < HEADS) & inside
+    is_key = (row >= HEADS) & mask
+    w = tl.load(q_weight + column + row * 0, mask=is_query, other=0.0).to(tl.float32)
+    w += tl.load(k_weight + column + row * 0, mask=is_key, other=0.0).to(tl.float32)
+    first = first * scale * w
+    w = tl.load(q_weight + half + column + row * 0, mask=is_query, other=0.0).to(tl.float32)
+    w += tl.load(k_weight + half + column + row * 0, mask=is_key, other=0.0).to(tl.float32)
+    second = second * scale * w
+    cos = tl.load(cos_sin + patch * HEAD_DIM + column, mask=inside, other=0.0)
+    sin = tl.load(cos_sin + patch * HEAD_DIM + half + column, mask=inside, other=0.0)
+    tl.store(place, (first * cos - second * sin).to(qkv.dtype.element_ty), mask=mask)
+    tl.store(place + half, (second * cos + first * sin).to(qkv.dtype.element_ty), mask=mask)
+
+
+@launches(norm_rotate_patches, invariant={})
+def norm_rotate_patches_triton(qkv, q_weight, k_weight, eps, cos_sin) -> Tensor:
+    """One program has all queries and keys of one patch."""
+    num_patches, _, heads, head_dim = qkv.shape
+    assert qkv.is_contiguous() and cos_sin.is_contiguous() and cos_sin.shape == (num_patches, head_dim)
+    _norm_rotate_kernel[(num_patches,)](
+        qkv, q_weight, k_weight, cos_sin, qkv.stride(0), eps, HEADS=heads, HEAD_DIM=head_dim,
+        BLOCK_ROWS=next_power_of_2(2 * heads), BLOCK_HALF=next_power_of_2(head_dim // 2), num_warps=4,
         **early_launch(qkv.device),
     )  # fmt: skip
     return qkv
