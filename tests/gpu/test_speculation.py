@@ -14,6 +14,8 @@ from tests.gpu.test_churn import Churn
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.speculation.conftest import make_repeating_checkpoint
 from tests.speculation.test_following_steps import check_tokens, open_engines
+from tests.speculation.test_heads import SETTINGS as HEAD_SETTINGS
+from tests.speculation.test_heads import case, check_head
 from tests.speculation.test_ngram import CONFIG, SETTINGS, Steps, check_repeating
 from weft import LLM, SamplingParams
 
@@ -28,6 +30,15 @@ def test_following_steps(mode: str, tmp_path: Path) -> None:
         Churn(engines.following)
         for stops in (False, True):
             check_tokens(engines, stops)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_drafts_from_residual_streams(mode: str, tmp_path: Path) -> None:
+    """The head of Qwen4-Exp, which the tests above do not run."""
+    folder = make_repeating_checkpoint("Qwen4ExpForCausalLM", tmp_path, head=True)
+    with LLM(str(folder), **HEAD_SETTINGS | {"device": "cuda"}) as plain:
+        expected = case().run(plain)
+    check_head(folder, expected, 3, mode, device="cuda")
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL"])

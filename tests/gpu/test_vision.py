@@ -112,9 +112,10 @@ def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
     engine.core.shutdown()
 
 
-def test_drafts_behind_images(tmp_path: Path) -> None:
-    """Of the model's own head, verified in graphs."""
-    folder, head = make_mtp_checkpoint(HYBRID, tmp_path, **overrides(HYBRID))
+@pytest.mark.parametrize("arch", [HYBRID, INDEXED])
+def test_drafts_behind_images(arch: str, tmp_path: Path) -> None:
+    """Of the model's own head, verified in graphs where the model can."""
+    folder, head = make_mtp_checkpoint(arch, tmp_path, **overrides(arch))
     engine = Engine(folder, device="cuda", dtype="float32", cuda_graph_mode="FULL", max_model_len=200, max_num_seqs=4,
                     speculative_config={"method": "mtp", "num_speculative_tokens": 2})  # fmt: skip
     with compiled_kernels() as compiled:

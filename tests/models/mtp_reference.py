@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,17 @@ class ReferenceHead(nn.Module):
 
     @torch.no_grad()
     def hidden_states(self, tokens: list[int]) -> Tensor:
-        """The model's, after the final norm."""
-        return self._text[0](torch.tensor([tokens])).last_hidden_state[0]
+        """The model's, of a text."""
+        return self.states(lambda: self._text[0](torch.tensor([tokens])))
+
+    def states(self, run: Callable[[], Any]) -> Tensor:
+        """``[n, hidden]`` of a pass of the model: after the final norm."""
+        states: Tensor = run().last_hidden_state[0]
+        return states
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """What the output head reads of a token's state ``[hidden]``."""
+        return hidden
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
@@ -62,7 +72,7 @@ class ReferenceHead(nn.Module):
         found: list[int] = []
         for _ in range(count):
             left = self(following, hidden)[-1]
-            found.append(int(self._model[0].lm_head(left).argmax()))
+            found.append(int(self._model[0].lm_head(self.output(left)).argmax()))
             following, hidden = [*following, found[-1]], torch.cat([hidden, left[None]])
         return found
 
@@ -94,6 +104,56 @@ class ReferenceHead(nn.Module):
         return tensors | {f"{layer}.{name}": tensor.detach().clone() for name, tensor in copies.items()}
 
 
+class StreamsReference(ReferenceHead):
+    """The head of Qwen4-Exp, which reads and returns residual streams: one norm of all of them, one matrix for each,
+    the embedding added to each, an attention layer, and a mixer of its own before the model's output head."""
+
+    def __init__(self, model: Any, seed: int = 5) -> None:
+        nn.Module.__init__(self)
+        text = getattr(model.model, "language_model", model.model)
+        config, attention = text.config, next(layer for layer in reversed(text.layers) if _is_full_attention(layer))
+        size, count, norm = config.hidden_size, config.hc_count, type(attention.self_attn.q_norm)
+        self.pre_fc_norm_embedding = norm(size, eps=config.rms_norm_eps)
+        self.pre_fc_norm_hidden = norm(size * count, eps=config.rms_norm_eps)
+        self.fc_embedding, self.fc_hidden = (nn.Linear(size, size, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList([copy.deepcopy(attention)])
+        self.layers[0].ple = None
+        self.hyper_connection_mixer = copy.deepcopy(text.hyper_connection_mixer)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for linear in (self.fc_embedding, self.fc_hidden):
+                linear.weight.normal_(std=size**-0.5, generator=generator)
+            for parameter in self.parameters():
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.05, 0.05, generator=generator))
+        self._model, self._text = (model,), (text,)
+
+    @torch.no_grad()
+    def run(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        streams = self.fc_hidden(self.pre_fc_norm_hidden(hidden).unflatten(-1, (-1, embedded.shape[-1])))
+        x = (streams + self.fc_embedding(self.pre_fc_norm_embedding(embedded))[:, None]).flatten(1)[None]
+        mask = torch.full((1, 1, x.shape[1], x.shape[1]), -math.inf, dtype=x.dtype).triu(1)
+        rotary = self._text[0].rotary_emb(x, positions.expand(3, 1, -1))
+        return self.layers[0](x, position_embeddings=rotary, attention_mask=mask)[0]
+
+    def published(self) -> dict[str, Tensor]:
+        """With weights of mixers that nothing reads."""
+        unread = torch.ones(3, self.pre_fc_norm_hidden.weight.shape[0])
+        name = "hyper_connection_mixer.block_inject_weight.weight"
+        return super().published() | {f"mtp.{name}": unread, f"model.{name}": unread.clone()}
+
+    def states(self, run: Callable[[], Any]) -> Tensor:
+        """The streams, before their mixer."""
+        found: list[Tensor] = []
+        mixer = self._text[0].hyper_connection_mixer
+        hook = mixer.register_forward_pre_hook(lambda module, given: found.append(given[0]))
+        run()
+        hook.remove()
+        return found[0][0]
+
+    def output(self, hidden: Tensor) -> Tensor:
+        return self.hyper_connection_mixer(hidden[None, None])[0, 0]
+
+
 def _is_full_attention(layer: Any) -> bool:
     return hasattr(layer, "self_attn") and not type(layer.self_attn).__name__.endswith("DeltaAttention")
 
@@ -104,7 +164,7 @@ def make_mtp_checkpoint(arch: str, path: Path, **overrides: Any) -> tuple[Path, 
     for name in ("with_tokenizer", "save_options"):
         overrides.pop(name, None)
     model = make_model(arch, **overrides)
-    head = ReferenceHead(model)
+    head = (StreamsReference if arch.startswith("Qwen4Exp") else ReferenceHead)(model)
     file = folder / "model.safetensors"
     published = head.published_as_a_layer() if arch == "BailingHybridForCausalLM" else head.published()
     save_file(load_file(file) | published, file, metadata={"format": "pt"})

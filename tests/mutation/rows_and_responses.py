@@ -138,9 +138,19 @@ ROWS_AND_RESPONSES = (
     ),
     mutant(
         "head-leaves-sums-to-a-product", "a head's norms add sums, its first product's are whole", "weft/models/mtp.py",
-        '        place = LayerPlace(MTP_LAYER,',
-        '        self.fc.return_partial_sums(None)\n        place = LayerPlace(MTP_LAYER,',
+        '        layer = DecoderLayer(config, context, place)',
+        '        self.fc.return_partial_sums(None)\n        layer = DecoderLayer(config, context, place)',
         "tests/models/test_mtp.py",
+    ),
+    mutant(
+        "a-head-ends-streams-as-the-model", "a head of streams has a mixer of its own", "weft/models/mtp.py",
+        "self._model.head_logits(self._head.head_input(hidden))", "self._model.compute_logits(hidden)",
+        "tests/models/test_mtp.py",
+    ),
+    mutant(
+        "a-head-shares-the-models-pass-of-places", "later drafts are other batches, whose pools begin elsewhere",
+        "weft/models/mtp.py", "module.begins_pass = True", "module.begins_pass = False",
+        "tests/speculation/test_images.py",
     ),
     mutant(
         "tokens-behind-content-are-lost", "log probabilities of space that is held back come with it",

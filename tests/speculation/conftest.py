@@ -45,9 +45,18 @@ def make_repeating_checkpoint(arch: str, path: Path, *, head: bool = False, **ov
     make(arch, path, with_tokenizer=True, **overrides)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")):
+        if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj", "ple.value_proj")):
             tensor.mul_(0.05)
-    if head:
+        if name.endswith("ple.norm_conv.weight"):  # a weight of -1 is a factor of zero
+            tensor.fill_(-0.95)
+    mixer = "hyper_connection_mixer."
+    if head and any(mixer in name for name in tensors):
+        tensors["mtp.fc_embedding.weight"] = torch.eye(len(tensors["mtp.fc_embedding.weight"]))
+        tensors["mtp.fc_hidden.weight"].zero_()
+        tensors["mtp.pre_fc_norm_embedding.weight"].zero_()
+        own = {name: tensor for name, tensor in tensors.items() if mixer in name and not name.startswith("mtp.")}
+        tensors |= {f"mtp.{mixer}{name.partition(mixer)[2]}": tensor.clone() for name, tensor in own.items()}
+    elif head:
         size = len(tensors["mtp.norm.weight"])
         tensors["mtp.fc.weight"] = torch.eye(size, 2 * size)  # the embedding alone
         (norm,) = (tensor for name, tensor in tensors.items() if name in FINAL_NORMS)

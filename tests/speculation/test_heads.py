@@ -16,6 +16,7 @@ from tests.speculation.conftest import Case, make_repeating_checkpoint
 from tests.speculation.test_ngram import Steps
 from tests.whole import unless_long
 from weft import LLM, CompletionOutput, SamplingParams
+from weft.config.checkpoint import read_checkpoint_config
 
 HEADS = [
     "Qwen3NextForCausalLM",
@@ -23,6 +24,7 @@ HEADS = [
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
 ]
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -60,7 +62,7 @@ def test_tokens_are_those_without_drafts(expected: Expected, num_drafts: int, mo
     """With sums left to the norms that follow, as on a GPU."""
     left = leave_parts(monkeypatch)
     check_head(*expected, num_drafts, MODES[num_drafts])
-    assert left
+    assert bool(left) == (read_checkpoint_config(expected[0]).streams is None), "streams take whole sums"
 
 
 def check_head(folder: Path, expected: list[CompletionOutput], num_drafts: int, mode: str, **more: Any) -> None:
@@ -74,5 +76,5 @@ def check_head(folder: Path, expected: list[CompletionOutput], num_drafts: int, 
         stats = mtp.stats()
         assert stats.spec_decode_num_accepted_tokens > 0.1 * stats.spec_decode_num_draft_tokens > 0
         assert len(stats.spec_decode_num_accepted_tokens_per_pos) == num_drafts
-        assert steps.followed > 3
+        assert steps.followed > 3 or not mtp.config.verifies
         assert_idle(mtp)

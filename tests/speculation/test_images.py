@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.media import HYBRID, Engine, Prompt, assert_reference, overrides, reference_inputs
+from tests.media import HYBRID, INDEXED, Engine, Prompt, assert_reference, overrides, reference_inputs
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
 from weft.multimodal.items import MediaItem
 
@@ -26,20 +26,21 @@ def drafts_of(head: ReferenceHead, tokens: list[int], media: list[MediaItem]) ->
     model, text = head._model[0], head._text[0]
     caught: dict[str, Any] = {}
     hook = text.register_forward_pre_hook(lambda module, args, given: caught.update(given), with_kwargs=True)
-    hidden = model.model(**reference_inputs(model, tokens, media)).last_hidden_state[0, :-1]
+    hidden = head.states(lambda: model.model(**reference_inputs(model, tokens, media)))[:-1]
     hook.remove()
     embedded, positions, found = caught["inputs_embeds"][0, 1:], caught["position_ids"][-3:, :, :-1], []
     for _ in range(NUM_DRAFTS):
         left = head.run(embedded, hidden, positions)[-1]
-        found.append(int(model.lm_head(left).argmax()))
+        found.append(int(model.lm_head(head.output(left)).argmax()))
         embedded = torch.cat([embedded, text.embed_tokens(torch.tensor(found[-1:]))])
         hidden, positions = torch.cat([hidden, left[None]]), torch.cat([positions, positions[..., -1:] + 1], dim=-1)
     return found
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
-def test_drafts_are_the_references(mode: str, tmp_path: Path) -> None:
-    folder, head = make_mtp_checkpoint(HYBRID, tmp_path, **overrides(HYBRID))
+@pytest.mark.parametrize("arch", [HYBRID, INDEXED])
+def test_drafts_are_the_references(arch: str, mode: str, tmp_path: Path) -> None:
+    folder, head = make_mtp_checkpoint(arch, tmp_path, **overrides(arch))
     drafts = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     settings: dict[str, Any] = {"cuda_graph_mode": mode, "speculative_config": drafts, "page_size": 4}
     if mode == "FULL":

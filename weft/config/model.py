@@ -199,7 +199,7 @@ class ModelConfig:
         }
         layers = {layer_name(index): kind for index, kind in enumerate(self.layer_types)}
         if self.runs_mtp:
-            layers[MTP_LAYER] = MTP_LAYER_TYPE
+            layers[MTP_LAYER] = self.mtp_layer_type
         specs = {f"{layer}.{module}": spec for layer, kind in layers.items() for module, spec in kinds[kind].items()}
         mixers = (mixer for modules in self.mixers.values() for mixer in modules.values())
         stores_places = self.runs_vision and any(isinstance(mixer, IndexedAttentionConfig) for mixer in mixers)
@@ -209,17 +209,32 @@ class ModelConfig:
         """Whether a decoder layer has experts instead of a dense MLP."""
         return self.moe is not None and index in self.moe.sparse_layers
 
+    @property
+    def mtp_layer_type(self) -> str:
+        """The type of the layer of the multi-token-prediction head: attention of the model's kind."""
+        return MTP_LAYER_TYPE if MTP_LAYER_TYPE in self.mixers else "indexed_attention"
+
+    @property
+    def returns_streams(self) -> bool:
+        """Whether the model returns residual streams, for a head that drafts, in place of one hidden state."""
+        return self.runs_mtp and self.streams is not None
+
+    @property
+    def output_size(self) -> int:
+        """How many numbers the model returns for a token."""
+        return self.hidden_size * (self.streams.count if self.streams is not None and self.returns_streams else 1)
+
     def with_mtp(self) -> Self:
         """Return the model with its multi-token-prediction head.
 
         Raises:
             ConfigError: the model has no head, or one that Weft does not run.
         """
-        if self.mtp_layers != 1 or MTP_LAYER_TYPE not in self.mixers:
+        if self.mtp_layers != 1 or self.mtp_layer_type not in self.mixers:
             raise ConfigError(
                 f"speculative_config: method 'mtp' needs a multi-token-prediction head of one {MTP_LAYER_TYPE} layer; "
                 f"this {self.architecture} has {self.mtp_layers or 'no'} layers of such a head. Choose method 'ngram', "
-                "or a checkpoint of Qwen3-Next, Qwen3.5 or Ling 3.0 with the tensors of its head"
+                "or a checkpoint of Qwen3-Next, Qwen3.5, Qwen4-Exp or Ling 3.0 with the tensors of its head"
             )
         return replace(self, runs_mtp=True)
 

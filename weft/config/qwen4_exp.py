@@ -74,4 +74,5 @@ qwen4_exp = partial(
     streams=read_gated_streams,
     moe=partial(read_moe, shared_expert=True, always_renormalise=True),
     zero_centered_norm=True,
+    mtp=True,
 )

@@ -57,7 +57,8 @@ def _stream_weights(model: ModelConfig) -> int:
     """Weights of the connections of all blocks with the residual streams, which are never quantised."""
     if model.streams is None:
         return 0
-    return (2 * model.num_hidden_layers + 1) * model.streams.num_weights(model.hidden_size)
+    num_connections = 2 * model.num_hidden_layers + 1 + (3 if model.runs_mtp else 0)
+    return num_connections * model.streams.num_weights(model.hidden_size)
 
 
 def _linear_weights(model: ModelConfig) -> float:
@@ -77,7 +78,8 @@ def _linear_bytes(model: ModelConfig, dtype: str) -> Iterator[float]:
         yield _mlp_bytes(model, dtype, f"{layer_name(index)}.mlp", model.is_sparse(index))
     if model.runs_mtp:
         yield _mlp_bytes(model, dtype, f"{MTP_LAYER}.mlp", model.moe is not None)
-        yield 2 * model.hidden_size**2 * _module_bytes(model, dtype, "mtp", ("fc",))
+        joint = ("fc_embedding", "fc_hidden") if model.returns_streams else ("fc",)
+        yield 2 * model.hidden_size**2 * _module_bytes(model, dtype, "mtp", joint)
 
 
 def _mlp_bytes(model: ModelConfig, dtype: str, name: str, sparse: bool) -> float:

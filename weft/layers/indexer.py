@@ -187,16 +187,21 @@ class PoolPlaces:
 
 
 class PlacedIndexer(MeanIndexer):
-    """``MeanIndexer`` of a model that reads images. The first one begins the pass of ``PoolPlaces`` for all."""
+    """``MeanIndexer`` of a model that reads images.
+
+    Attributes:
+        begins_pass: the indexer begins the pass of ``PoolPlaces``. The model's first indexer does so for the others. A
+            head that drafts runs over other batches, so its indexer does too.
+    """
 
     def __init__(self, geometry: IndexerConfig, cos_sin: Tensor, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(geometry, cos_sin, config, context)
         assert config.vision is not None and config.vision.mrope_section is not None
         found: PoolPlaces | None = context.layers.get(PLACES_LAYER)
-        self._is_first = found is None
+        self.begins_pass = found is None
         self._places = found or PoolPlaces(cos_sin, config.vision.mrope_section, context)
 
     def _rotate_keys(self, keys: Tensor, batch: Batch) -> Tensor:
-        if self._is_first:
+        if self.begins_pass:
             self._places.begin_pass(batch, self.geometry.pool)
         return self._places.rotate(keys)

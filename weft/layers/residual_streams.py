@@ -122,6 +122,10 @@ class GatedEnd(GatedConnection):
         assert residual is not None, "the streams begin in the first layer"
         return self.read(residual)[0], residual
 
+    def end(self, streams: Tensor) -> Tensor:
+        """``[N, count * hidden_size] -> [N, hidden_size]``."""
+        return self.read(streams.unflatten(1, (self._count, -1)))[0]
+
 
 def stream_connection(config: ModelConfig, context: ModelContext) -> StreamConnection:
     """A connection of the model's form."""

@@ -292,7 +292,7 @@ def final_norm(config: ModelConfig, context: ModelContext, *, partial: bool) -> 
 
 class Decoder(nn.Module):
     """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm. Only ``[N, hidden_size]`` if the
-    batch has ``logits_rows``.
+    batch has ``logits_rows``. With ``ModelConfig.returns_streams``, the residual streams side by side instead.
 
     Attributes:
         layer_classes: by placement of norms (``ModelConfig.norm_placement``).
@@ -317,6 +317,7 @@ class Decoder(nn.Module):
         if all(type(layer) is DecoderLayer for layer in layers):
             for layer in layers:
                 layer.return_partial_sums(AllReduce.over_ranks(config.hidden_size, context))
+        self._returns_streams = config.returns_streams
         self._multiplier = config.multipliers.embedding / config.multipliers.residual
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -329,7 +330,16 @@ class Decoder(nn.Module):
             selected = rows if index == last else None
             x, residual = layer(*self.before_layer(index, x, residual, model_input), selected)
             residual = self.after_layer(index, residual, model_input, selected)
+        if self._returns_streams:
+            assert residual is not None
+            return residual.flatten(1)
         return self.norm.add(x, residual)[0]
+
+    def head_input(self, hidden_states: Tensor) -> Tensor:
+        """``[N, hidden_size]`` of what ``forward`` returned for some tokens."""
+        if isinstance(self.norm, GatedEnd) and self._returns_streams:
+            return self.norm.end(hidden_states)
+        return hidden_states
 
     def input_for_layers(self, input_ids: Tensor, x: Tensor) -> Tensor:
         """The part of the model's input that ``before_layer`` and ``after_layer`` get: the ids, unless overridden.
@@ -365,11 +375,15 @@ class CausalLM(LoadableModel):
         self._multiplier, self._cap = config.multipliers.logits, config.multipliers.logits_cap
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """``[T] int64 -> [T, hidden_size]``, or ``[N, hidden_size]`` of the batch's ``logits_rows``; rows of padding
+        """``[T] int64 -> [T, output_size]``, or ``[N, output_size]`` of the batch's ``logits_rows``; rows of padding
         tokens are meaningless."""
         return self.model(input_ids)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """``[N, output_size]``, of ``forward``, ``-> [N, vocab_size]`` in the model's dtype."""
+        return self.head_logits(self.model.head_input(hidden_states))
+
+    def head_logits(self, hidden_states: Tensor) -> Tensor:
         """``[N, hidden_size] -> [N, vocab_size]`` in the model's dtype."""
         logits = self.lm_head(hidden_states)
         if self._multiplier != 1.0:

@@ -1,4 +1,4 @@
-"""The multi-token-prediction head (MTP) of Qwen3-Next, Qwen3.5 and Ling 3.0, and drafts made with it.
+"""The multi-token-prediction head (MTP) of Qwen3-Next, Qwen3.5, Qwen4-Exp and Ling 3.0, and drafts made with it.
 
 Job: at position t, predict token t + 2 from the model's hidden state (after the final norm) and token t + 1. Further
 drafts read the head's own hidden states in place of the model's. Owns: the head's modules, named as published
@@ -10,17 +10,21 @@ state of t and token t + 1, so a step that computes tokens also fills the head's
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.config.model import MTP_LAYER, MTP_LAYER_TYPE, ModelConfig
+from weft.config.model import MTP_LAYER, ModelConfig
 from weft.forward_context import Batch, get_forward_context, other_batch
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.linear import RowParallelLinear
+from weft.layers.indexer import PlacedIndexer
+from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm, residual_norm
-from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace
+from weft.layers.residual_streams import GatedEnd
+from weft.layers.weight import whole_rows
+from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace, StreamsLayer
 from weft.ops.backend import Backend
 from weft.ops.drafts import places_ahead
 from weft.ops.drafts.types import PageTable
@@ -37,7 +41,7 @@ class MultiTokenPredictor(nn.Module):
         self.pre_fc_norm_embedding = residual_norm(config, context)
         self.pre_fc_norm_hidden = RMSNorm(size, eps, context, zero_centered=centred)
         self.fc = RowParallelLinear(2 * size, size, bias=False, context=context, what="2 * hidden_size")
-        place = LayerPlace(MTP_LAYER, MTP_LAYER_TYPE, sparse=config.moe is not None)
+        place = LayerPlace(MTP_LAYER, config.mtp_layer_type, sparse=config.moe is not None)
         layer = DecoderLayer(config, context, place)
         layer.return_partial_sums(AllReduce.over_ranks(size, context))
         self.layers = nn.ModuleList([layer])
@@ -49,13 +53,56 @@ class MultiTokenPredictor(nn.Module):
         x, residual = self.layers[0](self.fc(both.chunk(self._num_ranks, dim=-1)[self._rank]), None)
         return self.norm.add(x, residual)[0]
 
+    def head_input(self, hidden_states: Tensor) -> Tensor:
+        """``[N, hidden_size]`` for the output head, of what ``forward`` returned for some tokens."""
+        return hidden_states
+
+
+class StreamsPredictor(nn.Module):
+    """The head of a model with residual streams (Qwen4-Exp): ``embedded [T, hidden_size]`` (this rank's part of the
+    sum), the model's streams ``[T, count * hidden_size]`` to the head's own streams.
+
+    One norm covers all streams of a token. One matrix multiplies each stream, and the embedding is added to each. The
+    layer has no embeddings of n-grams. The head has a connection of its own for the end of its streams (vLLM's
+    ``qwen4_exp`` and SGLang's ``qwen4_exp_mtp``; transformers skips these tensors).
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        assert config.streams is not None
+        size, self._count = config.hidden_size, config.streams.count
+        self.pre_fc_norm_embedding = residual_norm(config, context)
+        self.pre_fc_norm_hidden = RMSNorm(
+            size * self._count, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm
+        )
+        self.fc_embedding, self.fc_hidden = (
+            PackedLinear(size, {"": whole_rows(size)}, bias=False, context=context) for _ in range(2)
+        )
+        place = LayerPlace(MTP_LAYER, config.mtp_layer_type, sparse=config.moe is not None)
+        self.layers = nn.ModuleList([StreamsLayer(config, context, place)])
+        for module in self.modules():
+            if isinstance(module, PlacedIndexer):
+                module.begins_pass = True
+        self.norm = GatedEnd(config.streams, config, context, writes=False)
+
+    def forward(self, embedded: Tensor, hidden_states: Tensor) -> Tensor:
+        embedded, _ = self.pre_fc_norm_embedding.add(embedded, None)
+        streams = self.fc_hidden(self.pre_fc_norm_hidden(hidden_states).view(len(embedded) * self._count, -1))
+        added = self.fc_embedding(embedded)
+        streams = streams.view(len(embedded), self._count, -1) + added[:, None]
+        return self.layers[0](added, streams)[1].flatten(1)
+
+    def head_input(self, hidden_states: Tensor) -> Tensor:
+        """As ``MultiTokenPredictor.head_input``."""
+        return self.norm.end(hidden_states)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
     """A step's results for the drafts that follow. T, S: tokens and sequences of its batch, padding included.
 
     Attributes:
-        hidden_states: ``[T, hidden_size]``, what the model returned for the batch.
+        hidden_states: ``[T, output_size]``, what the model returned for the batch.
         next_ids: ``[T]`` int64, the token after each: the prompt's next one, or what was sampled; anything where a
             draft was rejected, and for padding.
         last: ``[N]`` int64, index of the last accepted token of every sequence that gets drafts; None: each of the T
@@ -81,7 +128,7 @@ class MtpDrafter:
 
     def __init__(self, model: CausalLM, max_model_len: int, backend: Backend) -> None:
         self._model, self._max_model_len, self._backend = model, max_model_len, backend
-        self._head = model.get_submodule("mtp")
+        self._head: Any = model.get_submodule("mtp")
         embedding = model.model.embed_tokens
         self._last_id = embedding.vocab_size + len(embedding.media_rows) - 1
 
@@ -108,7 +155,7 @@ class MtpDrafter:
         return hidden
 
     def _best(self, hidden: Tensor) -> Tensor:
-        return self._model.compute_logits(hidden).argmax(dim=-1)
+        return self._model.head_logits(self._head.head_input(hidden)).argmax(dim=-1)
 
     def _batches_ahead(self, inputs: DraftInputs, num_ahead: int) -> Iterator[Batch]:
         """One token per sequence, 1, 2, … ``num_ahead`` tokens past its last accepted one."""

@@ -10,7 +10,7 @@ from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM
 from weft.models.inkling import InklingModel
 from weft.models.inkling2 import Inkling2Model
-from weft.models.mtp import MultiTokenPredictor
+from weft.models.mtp import MultiTokenPredictor, StreamsPredictor
 from weft.models.ngram import NGramModel, NGramVisionModel
 from weft.models.shared_block import SharedBlockModel
 from weft.models.vision_language import VisionLanguageModel
@@ -35,7 +35,8 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
     """
     model = _model_class(config)(config, context).eval()
     if config.runs_mtp:
-        model.add_module("mtp", MultiTokenPredictor(config, context).eval())
+        head = StreamsPredictor if config.returns_streams else MultiTokenPredictor
+        model.add_module("mtp", head(config, context).eval())
     create_weights(model, config.quantization, context)
     return model
 

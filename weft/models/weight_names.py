@@ -47,8 +47,12 @@ _QWEN4_EXP = WeightTable(
     renames=_QWEN3_5.renames,
     modules={"attn_hc": "attn_hyper_connection", "ffn_hc": "mlp_hyper_connection"},
     patterns={r"\.hyper_connection_mixer\.": ".norm.", r"\.ple_embedding\.ngram_embedding\.": ".ngram_embedding."},
-    # Buffers, which follow from the geometry, and the head, which does not run.
-    ignorable=(*_QWEN3_5.ignorable, "*.layer_multipliers", "*.ngram_heads_vocab_sizes", "*.ngram_heads_offsets"),
+    # Buffers, which follow from the geometry; the head and the tower where they do not run; and weights for adding an
+    # output to the streams at their end, where there is none.
+    ignorable=(
+        *_QWEN3_5.ignorable, "*.layer_multipliers", "*.ngram_heads_vocab_sizes", "*.ngram_heads_offsets",
+        "*.hyper_connection_mixer.block_inject_weight.*",
+    ),
 )
 _QWEN3_VL = WeightTable(_PLAIN, renames={"model.language_model.": "model."}, ignorable=("model.visual.*",))
 

@@ -112,7 +112,7 @@ class StepRunner:
         )
         self.sampler = StepSampler(config, self.builder, self.rows, self.drafts, backend)
         self._results = ResultMemory(plan.max_num_seqs * (1 + config.num_drafts), device, backend)
-        dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
+        dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.output_size)
         self.functions = StepFunctions(
             model,
             self.builder,
