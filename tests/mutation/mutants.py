@@ -17,6 +17,7 @@ from tests.mutation.mutant import mutant as _mutant
 from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
 from tests.mutation.settings_and_ends import SETTINGS_AND_ENDS
 from tests.mutation.settings_and_reuse import SETTINGS_AND_REUSE
+from tests.mutation.slices_and_blocks import SLICES_AND_BLOCKS
 from tests.mutation.steps_and_images import STEPS_AND_IMAGES
 from tests.mutation.tiers import TIERS
 from tests.mutation.waits_and_leaks import WAITS_AND_LEAKS
@@ -497,6 +498,7 @@ MUTANTS = (
     ),
     *BETWEEN_ROOMS,
     *STEPS_AND_IMAGES,
+    *SLICES_AND_BLOCKS,
     *ROWS_AND_RESPONSES,
     *DOORS,
     *SETTINGS_AND_ENDS,

@@ -49,6 +49,25 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     disk.check(path)
 
 
+def test_the_system_may_copy_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does from 2 GiB on."""
+    writev, preadv = os.writev, os.preadv
+
+    def first(buffers: list[Any]) -> list[memoryview]:
+        left, views = 1500, list[memoryview]()
+        for buffer in buffers:
+            views.append(memoryview(buffer)[:left])
+            left -= len(views[-1])
+        return views
+
+    monkeypatch.setattr(os, "writev", lambda file, buffers: writev(file, first(buffers)))
+    written(tmp_path)
+    monkeypatch.undo()
+    assert read(tmp_path) == CONTENT
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, first(buffers), at))
+    assert read(tmp_path) == CONTENT
+
+
 def test_every_flipped_bit_and_every_torn_end_is_rejected(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole, rng = path.read_bytes(), random.Random(0)

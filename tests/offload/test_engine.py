@@ -14,6 +14,7 @@ from weft import LLM, SamplingParams
 from weft.cache.match import Match
 from weft.config import resolve
 from weft.errors import ConfigError
+from weft.offload.build import SLICE_PAGES
 from weft.runner.host_link import DirectLink
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -37,6 +38,8 @@ def test_a_returning_prompt_says_what_was_restored() -> None:
         first = [serve(llm, index) for index in range(4)]
         again = [serve(llm, index) for index in range(4)]
         stats = llm.stats()
+        restores = llm._core.scheduler.restores
+        assert restores is not None and restores._slice_pages == SLICE_PAGES, "these pages are small"
         assert llm.reset_prefix_cache()
         after_reset = serve(llm, 0)
     assert [tokens for tokens, *_ in again] == [tokens for tokens, *_ in first]

@@ -124,8 +124,9 @@ def test_a_late_rank_waits_for_its_own_copies(streams: Streams) -> None:
     with link.restoring(2, after=0):
         link.to_device(memory, [0, 1])
         assert not streams.is_after(stored), "rank 0 has nothing to wait for"
-    earlier: Any = link.mark()
+    earlier, before = list[Any](link.mark()), list(uses)
     with link.restoring(3, after=0, earlier=earlier):
         link.to_device(memory, [0, 1])
         assert streams.is_after(stored)
-    assert any(all(event.clock.get(name, 0) >= count for name, count in stored.items()) for event in earlier)
+    for _, use in before:  # in both directions
+        assert any(all(event.clock.get(name, 0) >= count for name, count in use.items()) for event in earlier)

@@ -63,7 +63,8 @@ def test_a_restarted_engine_is_warm(folder: Path, expected: list[list[int]]) -> 
     assert names(folder, 0) and names(folder, 0) == names(folder, 1)
     with always_restores(engine(folder, **RANKS)) as llm:
         again = [serve(llm, index) for index in range(4)]
-        stats = llm.stats()
+        stats, size = llm.stats(), llm.config.kv_offloading_disk_size
+        assert size is not None and stats.disk_max_bytes == int(size * 2**30) // 2, "each rank has half"
     assert [tokens for tokens, *_ in again] == expected
     assert all(num_cached == 149 for *_, num_cached in again), again
     assert stats.num_disk_loads and not stats.num_rejected_files

@@ -12,7 +12,7 @@ from weft.cache.nodes import as_tokens
 from weft.engine.inspection import Inspection
 from weft.messages import SchedulerOutput
 from weft.offload.costs import RestoreCosts
-from weft.offload.restores import Restores
+from weft.offload.restores import MAX_SLICES, SLICES_PER_STEP, Restores
 from weft.offload.tier import HostTier
 from weft.stats import EngineStats
 
@@ -200,6 +200,49 @@ def test_a_restore_with_slices_to_order_is_the_only_one() -> None:
     house.memory.finish()  # three slices are in flight, and one is not ordered
     assert house.restores.restore_first(request("b", [*other, 1]), house.manager.match([*other, 1]), 0)
     assert [active.request_id for active in house.restores._active] == ["a"]
+
+
+def test_a_step_orders_few_slices() -> None:
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    house.restores._slice_pages = 1
+    house.restores.begin_step(0)
+    assert house.restores.restore_first(request("a", [*PROMPT, 1]), house.manager.match([*PROMPT, 1]), 0)
+    assert [len(house.memory.flush().restores) for _ in range(3)] == [SLICES_PER_STEP, SLICES_PER_STEP, 0]
+    assert len(house.memory.in_flight) == MAX_SLICES
+    house.memory.finish()
+    assert len(house.memory.flush().restores) == 1
+
+
+def test_a_restore_that_stops_keeps_no_places() -> None:
+    """Neither of slices that were ordered, nor of pages and a state that were not."""
+    house = House()
+    house.serve(PROMPT)
+    house.evict()
+    house.restores._slice_pages = 1
+    match = house.manager.match([*PROMPT, 1])
+    assert house.restores.restore_first(request("a", [*PROMPT, 1]), match, 0)
+    house.memory.flush()
+    assert match.below is not None and match.below.state is not None
+    entries = [*match.below.pages, match.below.state]
+    assert len(house.memory.in_flight) == 2 and all(entry.pins for entry in entries)
+    assert not house.restores.give_up()
+    while house.memory.in_flight:
+        house.memory.finish()
+    assert not house.restores.is_active and not any(entry.pins for entry in entries)
+
+
+def test_a_restored_prefix_was_used_last() -> None:
+    house, other = House(host_pages=10), [8, *PROMPT]
+    for tokens in (PROMPT, other):
+        house.serve(tokens)
+        house.evict()
+    restore(house, [*PROMPT, 1])
+    held = list(house.tier.pages._entries.values())
+    match = house.manager.match([*other, 1])
+    assert match.below is not None
+    assert {entry.key for entry in held[:5]} == {entry.key for entry in match.below.pages}
 
 
 def test_entries_of_a_restore_are_not_evicted_meanwhile() -> None:

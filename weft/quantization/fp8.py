@@ -99,11 +99,10 @@ class Fp8Experts(ExpertsMethod):
                 f"{self._name}: FP8 experts without a gate (squared ReLU) are not supported; use a checkpoint "
                 "in bfloat16 without quantization"
             )
-        plain = (layer.activation.get("alpha", 1.0), layer.activation.get("up_offset", 0.0)) == (1.0, 0.0)
-        if layer.gate_up_bias is not None or not plain:
+        if layer.gate_up_bias is not None:
             raise ConfigError(
-                f"{self._name}: FP8 experts with biases or a shifted activation (gpt-oss) are not supported; leave "
-                "--quantization out and use a checkpoint in bfloat16"
+                f"{self._name}: FP8 experts with biases (gpt-oss) are not supported; leave --quantization out and use "
+                "a checkpoint in bfloat16"
             )
         device = self._context.device
         for name, shard in shards(layer).items():

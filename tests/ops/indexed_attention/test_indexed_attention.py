@@ -29,10 +29,12 @@ CASES = {
     "prefill": ([1, 63, 65], [0, 0, 0], 0),
     "mixed": ([1, 1, 1, 70, 3], [4, 257, 0, 0, 62], 3),
 }
+LATE = {"late": ([70, 40], [225, 105], 0)}
+"""Blocks of prompts that read nearly as many keys as blocks may, in float16 and in float32."""
 
 
 def batch_of(case: str, *, as_mixture: bool = False) -> Batch:
-    query_lens, contexts, num_decodes = CASES[case]
+    query_lens, contexts, num_decodes = (CASES | LATE)[case]
     batch = make_batch(query_lens, contexts, num_decodes=num_decodes, pad_tokens=3, pad_seqs=2)
     moved: dict[str, Any] = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     moved = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in moved.items()}
@@ -136,7 +138,7 @@ def test_attention(
 
 @pytest.mark.parametrize(
     ("case", "sizes", "as_mixture", "dtype"),
-    covering(["mixed", "prefill"], [(4, 2, 24, 24), (6, 2, 40, 32), (24, 2, 16, 16)], [False, True], DTYPES),
+    covering(["mixed", "prefill", *LATE], [(4, 2, 24, 24), (6, 2, 40, 32), (24, 2, 16, 16)], [False, True], DTYPES),
 )
 def test_blocks_of_tokens(
     case: str, sizes: tuple[int, int, int, int], as_mixture: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +155,20 @@ def test_blocks_of_tokens(
     monkeypatch.setattr(attend, "attend_dense", attend_dense)
     test_attention(case, sizes, as_mixture, (Backend.TRITON, dtype))
     assert blocks
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "as_mixture", "dtype"),
+    covering(["mixed", *LATE], [(4, 2, 24, 24), (3, 1, 16, 16)], [False, True], DTYPES, of=1),
+)
+def test_programs_that_share_the_keys_of_a_token(
+    case: str, sizes: tuple[int, int, int, int], as_mixture: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no token is left to blocks, whose results the merge would overwrite."""
+    monkeypatch.setattr(attend, "_LEAST_SPLIT", 16)
+    monkeypatch.setattr(dense, "is_small", lambda _: False)
+    assert attend._splits(70, 27, 1) == (16, 2)
+    test_attention(case, sizes, as_mixture, (Backend.TRITON, dtype))
 
 
 @pytest.mark.parametrize("held", [16, 32])

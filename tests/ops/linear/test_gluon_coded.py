@@ -19,7 +19,7 @@ if not is_known(triton.__version__):
 
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.interpreter import DEVICE
-from tests.ops.linear.test_triton_coded import check, close, coded_matrix, inputs
+from tests.ops.linear.test_triton_coded import FORMS, check, close, coded_matrix, inputs
 from tests.ops.moe.test_triton_coded_moe import check_moe
 from weft.ops.codes import CodedMatrix, dequantize_codes
 from weft.ops.linear import coded
@@ -106,6 +106,17 @@ def test_plain_rows_are_of_the_same_launch(tokens: int, emulated: list[str]) -> 
     assert ON_HOPPER or emulated == ["_coded_few_rows_hopper_kernel"]
 
 
+@pytest.mark.parametrize("group", [256, 0])
+def test_chunks_that_share_a_scale(group: int) -> None:
+    """In groups of two chunks, and in rows of eight."""
+    matrix, x, _weight, _want = given(3, 72, 1024)
+    step = (group or 1024) // 128
+    matrix = matrix._replace(scales=matrix.scales[::step].contiguous(), group=group)
+    weight, out = dequantize_codes(matrix), torch.full((3, 72), torch.nan, device=DEVICE, dtype=BF16)
+    few_rows_hopper_product(x, matrix, None, out, CodedRows(16, 4, 1))
+    check(out, x, weight, x.double() @ weight.double().t())
+
+
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded, "runs_gluon", lambda device: True)
     monkeypatch.setattr(coded_pairs_hopper, "runs_gluon", lambda device: True)
@@ -122,13 +133,18 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch, emulated: list[str]) -> None:
     for form in ("int4 g64 zeros", "int4 g32", "int8 rows", "mxfp4", "nvfp4", "int4 rows zeros"):
         matrix = coded_matrix(form, 64, 512, scale_dtype=BF16)
         assert not isinstance(coded.choose_config(matrix, 1, False), CodedRows)
+    matrix = coded_matrix("int4 g128", 64, 512, scale_dtype=torch.float16)
+    assert not isinstance(coded.choose_config(matrix, 1, False), CodedRows), "the kernel multiplies in bfloat16"
 
 
-@pytest.mark.parametrize("shape", [(1, 6, 3, 256, 128), (3, 6, 3, 2048, 512)])
-def test_experts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, emulated: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "group"), [((1, 6, 3, 256, 128), 128), ((3, 6, 3, 2048, 512), 128), ((2, 6, 3, 512, 256), 256)]
+)
+def test_experts(shape: tuple[int, ...], group: int, monkeypatch: pytest.MonkeyPatch, emulated: list[str]) -> None:
     """Pair by pair; a token without experts is zero."""
     on_hopper(monkeypatch)
-    check_moe(shape, "int4 g128", BF16, min(2, shape[0] - 1))
+    monkeypatch.setitem(FORMS, "int4", (4, False, group, False))
+    check_moe(shape, "int4", BF16, min(2, shape[0] - 1))
     assert ON_HOPPER or emulated.count("_coded_pairs_hopper_kernel") == 2
 
 

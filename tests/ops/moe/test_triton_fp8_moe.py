@@ -112,7 +112,9 @@ def test_experts_pair_by_pair(shape: tuple[int, ...], scheme: str, padding: int,
 
 @pytest.mark.parametrize("num_tokens", [2, 9], ids=["single", "grouped"])
 @pytest.mark.parametrize("scheme", ["token", "block"])
-@pytest.mark.parametrize("extras", [{"limit": 0.7, "up_offset": 0.0}, {"gate_cap": 0.5, "up_cap": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "extras", [{"alpha": 1.3, "limit": 0.7, "up_offset": 0.2}, {"gate_cap": 0.5, "up_cap": 0.6}], ids=str
+)
 def test_activations_that_are_not_swiglu(num_tokens: int, scheme: str, extras: dict[str, float]) -> None:
     check_moe((num_tokens, 4, 2, 256, 128), scheme, torch.float32, 1, extras=ExpertExtras(**extras))
 

@@ -262,7 +262,8 @@ SINGLE = Tiles(Tile(1, 16, 128, 2, 8), Tile(1, 32, 128, 2, 4))
 """Tiles of one row, for pairs that are not grouped."""
 
 LARGE = Tiles(Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 4))
-"""Tiles for many pairs of each expert with a scale for each row. They need the 128 KiB of shared memory of Hopper."""
+"""Tiles for many pairs of each expert with a scale for each row. The up product needs 192 KiB of shared
+memory, which Hopper has."""
 
 
 def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
