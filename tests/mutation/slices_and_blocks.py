@@ -97,8 +97,9 @@ SLICES_AND_BLOCKS = (
         " or head.count(0, _START.size + length) != _HEAD_BYTES - _START.size - length", "", FOLDER,
     ),
     mutant(
-        "half-messages-lost", "a message that arrives in parts is read", RESULTS,
-        "self._unread = data[at:]", 'self._unread = b""', THREADS, RANKS,
+        "one-read-of-the-pipe", "results are read until the pipe is empty", RESULTS,
+        "while part := os.read(self._read_end, _PIPE_BYTES):\n                data += part",
+        "data = os.read(self._read_end, _PIPE_BYTES)", THREADS,
     ),
     mutant(
         "last-rank-decides", "an order fails if any rank fails", RESULTS,
@@ -107,7 +108,7 @@ SLICES_AND_BLOCKS = (
     mutant(
         "full-pipe-loses", "a result waits while the pipe is full", RESULTS,
         "while not self._sent(message) and not self._stopped.wait(_RETRY_S):\n                continue",
-        "self._sent(message)", THREADS, RANKS,
+        "self._sent(message)", THREADS,
     ),
     mutant(
         "removal-ends-its-task", "orders after a removal that fails are run", FILES,
@@ -123,7 +124,7 @@ SLICES_AND_BLOCKS = (
     ),
     mutant(
         "files-do-not-wait", "a rank writes what its own copies have stored", FILES,
-        "for event in earlier:\n                event.synchronize()\n            ", "", THREADS, RANKS,
+        "for event in earlier:\n                event.synchronize()\n            ", "", THREADS,
     ),
     mutant(
         "copies-of-one-direction", "file orders wait for copies in both directions", "weft/runner/host_link.py",

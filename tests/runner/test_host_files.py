@@ -71,7 +71,7 @@ def test_results_of_a_process_with_many_open_files(tmp_path: Path) -> None:
 
 
 def test_more_results_than_the_pipe_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads wait for room. A pipe has a page at least, and reads of 50 bytes end inside a message."""
+    """Threads wait for room. A pipe has a page at least, and a read of 50 bytes ends inside a message."""
     monkeypatch.setattr(file_results, "_PIPE_BYTES", 50)
     results, count, reason = FileResults(SingleRank()), 500, "no space " * 10
     results.expect(count)
@@ -82,10 +82,12 @@ def test_more_results_than_the_pipe_holds(monkeypatch: pytest.MonkeyPatch) -> No
 
     thread = threading.Thread(target=put)
     thread.start()
-    found = ends(results, count)
-    results.stop()
-    thread.join()
-    results.close()
+    try:
+        found = ends(results, count)
+    finally:
+        results.stop()
+        thread.join()
+        results.close()
     assert found == [(number, 16, reason) for number in range(count)]
 
 

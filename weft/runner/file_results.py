@@ -51,7 +51,6 @@ class FileResults:
             self._readable.register(read_end, select.POLLIN)
         self._num_waiting = 0
         self._stopped = threading.Event()
-        self._unread = b""
         self._begun: dict[int, tuple[int, Result]] = {}  # ranks that have run an order, and the result so far
 
     def put(self, number: int, num_bytes: int, reason: str) -> None:
@@ -95,18 +94,16 @@ class FileResults:
         return ended
 
     def _read(self) -> list[Result]:
+        """The messages in the pipe, which are whole: one call wrote each."""
+        data = b""
         with suppress(BlockingIOError):
             while part := os.read(self._read_end, _PIPE_BYTES):
-                self._unread += part
-        found, at, data = [], 0, self._unread
-        while at + _HEAD.size <= len(data):
+                data += part
+        found, at = [], 0
+        while at < len(data):
             number, num_bytes, length = _HEAD.unpack_from(data, at)
-            end = at + _HEAD.size + length
-            if end > len(data):
-                break
-            found.append((number, num_bytes, data[at + _HEAD.size : end].decode(errors="replace")))
-            at = end
-        self._unread = data[at:]
+            begin, at = at + _HEAD.size, at + _HEAD.size + length
+            found.append((number, num_bytes, data[begin:at].decode(errors="replace")))
         return found
 
     def stop(self) -> None:
