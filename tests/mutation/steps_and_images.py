@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.mutation.mutant import mutant
 
 IMAGES = "tests/test_fuzz_engine.py::test_random_images"
+ENGINES = "tests/engine/test_images.py"
 FOLLOWING = "tests/speculation/test_following_steps.py"
 
 STEPS_AND_IMAGES = (
@@ -167,6 +168,33 @@ STEPS_AND_IMAGES = (
         "        self._patches[:count].copy_(patches)\n",
         "        self._patches[: count - 1].copy_(patches[: count - 1])\n",
         IMAGES,
+    ),
+    mutant(
+        "pool-turned-by-its-end", "a pool's key is rotated by its first token's positions", "weft/layers/indexer.py",
+        "places[(slots - (pool - 1)).clamp(min=0)]", "places[slots]", ENGINES,
+    ),
+    mutant(
+        "places-of-this-step-alone", "a pool may begin in an earlier step", "weft/layers/indexer.py",
+        "firsts = places[(slots - (pool - 1)).clamp(min=0)]",
+        "firsts = self.table.index_select(0, (batch.positions - (pool - 1)).clamp(min=0))", ENGINES,
+    ),
+    mutant(
+        "text-stores-no-places", "tokens of steps without images store their positions", "weft/layers/indexer.py",
+        "        places.index_copy_(0, slots, self.table",
+        "        if batch.may_have_media:\n            places.index_copy_(0, slots, self.table", ENGINES,
+    ),
+    mutant(
+        "media-ids-hashed", "n-grams hash the placeholders of images", "weft/models/ngram.py",
+        "if not get_forward_context().batch.may_have_media:", "if True:", ENGINES,
+    ),
+    mutant(
+        "placeholders-of-the-start", "an image's token has the placeholder of its place", "weft/runner/media_inputs.py",
+        "rows.known_tokens(request.row, position, position + count)", "rows.known_tokens(request.row, 0, count)",
+        ENGINES,
+    ),
+    mutant(
+        "any-place", "places that nobody wrote are bounded", "weft/layers/indexer.py",
+        ".clamp(0, len(self._cos_sin) - 1)", "", "tests/test_x_matrix_images.py",
     ),
     mutant(
         "unknown-parameters-in-msgspecs-words", "an unknown sampling parameter is refused by name",
