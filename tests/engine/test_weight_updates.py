@@ -55,7 +55,12 @@ def with_head(folder: Path, seed: int) -> Path:
     return make_mtp_checkpoint(HYBRID, folder, seed=seed)[0]
 
 
-FULL = {"cuda_graph_mode": "FULL", "cuda_graph_bs": (1, 4), "enable_torch_compile_debug_mode": True}
+FULL = {
+    "cuda_graph_mode": "FULL",
+    "cuda_graph_bs": (1, 4),
+    "piecewise_cuda_graph_tokens": (4, 8, 16, 32, 64, 128),
+    "enable_torch_compile_debug_mode": True,
+}
 PIECES = {
     "cuda_graph_mode": "PIECEWISE",
     "piecewise_cuda_graph_tokens": (4, 128),

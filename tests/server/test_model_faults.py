@@ -29,7 +29,7 @@ def test_memory_is_flat(mini: RunningServer, server: RunningServer) -> None:
     """The engine's and its server's. Long tests send many more requests to a server whose engine costs nothing."""
     if RUNS_LONG:
         faults.steady_memory(server, 1200, is_model=False)
-    faults.steady_memory(mini, 300)
+    faults.steady_memory(mini, 300 if RUNS_LONG else 180)
 
 
 def test_a_killed_engine_is_replaced(mini: RunningServer) -> None:

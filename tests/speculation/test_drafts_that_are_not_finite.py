@@ -59,6 +59,7 @@ def test_tokens_are_those_without_drafts(arch: str, mode: str, tmp_path: Path) -
     speculation = {"method": "ngram", "num_speculative_tokens": 2}
     for after, overlap in ((0, False), (1, True)):
         given = settings | {"cuda_graph_mode": mode, "speculative_config": speculation, "enable_overlap": overlap}
+        given |= {} if mode == "NONE" else {"piecewise_cuda_graph_tokens": (4, 8, 16, 32)}
         with LLM(folder, **given) as llm:
             install(llm, Broken(after))
             if overlap:
