@@ -9,14 +9,20 @@ import pytest
 import torch
 
 from tests.fp8_checkpoints import Reference, make_fp8_checkpoint
-from tests.media import HYBRID, VL, Engine, Prompt, overrides, reference_inputs
+from tests.media import GLM, HYBRID, VL, Engine, Prompt, overrides, reference_inputs
+from tests.quantization.test_parity import GLM5_SIZES
 from weft.ops.fp8 import E4M3
 
-PROMPTS = [
-    Prompt().text(5).image(4, 6, 1).text(7),
-    Prompt().text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5),
-    Prompt().text(20),
-]
+
+def prompts_of(arch: str) -> list[Prompt]:
+    empty = Prompt.of(arch)
+    return [
+        empty.text(5).image(4, 6, 1).text(7),
+        empty.text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5),
+        empty.text(20),
+    ]
+
+
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 3,
     "max_num_batched_tokens": 16,
@@ -28,11 +34,13 @@ SETTINGS: dict[str, Any] = {
 def keys(arch: str) -> dict[str, Any]:
     """Heads of 128 dimensions; all of them turn, or a quarter."""
     more = overrides(arch) | {"num_key_value_heads": 2}
+    if arch == GLM:
+        return more | GLM5_SIZES
     more["rope_parameters"] = more["rope_parameters"] | {"mrope_section": [24, 20, 20] if arch == VL else [12, 10, 10]}
     return more
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID])
+@pytest.mark.parametrize("arch", [VL, HYBRID, GLM])
 def test_tokens_are_those_of_the_reference(arch: str, tmp_path: Path) -> None:
     """Or nearly as good ones: a sum in another order can bring a value to the other side of a rounding border."""
     folder = make_fp8_checkpoint(arch, "block", tmp_path, **keys(arch))
@@ -43,7 +51,8 @@ def test_tokens_are_those_of_the_reference(arch: str, tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         dtypes.get(name.split(".")[1], set()).add(parameter.dtype)
     assert dtypes["visual"] == {torch.float32} and E4M3 in dtypes["layers"]
-    for prompt, request in zip(PROMPTS, engine.run(*PROMPTS), strict=True):
+    prompts = prompts_of(arch)
+    for prompt, request in zip(prompts, engine.run(*prompts), strict=True):
         tokens = prompt.token_ids + request.output_token_ids
         logits = reference(**reference_inputs(reference.model, tokens, prompt.media)).logits[0]
         rows = logits[len(prompt.token_ids) - 1 : -1]
