@@ -64,7 +64,7 @@ COLUMNS = [
 ]
 """Model, graph mode, overlap, checkpoint policy."""
 DRAFTING = [(VL, "FULL", "in turn", "exact"), (HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact")]
-DRAFTING += [(INDEXED, "FULL", "overlap", "exact")]
+DRAFTING += [(INDEXED, "FULL", "overlap", "exact"), (GLM, "FULL", "overlap", "exact")]
 ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact"), (HYBRID_MOE, "NONE", "in turn", "exact")]
 ON_TWO_RANKS += [(INDEXED, "FULL_AND_PIECEWISE", "overlap", "exact"), (GLM, "FULL", "overlap", "exact")]
 CASES = [
