@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from tests.tiny import make_checkpoint, make_model
 
+QWEN4_EXP = ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")
+
 
 class ReferenceHead(nn.Module):
     """Random, with the layer of the model's last attention layer as a start."""
@@ -94,7 +96,8 @@ class ReferenceHead(nn.Module):
         """The tensors under DeepSeek-V3's names, as one more layer, with its copies of the embedding and the head."""
         parts = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
                  "norm": "shared_head.norm"}  # fmt: skip
-        layer, tensors = f"model.layers.{len(self._text[0].layers)}", {}
+        inside = "language_model." if hasattr(self._model[0].model, "language_model") else ""
+        layer, tensors = f"model.{inside}layers.{len(self._text[0].layers)}", {}
         for name, tensor in self.published().items():
             own = name.removeprefix("mtp.").removesuffix(".weight")
             rest = f"{parts[own]}.weight" if own in parts else name.removeprefix("mtp.layers.0.")
@@ -102,6 +105,21 @@ class ReferenceHead(nn.Module):
         embedding = self._text[0].embed_tokens.weight
         copies = {"word_embeddings.weight": embedding, "shared_head.head.weight": embedding}
         return tensors | {f"{layer}.{name}": tensor.detach().clone() for name, tensor in copies.items()}
+
+
+class PlainReference(ReferenceHead):
+    """The head of GLM-5.3: its layer has one residual stream, though the model has several."""
+
+    def __init__(self, model: Any, seed: int = 5) -> None:
+        super().__init__(model, seed)
+        del self.layers[0].attn_hc, self.layers[0].ffn_hc
+
+    @torch.no_grad()
+    def run(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))[None]
+        layer, visible = self.layers[0], torch.ones(x.shape[:2], dtype=torch.bool)
+        x = x + layer.self_attn(layer.input_layernorm(x), attention_mask=visible)[0]
+        return self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))[0]
 
 
 class StreamsReference(ReferenceHead):
@@ -164,9 +182,11 @@ def make_mtp_checkpoint(arch: str, path: Path, **overrides: Any) -> tuple[Path, 
     for name in ("with_tokenizer", "save_options"):
         overrides.pop(name, None)
     model = make_model(arch, **overrides)
-    head = (StreamsReference if arch.startswith("Qwen4Exp") else ReferenceHead)(model)
+    kinds = {"Glm5NextForConditionalGeneration": PlainReference} | dict.fromkeys(QWEN4_EXP, StreamsReference)
+    head = kinds.get(arch, ReferenceHead)(model)
     file = folder / "model.safetensors"
-    published = head.published_as_a_layer() if arch == "BailingHybridForCausalLM" else head.published()
+    as_a_layer = arch in ("BailingHybridForCausalLM", "Glm5NextForConditionalGeneration")
+    published = head.published_as_a_layer() if as_a_layer else head.published()
     save_file(load_file(file) | published, file, metadata={"format": "pt"})
     model.double()
     return folder, head.double()

@@ -26,7 +26,10 @@ from weft.ops.backend import Backend
 NEXT = "Qwen3NextForCausalLM"
 LING = "BailingHybridForCausalLM"
 QWEN4 = "Qwen4ExpForCausalLM"
-WITH_HEAD = (NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration", LING, QWEN4)
+GLM5 = "Glm5NextForConditionalGeneration"
+WITH_HEAD = (
+    NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration", LING, QWEN4, GLM5
+)  # fmt: skip
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
@@ -69,7 +72,7 @@ def test_the_head_is_the_published_function_in_chunks_and_decodes(
         assert_close(torch.cat(got), want)
 
 
-@pytest.mark.parametrize("arch", [*WITH_HEAD[:2], QWEN4])
+@pytest.mark.parametrize("arch", [*WITH_HEAD[:2], QWEN4, GLM5])
 def test_drafts_are_the_greedy_ones_of_the_reference(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +97,7 @@ def test_drafts_are_the_greedy_ones_of_the_reference(
         got = drafter.draft(DraftInputs(hidden, torch.tensor(next_ids), last, sequences, context.batch), 3)
     want = [reference.drafts([*b.tokens, sampled_b], 3), reference.drafts([*a.tokens[:32], sampled_a], 3)]
     assert got.tolist() == want
-    assert arch == QWEN4 or left[-1].shape[:2] == (2, 2), "of a draft, for two sequences"
+    assert arch in (QWEN4, GLM5) or left[-1].shape[:2] == (2, 2), "of a draft, for two sequences"
 
 
 def test_drafts_at_the_end_of_the_context_touch_no_other_page(tmp_path: Path) -> None:
@@ -130,13 +133,15 @@ def test_what_is_no_token_is_drafted_from_without_harm(tmp_path: Path) -> None:
     assert ((drafts >= 0) & (drafts < harness.config.vocab_size)).all()
 
 
-def test_without_speculation_the_head_is_left_out(tmp_path: Path) -> None:
-    folder, reference = make_mtp_checkpoint(NEXT, tmp_path)
+@pytest.mark.parametrize("arch", [NEXT, LING, QWEN4, GLM5])
+def test_without_speculation_the_head_is_left_out(arch: str, tmp_path: Path) -> None:
+    folder, reference = make_mtp_checkpoint(arch, tmp_path)
     harness = Harness(folder)
     assert "mtp" not in dict(harness.model.named_children()) and not any("mtp" in name for name in harness.caches)
     sequence = harness.sequence(prompt(9))
-    want = reference._model[0].lm_head(reference.hidden_states(sequence.tokens)).float()
-    assert_close(harness.run([(sequence, 9)])[0], want.detach())
+    with torch.no_grad():
+        want = reference._model[0](torch.tensor([sequence.tokens])).logits[0].float()
+    assert_close(harness.run([(sequence, 9)])[0], want)
 
 
 def test_a_checkpoint_without_the_head_says_so(tmp_path: Path) -> None:
@@ -164,7 +169,7 @@ def test_models_without_such_a_head_are_refused(arch: str, keys: dict[str, Any],
         read_checkpoint_config(tmp_path).with_mtp()
 
 
-@pytest.mark.parametrize("arch", [*WITH_HEAD[:3], QWEN4])
+@pytest.mark.parametrize("arch", [*WITH_HEAD[:3], QWEN4, GLM5])
 def test_weights_and_cache_are_counted(arch: str, tmp_path: Path) -> None:
     folder, _ = make_mtp_checkpoint(arch, tmp_path)
     with_head, without = Harness(folder, mtp=True), Harness(folder)

@@ -57,11 +57,15 @@ def make_repeating_checkpoint(arch: str, path: Path, *, head: bool = False, **ov
         own = {name: tensor for name, tensor in tensors.items() if mixer in name and not name.startswith("mtp.")}
         tensors |= {f"mtp.{mixer}{name.partition(mixer)[2]}": tensor.clone() for name, tensor in own.items()}
     elif head:
-        size = len(tensors["mtp.norm.weight"])
-        tensors["mtp.fc.weight"] = torch.eye(size, 2 * size)  # the embedding alone
+        joint, own, embedding = (
+            next(name for name in tensors if name.endswith((f"mtp.{part}.weight", f".{deepseek}.weight")))
+            for part, deepseek in (("fc", "eh_proj"), ("norm", "shared_head.norm"), ("pre_fc_norm_embedding", "enorm"))
+        )
+        size = len(tensors[own])
+        tensors[joint] = torch.eye(size, 2 * size)  # the embedding alone
         (norm,) = (tensor for name, tensor in tensors.items() if name in FINAL_NORMS)
-        tensors["mtp.norm.weight"] = norm.clone()
-        tensors["mtp.pre_fc_norm_embedding.weight"].zero_()  # it is centred at zero
+        tensors[own] = norm.clone()
+        tensors[embedding].fill_(1.0 if embedding.endswith("enorm.weight") else 0.0)  # the others are centred at zero
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

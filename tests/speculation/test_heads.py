@@ -25,6 +25,7 @@ HEADS = [
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForCausalLM",
+    "Glm5NextForConditionalGeneration",
 ]
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.media import HYBRID, INDEXED, Engine, Prompt, assert_reference, overrides, reference_inputs
+from tests.media import GLM, HYBRID, INDEXED, Engine, Prompt, assert_reference, overrides, reference_inputs
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
 from weft.multimodal.items import MediaItem
 
 NUM_DRAFTS = 3
-PROMPTS = [
-    Prompt().text(5).image(8, 8, 1).text(7),
-    Prompt().text(12),
-    Prompt().text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5).text(3),
-]
+
+
+def prompts_of(arch: str) -> list[Prompt]:
+    empty = Prompt.of(arch)
+    return [
+        empty.text(5).image(8, 8, 1).text(7),
+        empty.text(12),
+        empty.text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5).text(3),
+    ]
 
 
 @torch.no_grad()
@@ -28,7 +32,8 @@ def drafts_of(head: ReferenceHead, tokens: list[int], media: list[MediaItem]) ->
     hook = text.register_forward_pre_hook(lambda module, args, given: caught.update(given), with_kwargs=True)
     hidden = head.states(lambda: model.model(**reference_inputs(model, tokens, media)))[:-1]
     hook.remove()
-    embedded, positions, found = caught["inputs_embeds"][0, 1:], caught["position_ids"][-3:, :, :-1], []
+    embedded, found = caught["inputs_embeds"][0, 1:], []
+    positions = torch.zeros(3, 1, len(hidden)) if GLM in str(type(model)) else caught["position_ids"][-3:, :, :-1]
     for _ in range(NUM_DRAFTS):
         left = head.run(embedded, hidden, positions)[-1]
         found.append(int(model.lm_head(head.output(left)).argmax()))
@@ -38,7 +43,7 @@ def drafts_of(head: ReferenceHead, tokens: list[int], media: list[MediaItem]) ->
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
-@pytest.mark.parametrize("arch", [HYBRID, INDEXED])
+@pytest.mark.parametrize("arch", [HYBRID, INDEXED, GLM])
 def test_drafts_are_the_references(arch: str, mode: str, tmp_path: Path) -> None:
     folder, head = make_mtp_checkpoint(arch, tmp_path, **overrides(arch))
     drafts = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
@@ -46,19 +51,20 @@ def test_drafts_are_the_references(arch: str, mode: str, tmp_path: Path) -> None
     if mode == "FULL":
         settings["piecewise_cuda_graph_tokens"] = [64]
     engine = Engine(folder, max_num_seqs=3, max_model_len=100, cpu_cache_gib=0.05, **settings)
-    requests = [engine.request(prompt, 14) for prompt in PROMPTS]
+    prompts = prompts_of(arch)
+    requests = [engine.request(prompt, 14) for prompt in prompts]
     for request in requests:
         engine.core.add(request)
     compared = 0
     while not all(request.is_finished for request in requests):
         engine.core.step()
-        for prompt, request in zip(PROMPTS, requests, strict=True):
+        for prompt, request in zip(prompts, requests, strict=True):
             room = min(NUM_DRAFTS, 14 - len(request.output_token_ids)) if len(request.output_token_ids) > 1 else 1
             if request.draft_token_ids and room > 0:
                 known = request.known_token_ids.tolist()
                 want = drafts_of(head, known, prompt.media) if prompt.media else head.drafts(known, NUM_DRAFTS)
                 assert request.draft_token_ids[:room] == want[:room]
                 compared += 1
-    for prompt, request in zip(PROMPTS, requests, strict=True):
+    for prompt, request in zip(prompts, requests, strict=True):
         assert_reference(head._model[0], prompt, request)
     assert compared > 20 and engine.core.stats().spec_decode_num_drafts > 20

@@ -127,5 +127,6 @@ GLM5_NEXT = Family(
     moe=read_glm5_moe,
     multimodal=True,
     vision=read_glm_vision,
+    mtp=True,
     keys=_KEYS,
 )

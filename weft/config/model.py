@@ -217,7 +217,7 @@ class ModelConfig:
     @property
     def returns_streams(self) -> bool:
         """Whether the model returns residual streams, for a head that drafts, in place of one hidden state."""
-        return self.runs_mtp and self.streams is not None
+        return self.runs_mtp and self.streams is not None and self.streams.form == "gated"
 
     @property
     def output_size(self) -> int:
@@ -234,7 +234,7 @@ class ModelConfig:
             raise ConfigError(
                 f"speculative_config: method 'mtp' needs a multi-token-prediction head of one {MTP_LAYER_TYPE} layer; "
                 f"this {self.architecture} has {self.mtp_layers or 'no'} layers of such a head. Choose method 'ngram', "
-                "or a checkpoint of Qwen3-Next, Qwen3.5, Qwen4-Exp or Ling 3.0 with the tensors of its head"
+                "or a checkpoint of Qwen3-Next, Qwen3.5, Qwen4-Exp, GLM-5.3 or Ling 3.0 with the tensors of its head"
             )
         return replace(self, runs_mtp=True)
 

@@ -57,7 +57,7 @@ def _stream_weights(model: ModelConfig) -> int:
     """Weights of the connections of all blocks with the residual streams, which are never quantised."""
     if model.streams is None:
         return 0
-    num_connections = 2 * model.num_hidden_layers + 1 + (3 if model.runs_mtp else 0)
+    num_connections = 2 * model.num_hidden_layers + 1 + (3 if model.returns_streams else 0)
     return num_connections * model.streams.num_weights(model.hidden_size)
 
 

@@ -1,4 +1,4 @@
-"""The multi-token-prediction head (MTP) of Qwen3-Next, Qwen3.5, Qwen4-Exp and Ling 3.0, and drafts made with it.
+"""The multi-token-prediction head (MTP) of Qwen3-Next, Qwen3.5, Qwen4-Exp, GLM-5.3 and Ling 3.0, and its drafts.
 
 Job: at position t, predict token t + 2 from the model's hidden state (after the final norm) and token t + 1. Further
 drafts read the head's own hidden states in place of the model's. Owns: the head's modules, named as published

@@ -314,7 +314,7 @@ def weight_table(config: ModelConfig) -> WeightTable:
     """The table of a model. In Granite without experts the shared MLP is the MLP."""
     is_dense_granite = config.architecture == "GraniteMoeHybridForCausalLM" and config.moe is None
     table = _DENSE_GRANITE if is_dense_granite else WEIGHT_TABLES[config.architecture]
-    if table is _LING:
+    if table in (_LING, _GLM5_NEXT):
         table = _with_head_after_layers(table, config)
     if config.wrapper is None:
         return table
@@ -325,7 +325,8 @@ def weight_table(config: ModelConfig) -> WeightTable:
 
 def _with_head_after_layers(table: WeightTable, config: ModelConfig) -> WeightTable:
     """The table of a checkpoint that stores its multi-token-prediction head as one more layer (DeepSeek-V3's names)."""
-    layer = f"model.layers.{config.num_hidden_layers}."
+    inside = "language_model." if "model.language_model." in table.renames else ""
+    layer = f"model.{inside}layers.{config.num_hidden_layers}."
     if not config.runs_mtp:
         return replace(table, ignorable=(*table.ignorable, f"{layer}*"))
     parts = {
@@ -336,5 +337,5 @@ def _with_head_after_layers(table: WeightTable, config: ModelConfig) -> WeightTa
         "": "layers.0.",
     }
     copies = (f"{layer}embed_tokens.*", f"{layer}word_embeddings.*", f"{layer}shared_head.head.*")
-    renames = table.renames | {f"{layer}{own}": f"mtp.{part}" for own, part in parts.items()}
+    renames = {f"{layer}{own}": f"mtp.{part}" for own, part in parts.items()} | table.renames
     return replace(table, renames=renames, ignorable=(*table.ignorable, *copies))
