@@ -178,7 +178,12 @@ class Tape(TorchDispatchMode):
             if outputs:
                 tensors = [*_tensors((result,))]
                 for place, recorded in outputs:
-                    recorded.copy_(tensors[place])
+                    _stored(recorded).copy_(_stored(tensors[place]))
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """A tensor without the repetitions of expanded dimensions."""
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:
