@@ -349,6 +349,7 @@ _QWEN4_EXP = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "hc_count": 3,
     "hc_lowrank": 10,
+    "output_gate_type": "sigmoid",
     "ple_layer_ids": [1, 4],
     "ple_embed_dim": 24,
     "ple_conv_kernel_size": 3,

@@ -47,6 +47,29 @@ def test_defaults_and_as_transformers_writes_it(tmp_path: Path) -> None:
     assert read(tmp_path, written | {"architectures": [TEXT]}) == config
 
 
+def test_the_published_checkpoint_is_read(tmp_path: Path) -> None:
+    """The keys of Qwen3.8-Flash-Next that differ from the defaults."""
+    text = tiny(TEXT) | {
+        "hidden_size": 2560, "num_attention_heads": 24, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+        "indexer_n_heads": 4, "indexer_head_dim": 128, "indexer_budget": 2048, "ple_embed_dim": 2560, "ngram_size": 3,
+        "heads_per_ngram": 8, "hc_count": 4, "hc_lowrank": 320, "output_gate_type": "sigmoid", "num_hidden_layers": 48,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12,
+        "ple_layer_ids": [2], "mtp_num_hidden_layers": 1,
+    }  # fmt: skip
+    config = read(tmp_path, text)
+    delta = GatedDeltaNetConfig(16, 48, 128, 128, 4, sigmoid_gate=True, in_proj=InProjLayout.SEPARATE)
+    assert config.mixers["linear_attention"]["linear_attn"] == delta == config.mixers[WITH_NGRAMS]["linear_attn"]
+    assert config.layer_types.count("indexed_attention") == 12 and config.mtp_layers == 1
+
+
+@pytest.mark.parametrize(("gate", "sigmoid"), [("silu", False), ("swish", False), ("sigmoid", True)])
+def test_output_gate(gate: str, sigmoid: bool, tmp_path: Path) -> None:
+    config = read(tmp_path, tiny(TEXT, output_gate_type=gate))
+    assert config.mixers["linear_attention"]["linear_attn"].sigmoid_gate == sigmoid
+
+
 def test_hashes_are_those_of_transformers() -> None:
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
@@ -72,7 +95,7 @@ def test_names_of_the_layer_type(arch: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported"),
+        ({"output_gate_type": "tanh"}, "output_gate_type='tanh' is not supported"),
         ({"indexer_kv_heads": 2}, "indexer_kv_heads=2 is not supported"),
         ({"indexer_budget": 42}, "indexer_budget=42 is not valid; expected a multiple of indexer_compress_ratio=4"),
         ({"indexer_compress_ratio": 5}, "it must divide indexer_head_dim=72"),

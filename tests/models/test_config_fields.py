@@ -53,7 +53,7 @@ OTHERS: dict[str, Any] = {
     "mlp_only_layers": lambda v: [0],
     "q_lora_rank": lambda v: 18,
     "full_attn_idxs": lambda v: [1],
-    "output_gate_type": lambda v: "sigmoid",
+    "output_gate_type": lambda v: "silu" if v != "silu" else "sigmoid",
     "ple_layer_ids": lambda v: [2],
     "local_layer_ids": lambda v: [0],
     "unpadded_vocab_size": lambda v: 200,

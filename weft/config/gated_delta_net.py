@@ -32,6 +32,7 @@ class GatedDeltaNetConfig:
     Attributes:
         negative_eigenvalues: the write strength is twice the sigmoid, so a state can change its sign along a key (arXiv
             2411.12537).
+        sigmoid_gate: the output gate is a sigmoid, as in Qwen4-Exp, instead of a SiLU.
         norm_eps: epsilon of the output norm; None: the model's.
         in_proj: how checkpoints store the input projection.
     """
@@ -42,8 +43,14 @@ class GatedDeltaNetConfig:
     head_v_dim: int
     conv_kernel: int
     negative_eigenvalues: bool = False
+    sigmoid_gate: bool = False
     norm_eps: float | None = None
     in_proj: InProjLayout = InProjLayout.GROUPED
+
+    @property
+    def gate_activation(self) -> str:
+        """Name of the output gate's activation, as ``gated_rms_norm`` takes it."""
+        return "sigmoid" if self.sigmoid_gate else "silu"
 
     @property
     def key_dim(self) -> int:

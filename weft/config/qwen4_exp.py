@@ -1,5 +1,6 @@
 """Qwen4-Exp: Gated DeltaNet, attention over tokens that an indexer selects, residual streams, n-gram embeddings."""
 
+from dataclasses import replace
 from functools import partial
 
 from weft.config.attention import AttentionConfig, read_attention
@@ -31,10 +32,11 @@ def separate_ngrams(text: JsonObject, types: tuple[str, ...]) -> tuple[str, ...]
 
 
 def read_qwen4_gated_delta_net(text: JsonObject) -> GatedDeltaNetConfig:
-    """Read Gated DeltaNet, whose output gate is a SiLU."""
-    if text.text("output_gate_type", "silu") not in ("silu", "swish"):
-        raise text.unsupported("output_gate_type", " for this architecture; supported is 'silu'")
-    return read_gated_delta_net(text, in_proj=InProjLayout.SEPARATE)
+    """Read Gated DeltaNet, whose output gate is a SiLU or a sigmoid."""
+    gate = text.text("output_gate_type", "silu")
+    if gate not in ("silu", "swish", "sigmoid"):
+        raise text.unsupported("output_gate_type", " for this architecture; supported are 'silu' and 'sigmoid'")
+    return replace(read_gated_delta_net(text, in_proj=InProjLayout.SEPARATE), sigmoid_gate=gate == "sigmoid")
 
 
 def read_indexed_attention(text: JsonObject) -> IndexedAttentionConfig:

@@ -94,7 +94,8 @@ class GatedDeltaNet(RecurrentLayer):
         # The decay is an exponential of an exponential: both its parameters stay in float32 whatever the model's dtype.
         self.A_log = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
         self.dt_bias = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
-        self.norm = GatedRMSNorm(geometry.head_v_dim, self._eps, context)
+        gate = geometry.gate_activation
+        self.norm = GatedRMSNorm(geometry.head_v_dim, self._eps, context, activation=gate)
         self.out_proj = RowParallelLinear(
             geometry.value_dim, config.hidden_size, bias=False, context=context, what=what
         )

@@ -149,7 +149,9 @@ def test_decode_step(
     conv, recurrent = torch.randn(9, channels, kernel - 1, device=DEVICE), torch.randn(9, hv, dk, dv, device=DEVICE)
     conv, recurrent = conv.to(dtype), recurrent.to(state_dtype)
     slots = torch.tensor([3, 1, 5, 0], dtype=torch.int32, device=DEVICE)
-    geometry = GatedDeltaNetConfig(hk, hv, dk, dv, kernel, negative_eigenvalues=kernel == 2)
+    geometry = GatedDeltaNetConfig(
+        hk, hv, dk, dv, kernel, negative_eigenvalues=kernel == 2, sigmoid_gate=state_dtype == torch.float32
+    )
     results = {}
     for backend in (TORCH, TRITON):
         # The kernel rounds once, at the end: the reference computes in float32, from the same numbers.
@@ -198,7 +200,9 @@ def test_verify_step(
     untouched = [slot for slot in range(1, num_slots) if slot not in written.tolist()]
     for state in (conv, recurrent):  # what is only written may hold anything
         state[[slot for slot in written.tolist() if slot not in working.tolist()]] = torch.nan
-    geometry = GatedDeltaNetConfig(hk, hv, dk, dv, kernel, negative_eigenvalues=kernel == 2)
+    geometry = GatedDeltaNetConfig(
+        hk, hv, dk, dv, kernel, negative_eigenvalues=kernel == 2, sigmoid_gate=state_dtype == torch.float32
+    )
     got_conv, got_state = conv.clone(), recurrent.clone()
     out = gdn_verify(projected, DeltaWeights(*weights), got_conv, got_state, working, slots, geometry, backend=TRITON)
     # The reference in float32: it rounds between its operations, the kernel at the end alone.

@@ -242,7 +242,9 @@ def gdn_decode(
     v = v.unflatten(-1, (num_v_heads, geometry.head_v_dim))
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
     z = z.reshape(-1, geometry.head_v_dim)
-    normed = gated_rms_norm.reference(o.flatten(0, 1), z, weights.norm_weight, weights.eps)
+    normed = gated_rms_norm.reference(
+        o.flatten(0, 1), z, weights.norm_weight, weights.eps, activation=geometry.gate_activation
+    )
     return settle_padding(normed.view(-1, value_dim), state_slots, out)
 
 

@@ -113,7 +113,7 @@ class Fixed(NamedTuple):
             one of Kimi Delta Attention, and a group one value head.
         keep_padding: leave the output of rows with slot 0 as it is.
         prefetch: see ``Shape``.
-        negative_eigenvalues: as in ``GatedDeltaNetConfig``.
+        negative_eigenvalues, sigmoid_gate: as in ``GatedDeltaNetConfig``.
         gate_floor: as in ``KimiDeltaConfig``.
         has_states: the states are taken through the token here; else by a launch of its own.
         most_to_release: with up to so many programs the next kernel's may start early. Those of Gated DeltaNet fill
@@ -133,6 +133,7 @@ class Fixed(NamedTuple):
     keep_padding: bool
     prefetch: bool
     negative_eigenvalues: bool
+    sigmoid_gate: bool
     has_states: bool
     most_to_release: int
     gate_floor: float = 0.0
@@ -209,7 +210,8 @@ def _gdn_decode_kernel(
         b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
         b_a += tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
         b_gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
-        b_gate *= tl.sigmoid(b_gate) * norm
+        factor = tl.sigmoid(b_gate) * norm
+        b_gate = factor if FIXED.sigmoid_gate else b_gate * factor
 
     p_vectors = vectors + (i_row * HK + i_key_head) * FIXED.vectors.size
     p_values, p_gates = p_vectors + FIXED.vectors.values, p_vectors + FIXED.vectors.gates
@@ -293,7 +295,7 @@ def _launch_rows(
         g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
         next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
         next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
-        g.negative_eigenvalues, has_states=True, most_to_release=0,
+        g.negative_eigenvalues, g.sigmoid_gate, has_states=True, most_to_release=0,
     )  # fmt: skip
     _gdn_decode_kernel[(g.num_k_heads, num_rows)](
         projected, None, None, conv_weight, A_log, dt_bias, norm_weight, *states, *slots, vectors, out,
@@ -382,7 +384,7 @@ def kda_decode_triton(
         has_states = launch_states is None  # else the launch of states is what starts early
         fixed = Fixed(
             heads, heads, dim, dim, geometry.conv_kernel, block, min(shape.block_v, block), block, 1, places, keep,
-            shape.prefetch, negative_eigenvalues=False, has_states=has_states,
+            shape.prefetch, negative_eigenvalues=False, sigmoid_gate=True, has_states=has_states,
             most_to_release=_FEW_TO_RELEASE if has_states else ALWAYS.value, gate_floor=geometry.gate_floor,
         )  # fmt: skip
         _gdn_decode_kernel[(heads, num_rows)](

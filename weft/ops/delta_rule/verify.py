@@ -52,8 +52,8 @@ class Fixed(NamedTuple):
 
     Attributes:
         num_tokens: of each sequence.
-        num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel, negative_eigenvalues: of the layer, as in
-            ``GatedDeltaNetConfig``.
+        num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel, negative_eigenvalues, sigmoid_gate: of the
+            layer, as in ``GatedDeltaNetConfig``.
         block_k, block_v: powers of two that hold a state's rows and columns.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
         vectors: what a program leaves of a token before it reads states.
@@ -67,6 +67,7 @@ class Fixed(NamedTuple):
     head_v_dim: int
     conv_kernel: int
     negative_eigenvalues: bool
+    sigmoid_gate: bool
     block_k: int
     block_v: int
     block_g: int
@@ -152,7 +153,8 @@ def _gdn_verify_kernel(
         b_v, v_kept = convolve(row, v_taps, v_kept, v_channels, g_mask, W)
         decay, beta = _gates(row, A_log, dt_bias, i_key_head * GROUP + o_h, h_mask, C, VALUE_DIM, FIXED)
         gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
-        gate *= tl.sigmoid(gate) * norm
+        factor = tl.sigmoid(gate) * norm
+        gate = factor if FIXED.sigmoid_gate else gate * factor
         computed = computed + ((b_q, b_k, b_v, gate, decay, beta),)  # type: ignore[assignment]  # noqa: RUF005
         states = states + ((q_kept, k_kept, v_kept),)  # type: ignore[assignment]  # noqa: RUF005
         row += stride_row
@@ -234,7 +236,7 @@ def launch_verify(
         block_k, block_v = next_power_of_2(g.head_k_dim), next_power_of_2(g.head_v_dim)
         fixed = Fixed(
             num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,
-            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places,
+            g.sigmoid_gate, block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places,
             launch_states is None,
         )  # fmt: skip
         _gdn_verify_kernel[(g.num_k_heads, num_seqs)](
