@@ -3,7 +3,15 @@
 from typing import Any
 
 from weft.config.json_object import JsonObject
-from weft.config.vision import GlmTowerConfig, VisionConfig, VisionTokens, check_rotation, read_tokens, with_defaults
+from weft.config.vision import (
+    GlmTowerConfig,
+    VisionConfig,
+    VisionTokens,
+    check_rotation,
+    read_sizes,
+    read_tokens,
+    with_defaults,
+)
 
 _DEFAULTS: dict[str, Any] = {
     "depth": 24,
@@ -37,15 +45,7 @@ def read_glm_vision(top: JsonObject, text: JsonObject) -> VisionConfig | None:
     rope = vision.object("rope_parameters") or JsonObject({}, vision.where)
     _check_supported(vision)
     return VisionConfig(
-        depth=vision.integer("depth"),
-        hidden_size=vision.integer("hidden_size"),
-        intermediate_size=vision.integer("intermediate_size"),
-        num_heads=vision.integer("num_heads"),
-        in_channels=vision.integer("in_channels"),
-        patch_size=vision.integer("patch_size"),
-        temporal_patch_size=vision.integer("temporal_patch_size"),
-        spatial_merge_size=vision.integer("spatial_merge_size"),
-        out_hidden_size=vision.integer("out_hidden_size"),
+        **read_sizes(vision),
         num_position_embeddings=0,
         activation=vision.text("hidden_act"),
         rope_theta=rope.number("rope_theta", vision.number("rope_theta", 10_000.0)),

@@ -24,6 +24,10 @@ _DEFAULTS: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "hidden_act": "gelu_pytorch_tanh",
 }
+_SIZES = (
+    "depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size", "temporal_patch_size",
+    "spatial_merge_size", "out_hidden_size",
+)  # fmt: skip
 _SYNONYMS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 _DEFAULT_THETA = 10_000.0
@@ -148,15 +152,7 @@ def read_vision(
     _check_supported(vision)
     rope = vision.object("rope_parameters") or JsonObject({}, vision.where)
     return VisionConfig(
-        depth=vision.integer("depth"),
-        hidden_size=vision.integer("hidden_size"),
-        intermediate_size=vision.integer("intermediate_size"),
-        num_heads=vision.integer("num_heads"),
-        in_channels=vision.integer("in_channels"),
-        patch_size=vision.integer("patch_size"),
-        temporal_patch_size=vision.integer("temporal_patch_size"),
-        spatial_merge_size=vision.integer("spatial_merge_size"),
-        out_hidden_size=vision.integer("out_hidden_size"),
+        **read_sizes(vision),
         num_position_embeddings=vision.integer("num_position_embeddings"),
         activation=vision.text("hidden_act"),
         rope_theta=rope.number("rope_theta", _DEFAULT_THETA),
@@ -172,6 +168,11 @@ def with_defaults(given: JsonObject, defaults: dict[str, Any]) -> JsonObject:
     for key in ("patch_size", "temporal_patch_size"):
         values[key] = _one_size(given, key, values.get(key, defaults[key]))
     return JsonObject(defaults | values, given.where)
+
+
+def read_sizes(vision: JsonObject) -> dict[str, Any]:
+    """Read the fields of ``VisionConfig`` that are sizes of every tower."""
+    return {name: vision.integer(name) for name in _SIZES}
 
 
 def read_tokens(top: JsonObject, defaults: VisionTokens, start: str, end: str) -> VisionTokens:
