@@ -42,9 +42,9 @@ def in_bfloat16(model: Any) -> Any:
     """Convert transformers' model as it would load it. Routers of Inkling 2 run in float32 alone."""
     kept = model._keep_in_fp32_modules_strict or () if "Inkling2" in type(model).__name__ else ()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not any(part in name for part in kept):
+        if tensor.is_floating_point() and not any(part in name for part in kept):
             tensor.data = tensor.data.bfloat16()
-    return model if kept else model.bfloat16()
+    return model
 
 
 def three_logits(arch: str, folder: Path, seed: int) -> tuple[Tensor, Tensor, Tensor]:
