@@ -4,7 +4,9 @@ Job: time every product of 25 models at several tensor-parallel sizes and number
 the worst. Owns: the models' sizes, which are those of their published configs. Does not know: how a kernel is chosen.
 
     python -m benchmarks.shapes [--models WORD …] [--tp 1 2 4 8] [--rows 1 8 32 …] [--formats bf16 token tensor block]
-                                [--least-mb 8] [--seconds 300] [--worst 50] [--json FILE]
+                                [--least-mb 8] [--part I N] [--seconds 300] [--worst 50] [--json FILE]
+    python -m benchmarks.shapes … --compile     # runs everything once: several such processes fill the cache of kernels
+    python -m benchmarks.shapes --read FILE …   # only lists the worst
 
 A product is a weight ``[out, in]`` of one rank. Products come in a shuffled order of a fixed seed, so that those left
 out for time are a random part. Weights rotate, so that none is in the cache when its turn comes. The floor is the
@@ -16,17 +18,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.kernels.fp8_weights import FP8_FLOP_PER_S, fp8_weight
-from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, time_us
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, LEAST_CALLS, MATRIX_FLOP_PER_S, ON_GPU, graph_ms
 from weft.bench import report
 from weft.ops.backend import Backend
 from weft.ops.linear import fp8_linear, fp8_linear_silu_mul, linear, linear_silu_mul
@@ -141,40 +145,54 @@ def floor_us(product: Product, rows: int, fp8: bool) -> float:
     return max(moved / COPY_BYTES_PER_S, flops / (FP8_FLOP_PER_S if fp8 else MATRIX_FLOP_PER_S)) * 1e6
 
 
-def measure(product: Product, row_counts: list[int], form: str) -> Iterator[dict[str, Any]]:
-    """Times of one weight for every number of rows."""
-    fp8, block = form != "bf16", 128 if form == "block" else 0
-    count = max(2, ROTATED_BYTES // (product.out * product.inner * (1 if fp8 else 2)))
-    shape = product.out, product.inner
-    static = torch.tensor(0.05, device=DEVICE) if form == "tensor" else None
-    if fp8:
-        weights: list[Any] = [fp8_weight(*shape, block) for _ in range(count)]
-        call = fp8_linear_silu_mul if product.gated else fp8_linear
-        ours = [partial(call, weight=w, weight_scale=s, input_scale=static, block=block) for w, s in weights]
-    else:
-        weights = [torch.randn(shape, device=DEVICE).bfloat16() for _ in range(count)]
-        ours = [partial(linear_silu_mul if product.gated else linear, weight=w) for w in weights]
-    for rows in row_counts:
-        x = torch.randn(rows, product.inner, device=DEVICE).bfloat16()
-        calls = [partial(each, x, backend=Backend.TRITON) for each in ours]
-        us, floor = time_us(calls), floor_us(product, rows, fp8)
-        row = {"out": product.out, "inner": product.inner, "gated": product.gated, "format": form, "rows": rows}
-        yield row | {"us": round(us, 2), "floor_us": round(floor, 2), "library_us": _library(x, weights, form)}
+class Timed:
+    """One weight in one format."""
 
+    def __init__(self, product: Product, form: str, count: int) -> None:
+        """``count``: copies of the weight, which calls take in turn."""
+        self.product, self.form, self.fp8 = product, form, form != "bf16"
+        block, shape = 128 if form == "block" else 0, (product.out, product.inner)
+        static = torch.tensor(0.05, device=DEVICE) if form == "tensor" else None
+        if self.fp8:
+            self.weights: list[Any] = [fp8_weight(*shape, block) for _ in range(count)]
+            call = fp8_linear_silu_mul if product.gated else fp8_linear
+            self.ours = [
+                partial(call, weight=w, weight_scale=s, input_scale=static, block=block) for w, s in self.weights
+            ]
+        else:
+            self.weights = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
+            self.ours = [partial(linear_silu_mul if product.gated else linear, weight=w) for w in self.weights]
 
-def _library(x: torch.Tensor, weights: list[Any], form: str) -> float | None:
-    """Microseconds of the matrix library; None where it has no such product."""
-    if form == "bf16":
-        return round(time_us([partial(torch.mm, x, weight.t()) for weight in weights]), 2)
-    if form != "token" or any(size % 16 for size in weights[0][0].shape):
-        return None
-    values = x.to(torch.float8_e4m3fn)
-    scales = torch.ones(len(x), 1, device=DEVICE)
-    calls = [
-        partial(torch._scaled_mm, values, weight.t(), scales, scale.t(), out_dtype=torch.bfloat16)
-        for weight, scale in weights
-    ]
-    return round(time_us(calls), 2)
+    def calls(self, x: torch.Tensor) -> list[Any]:
+        return [partial(each, x, backend=Backend.TRITON) for each in self.ours]
+
+    def library(self, x: torch.Tensor) -> list[Any] | None:
+        """The matrix library's calls; None where it has no such product."""
+        if not self.fp8:
+            return [partial(torch.mm, x, weight.t()) for weight in self.weights]
+        if self.form != "token" or self.product.out % 16 or self.product.inner % 16:
+            return None
+        values = x.to(torch.float8_e4m3fn)
+        scales = torch.ones(len(x), 1, device=DEVICE)
+        return [
+            partial(torch._scaled_mm, values, weight.t(), scales, scale.t(), out_dtype=torch.bfloat16)
+            for weight, scale in self.weights
+        ]
+
+    def inputs(self, rows: int) -> torch.Tensor:
+        return torch.randn(rows, self.product.inner, device=DEVICE, dtype=torch.bfloat16)
+
+    def measure(self, row_counts: list[int]) -> Iterator[dict[str, Any]]:
+        """Times for every number of rows."""
+        shape = {"out": self.product.out, "inner": self.product.inner, "gated": self.product.gated}
+        for rows in row_counts:
+            x, floor = self.inputs(rows), floor_us(self.product, rows, self.fp8)
+            us = partial(graph_ms, repeats=7, least=max(len(self.weights), min(LEAST_CALLS, int(5000 / floor))))
+            library = self.library(x)
+            row = shape | {"format": self.form, "rows": rows, "us": round(us(self.calls(x)) * 1e3, 2)}
+            yield row | {
+                "floor_us": round(floor, 2), "library_us": round(us(library) * 1e3, 2) if library else None
+            }  # fmt: skip
 
 
 def worst(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -191,28 +209,49 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--least-mb", type=float, default=0.0, help="leave out smaller weights")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no product after this time")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="one product of N")
+    parser.add_argument("--compile", action="store_true", help="run every product once and time none")
+    parser.add_argument("--read", nargs="*", metavar="FILE", help="list the worst of these files")
     parser.add_argument("--worst", type=int, default=50)
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.read:
+        files = [json.loads(Path(name).read_text()) for name in args.read]
+        print_worst(
+            [row for file in files for row in file["rows"]], sum(file["left_out"] for file in files), args.worst
+        )
+        return
     target, end = report.open_json(args.json), time.monotonic() + args.seconds
     found, rows, left = suite(args.models, args.tp), [], 0
     order = sorted(found)
     random.Random(0).shuffle(order)
-    for product, form in itertools.product(order, args.formats):
-        is_small = product.out * product.inner * (2 if form == "bf16" else 1) < args.least_mb * 1e6
-        if is_small or (form == "block" and (product.out % 128 or product.inner % 128)):
+    place, parts = args.part
+    for product, form in itertools.product(order[place::parts], args.formats):
+        size = product.out * product.inner * (2 if form == "bf16" else 1)
+        if size < args.least_mb * 1e6 or (form == "block" and (product.out % 128 or product.inner % 128)):
             continue
         if time.monotonic() > end:
             left += 1
-            continue
-        rows += [row | {"used_by": found[product]} for row in measure(product, args.rows, form)]
+        elif args.compile:
+            timed = Timed(product, form, 1)
+            for count in args.rows:
+                timed.calls(timed.inputs(count))[0]()
+        else:
+            timed = Timed(product, form, max(2, ROTATED_BYTES // size))
+            rows += [row | {"used_by": found[product]} for row in timed.measure(args.rows)]
+            report.write_json(target, report.provenance(DEVICE) | {"left_out": left, "rows": rows})
+    if not args.compile:
         report.write_json(target, report.provenance(DEVICE) | {"left_out": left, "rows": rows})
-    report.write_json(target, report.provenance(DEVICE) | {"left_out": left, "rows": rows})
+        print_worst(rows, left, args.worst)
+
+
+def print_worst(rows: list[dict[str, Any]], left: int, count: int) -> None:
+    """Print a table of the ``count`` worst."""
     cells = [
         [f"{r['out']} x {r['inner']}{' gated' if r['gated'] else ''}", r["format"], str(r["rows"]), f"{r['us']:.1f}",
          f"{r['floor_us']:.1f}", f"{r['floor_us'] / r['us']:.0%}" if r["us"] else "", str(r["library_us"] or ""),
          r["used_by"][0]]
-        for r in worst(rows, args.worst)
+        for r in worst(rows, count)
     ]  # fmt: skip
     columns = ("weight", "format", "rows", "us", "floor", "share", "library", "for example")
     report.table(f"{len(rows)} measured, {left} products left out for time; the worst:", columns, cells)

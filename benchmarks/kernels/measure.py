@@ -34,14 +34,14 @@ LEAST_CALLS = 24
 """In a graph: its own launch, some 7 us, would otherwise count as the kernels' (with two calls, 3.5 us each)."""
 
 
-def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 15) -> float:
-    """Milliseconds per call: all calls in turn, ``LEAST_CALLS`` or more, in one CUDA graph, median over its replays.
+def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 15, least: int = LEAST_CALLS) -> float:
+    """Milliseconds per call: all calls in turn, ``least`` or more, in one CUDA graph, median over its replays.
     0.0 without a GPU (called once)."""
     for call in calls:
         call()
     if not ON_GPU:
         return 0.0
-    calls = [*calls] * -(-LEAST_CALLS // len(calls))
+    calls = [*calls] * -(-least // len(calls))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import shapes
-from benchmarks.shapes import MODELS, Product, floor_us, measure, products, suite, worst
+from benchmarks.shapes import MODELS, Product, Timed, floor_us, products, suite, worst
 
 
 def test_products_follow_from_the_config() -> None:
@@ -35,7 +35,7 @@ def test_floor_counts_the_weight_once() -> None:
 
 @pytest.mark.parametrize("form", shapes.FORMATS)
 def test_a_measurement_gives_a_row_for_every_number_of_rows(form: str) -> None:
-    found = list(measure(Product(128, 128, True), [1, 5], form))
+    found = list(Timed(Product(128, 128, True), form, 2).measure([1, 5]))
     assert [row["rows"] for row in found] == [1, 5] and all(row["format"] == form for row in found)
 
 
