@@ -40,5 +40,5 @@ def _row(name: str) -> tuple[str, ...]:
     if name in WRAPPERS:
         return name, "yes", f"text alone, as {' or '.join(WRAPPERS[name].texts.values())}", ""
     verified = VERIFIED[name]
-    on_gpu = "not yet" if not verified.gpu else "yes" if verified.gpu_images else "text"
+    on_gpu = "yes" if verified.gpu else "not yet"
     return name, "yes", on_gpu, verified.ranks.value

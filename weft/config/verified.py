@@ -31,12 +31,10 @@ class Verified:
             further from float32 than ``transformers`` is (``tests/gpu/test_parity.py``,
             ``tests/gpu/test_precision.py``, with images ``tests/gpu/test_vision.py``).
         ranks: verified with tensor parallelism.
-        gpu_images: the verification on an H200 includes images, if the architecture reads some.
     """
 
     gpu: bool
     ranks: Ranks
-    gpu_images: bool = True
 
 
 VERIFIED: dict[str, Verified] = {
@@ -47,7 +45,7 @@ VERIFIED: dict[str, Verified] = {
     "Qwen3ForCausalLM": Verified(True, Ranks.ENGINE),
     "Qwen3MoeForCausalLM": Verified(True, Ranks.ENGINE),
     "BailingHybridForCausalLM": Verified(True, Ranks.LAYERS),
-    "Glm5NextForConditionalGeneration": Verified(True, Ranks.LAYERS, gpu_images=False),
+    "Glm5NextForConditionalGeneration": Verified(True, Ranks.LAYERS),
     "Qwen3NextForCausalLM": Verified(True, Ranks.ENGINE),
     "Qwen3_5ForCausalLM": Verified(True, Ranks.ENGINE),
     "Qwen3_5MoeForCausalLM": Verified(True, Ranks.ENGINE),
@@ -76,8 +74,8 @@ VERIFIED: dict[str, Verified] = {
     "RecurrentGemmaForCausalLM": Verified(True, Ranks.LAYERS),
     "GptOssForCausalLM": Verified(True, Ranks.LAYERS),
     "KimiLinearForCausalLM": Verified(True, Ranks.LAYERS),
-    "InklingForCausalLM": Verified(False, Ranks.ENGINE),
-    "Inkling2ForCausalLM": Verified(False, Ranks.ENGINE),
+    "InklingForCausalLM": Verified(True, Ranks.ENGINE),
+    "Inkling2ForCausalLM": Verified(True, Ranks.ENGINE),
     "OlmoHybridForCausalLM": Verified(True, Ranks.ENGINE),
 }
 

@@ -163,11 +163,22 @@ def test_parts_add_up_in_order_to_the_same_bits(tokens: int, scheme: str) -> Non
 
 @pytest.mark.parametrize(("config", "scheme"), sampled(FEW, SCHEMES)[:: 1 if ON_GPU else 5], ids=str)
 def test_gated_product(config: FewRows, scheme: str) -> None:
+    check_gated_product(5, 256, config, scheme)
+
+
+@pytest.mark.parametrize("tokens", [5, 33])
+@pytest.mark.parametrize("width", [100, 128])
+def test_gated_product_by_block(tokens: int, width: int) -> None:
+    """Of few and of many rows of inputs; where up rows of a program have scales of two blocks, and where of one."""
+    check_gated_product(tokens, width, FewRows(False, 64, 4, 3, 1), "block")
+
+
+def check_gated_product(tokens: int, width: int, config: FewRows, scheme: str) -> None:
     block = block_of(scheme)
-    x, static = inputs(5, 384, torch.float32, scheme)
-    weight, scale = fp8_matrix(512, 384, block)
+    x, static = inputs(tokens, 384, torch.float32, scheme)
+    weight, scale = fp8_matrix(2 * width, 384, block)
     values, scales = quantised(x, static, block)
-    out = torch.empty(5, 256, device=DEVICE)
+    out = torch.empty(tokens, width, device=DEVICE)
     fp8_product_triton(x, Fp8Matrix(weight, scale, static, block), None, out, silu_mul=True, config=config)
     gate, up = product(values, scales, weight, scale, block).chunk(2, dim=-1)
     assert_near(out, torch.nn.functional.silu(gate) * up)
@@ -211,7 +222,7 @@ def test_dispatch(tokens: int, scheme: str) -> None:
         assert_near(got, want.double(), near)
 
 
-@pytest.mark.parametrize(("tokens", "scheme"), [(17, "block"), (64, "static"), (2, "token")])
+@pytest.mark.parametrize(("tokens", "scheme"), [(16, "block"), (64, "static"), (2, "token")])
 def test_few_rows_are_quantised_by_the_product_itself(
     tokens: int, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +269,9 @@ def test_the_rule_for_few_rows_gives_every_program_work(rows: int, inner: int, t
     assert config.held == (tokens <= 16 and rows * inner <= 2**21), "large weights stream"
     if config.splits > 1:
         assert -(-rows // config.rows) <= 4096
+    if config.stages == 6:
+        programs = -(-rows // config.rows) * config.splits
+        assert block == 0 and (tokens == 32 or (tokens == 64 and programs <= 264)), "a second wave of programs"
     if not config.held and rows * inner >= 2**25:
         assert -(-rows // config.rows) * config.splits >= 132, "a multiprocessor without work"
 

@@ -5,7 +5,7 @@ nothing was measured. Does not know: layers, tables.
 
 A program quantises the inputs that it multiplies while it waits for weights. All programs of a launch repeat this work
 on the same few rows. A separate pass would be another kernel in the chain of a decode step. The separate pass runs only
-where a scale covers a whole row and there are more rows than a program can read in that time.
+where there are more rows than a program can quantise in that time.
 
 Tensor cores on Hopper add e4m3 products up with fewer bits than float32 has. So 128 inputs are multiplied at a time,
 and these sums are added up in float32, where scales by block have their place anyway.
@@ -34,8 +34,18 @@ _HELD_WEIGHT = 1 << 21
 """Bytes of the largest weight that programs hold in registers by rule."""
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
+_PIPELINES = {8: (64, 4, 1056), 16: (64, 4, 528), 32: (64, 6, 264), 64: (64, 6, 264)}
+"""Largest number of tokens to weight rows, stages and programs: the fastest of several (``fp8-rules-h200.json``, and
+for 32 and 64 tokens ``fp8-few-rows-pipelines-h200.json``)."""
+_PIPELINES_BY_BLOCK = {8: (128, 3, 528), 16: (128, 3, 264), 32: (128, 3, 264), 64: (64, 4, 264)}
+"""The same with scales by block."""
+_SHORT_PIPELINES = {32: (range(201), range(397, 529)), 64: (range(265, 1 << 31),)}
+"""Numbers of tokens to numbers of programs for which four stages are faster than six (``shapes-few-after-h200.json``).
+With six, two programs of 64 tokens or three of 32 fit on a multiprocessor, and a few more would begin a second wave."""
 _OWN_TOKENS, _OWN_INNER = 2, 8192
 """Most rows, and most inputs of a row, of which a program finds the largest magnitudes itself."""
+_OWN_GROUP_TOKENS = 16
+"""The same where each group of inputs has a scale: most rows that a program quantises itself."""
 
 
 class FewRows(NamedTuple):
@@ -80,9 +90,10 @@ class Fixed(NamedTuple):
         tokens: a power of two.
         block: inputs that share a scale, and weight rows; 0: a scale for each row.
         scales: scales of the inputs. ``own``: each program computes them. ``static``: one scale is given. ``given``:
-            inputs are e4m3 with scales by row.
+            inputs are e4m3 with scales by row, or by group and row.
         gated, bias: whether gate and up rows take turns; whether there is a bias.
         even: all splits have as much to do.
+        uniform: with scales by block, all even rows of a program have one block's scale, and all odd ones.
     """
 
     depth: int
@@ -97,6 +108,7 @@ class Fixed(NamedTuple):
     gated: bool
     bias: bool
     even: bool
+    uniform: bool
 
 
 @triton.jit
@@ -104,7 +116,7 @@ def _row_scales(x_rows, scales, tokens, FIXED: tl.constexpr):
     """``[tokens]``: the scales of whole rows. Scales of groups are found with each tile instead."""
     TOKENS: tl.constexpr = FIXED.tokens
     DEPTH: tl.constexpr = FIXED.depth
-    if FIXED.scales == "given":
+    if FIXED.scales == "given" and FIXED.block == 0:
         found = tl.load(scales + tokens)
     elif FIXED.scales == "static":
         found = tl.load(scales + tokens * 0)
@@ -120,11 +132,34 @@ def _row_scales(x_rows, scales, tokens, FIXED: tl.constexpr):
 
 
 @triton.jit
-def _products(weight_tile, x_tile, of_inputs, weight_scale, scale_rows, k, FIXED: tl.constexpr):
-    """``[rows, tokens]``: 128 products of each summed, and scaled where scales are by block."""
+def _block_scales(weight_scale, block, rows, width, k, FIXED: tl.constexpr):
+    """Load scales by block of a program's weights at inner element ``k``: of even rows and of odd rows.
+
+    Both are scalars where even rows share a block and odd rows share one; else both are the scales of all rows.
+    """
+    GROUPS: tl.constexpr = (FIXED.depth + 127) // 128
+    step = tl.minimum(k // 128, GROUPS - 1)  # beyond the end sums are zero
+    if FIXED.uniform:
+        OUTPUTS: tl.constexpr = FIXED.rows // 2 if FIXED.gated else FIXED.rows
+        first = block * OUTPUTS
+        even = tl.load(weight_scale + first // 128 * GROUPS + step)
+        odd = tl.load(weight_scale + (first + width) // 128 * GROUPS + step) if FIXED.gated else even
+    else:
+        even = tl.load(weight_scale + rows // 128 * GROUPS + step)
+        odd = even
+    return even, odd
+
+
+@triton.jit
+def _products(weight_tile, x_tile, of_inputs, group_scales, stride_group, of_weights, k, FIXED: tl.constexpr):
+    """``[rows, tokens]``: 128 products of each summed, and scaled where scales are by block.
+
+    Args:
+        of_inputs: the scales of whole rows.
+        group_scales: where the first group's scales of given inputs are.
+        of_weights: the scales of even and of odd weight rows, where scales are by block.
+    """
     BLOCK: tl.constexpr = FIXED.block
-    DEPTH: tl.constexpr = FIXED.depth
-    GROUPS: tl.constexpr = (DEPTH + 127) // 128
     values = x_tile
     if FIXED.scales != "given":
         wide = x_tile.to(tl.float32)
@@ -136,15 +171,21 @@ def _products(weight_tile, x_tile, of_inputs, weight_scale, scale_rows, k, FIXED
     else:
         sums = tl.dot(weight_tile, values)
     if BLOCK:
-        step = tl.minimum(k // 128, GROUPS - 1)  # beyond the end sums are zero
-        sums = sums * tl.load(weight_scale + scale_rows * GROUPS + step)[:, None] * of_inputs[None, :]
+        if FIXED.scales == "given":
+            of_inputs = tl.load(group_scales + tl.minimum(k // 128, (FIXED.depth - 1) // 128) * stride_group)
+        even, odd = of_weights
+        if FIXED.uniform and not FIXED.gated:
+            sums = sums * (of_inputs * even)[None, :]
+        else:
+            lanes = tl.arange(0, FIXED.rows)
+            sums = sums * tl.where(lanes % 2 == 0, even, odd)[:, None] * of_inputs[None, :]
     return sums
 
 
-@jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens", "stride_group"])
 def _fp8_few_rows_kernel(
-    x, scales, weight, weight_scale, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out,
-    stride_part, FIXED: tl.constexpr, EARLY: tl.constexpr,
+    x, scales, weight, weight_scale, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_group,
+    stride_out, stride_part, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(0)`` of outputs, share ``program_id(1)`` of the inner dimension."""
     block = tl.program_id(0)
@@ -180,14 +221,24 @@ def _fp8_few_rows_kernel(
             inputs = inputs + (tile,)  # type: ignore[assignment]  # noqa: RUF005
         for step in tl.static_range(SPAN // 128):
             k = first + step * 128
-            acc += _products(tiles[step], inputs[step], of_inputs, weight_scale, rows // 128, k, FIXED)
+            of_weights = weight_scale, weight_scale
+            if FIXED.block:
+                of_weights = _block_scales(weight_scale, block, rows, width, k, FIXED)
+            acc += _products(tiles[step], inputs[step], of_inputs, scales + tokens, stride_group, of_weights, k, FIXED)
     else:
+        of_weights = weight_scale, weight_scale
+        if FIXED.block:
+            of_weights = _block_scales(weight_scale, block, rows, width, first, FIXED)
         for start in tl.range(0, SPAN, 128, num_stages=FIXED.stages):
             k = first + start
+            if FIXED.block:  # a step ahead
+                of_next = _block_scales(weight_scale, block, rows, width, k + 128, FIXED)
             columns = k + inner
             weight_tile = load_inner(weight_rows + columns[None, :], (columns < FIXED.depth)[None, :], FIXED.even)
             x_tile = load_inner(x_rows + columns[:, None], (columns < FIXED.depth)[:, None], FIXED.even)
-            acc += _products(weight_tile, x_tile, of_inputs, weight_scale, rows // 128, k, FIXED)
+            acc += _products(weight_tile, x_tile, of_inputs, scales + tokens, stride_group, of_weights, k, FIXED)
+            if FIXED.block:
+                of_weights = of_next
     if FIXED.block == 0:
         acc = acc * tl.load(weight_scale + rows)[:, None] * of_inputs[None, :]
     add_splits(
@@ -211,14 +262,13 @@ def few_rows_config(rows: int, inner: int, tokens: int, block: int) -> FewRows:
     if tokens <= 16 and rows * inner <= _HELD_WEIGHT:
         splits = max(min(steps, cdiv(_PROGRAMS, cdiv(rows, 16))), cdiv(steps * 128 * 16, _HELD_BYTES))
         return FewRows(True, 16, 4, 4, cdiv(steps, cdiv(steps, splits)))
-    height, stages = (128, 3) if block else (64, 4)
-    if tokens <= 8:
-        programs = (2 if block else 4) * _PROGRAMS
-    else:
-        programs = 2 * _PROGRAMS if tokens == 16 and not block else _PROGRAMS
+    height, stages, programs = (_PIPELINES_BY_BLOCK if block else _PIPELINES)[max(tokens, 8)]
     blocks = cdiv(rows, height)
     splits = max(1, min(steps, round(programs / blocks))) if blocks <= MAX_BLOCKS else 1
-    return FewRows(False, height, 4, stages, cdiv(steps, cdiv(steps, splits)))
+    splits = cdiv(steps, cdiv(steps, splits))
+    if tokens >= 32 and not block and any(blocks * splits in few for few in _SHORT_PIPELINES[tokens]):
+        stages = 4
+    return FewRows(False, height, 4, stages, splits)
 
 
 def few_rows_product(
@@ -231,18 +281,21 @@ def few_rows_product(
     assert x.stride(1) == 1 and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(-1) == 1
     tokens, width = next_power_of_2(num_tokens), rows // 2 if silu_mul else rows
     scales, kind = x if input_scale is None else input_scale, "own" if input_scale is None else "static"
-    if input_scale is None and not block and (tokens > _OWN_TOKENS or inner > _OWN_INNER):
-        (x, scales), kind = quantize_inputs_triton(x, None, block=0), "given"
+    is_short = tokens <= _OWN_GROUP_TOKENS if block else tokens <= _OWN_TOKENS and inner <= _OWN_INNER
+    if input_scale is None and not is_short:
+        (x, scales), kind = quantize_inputs_triton(x, None, block=block), "given"
     blocks = cdiv(width, config.rows // 2 if silu_mul else config.rows)
     to_add = config.splits if out.dim() == 2 else 1
     partial, arrivals = workspace(blocks, to_add, config.rows, tokens, out)
     span = cdiv(cdiv(inner, 128), config.splits) * 128
+    stages = config.stages if kind == "given" else min(config.stages, 4)  # inputs of two bytes need twice the room
     fixed = Fixed(
-        inner, span, to_add, config.rows, config.held, config.stages, tokens, block, kind, silu_mul,
-        bias is not None, inner == span * config.splits,
+        inner, span, to_add, config.rows, config.held, stages, tokens, block, kind, silu_mul,
+        bias is not None, inner == span * config.splits, not silu_mul or width % 128 == 0,
     )  # fmt: skip
     _fp8_few_rows_kernel[(blocks, config.splits)](
         x, scales, weight, weight_scale, out if bias is None else bias, out, partial, arrivals, num_tokens, width,
-        x.stride(0), out.stride(-2), out.stride(0) if out.dim() == 3 else 0,
+        x.stride(0), scales.stride(-1) if kind == "given" else 0, out.stride(-2),
+        out.stride(0) if out.dim() == 3 else 0,
         FIXED=fixed, num_warps=config.warps, **early_launch(x.device),
     )  # fmt: skip
