@@ -20,7 +20,7 @@ from tests.fp8_checkpoints import RoundedKeysAndValues, another_order_of_sums, m
 from tests.ranks import fork_ranks
 from tests.tiny import make_model
 from tests.whole import unless_long
-from tests.x_matrix import Poisoned, Reference, check, open_engine
+from tests.x_matrix import CAPTURED, Poisoned, Reference, check, open_engine
 
 NAMES = {"weights": "Qwen3NextForCausalLM", "kv": "Qwen3NextForCausalLM", "kv, no states": "Qwen3ForCausalLM"}
 COLUMNS = [
@@ -63,12 +63,8 @@ class RoundedReference(Reference):
 
     def _short_of_the_best(self, prompt: list[int], output: list[int]) -> torch.Tensor:
         """Of each token, how much its logit is below the largest, in standard deviations of the logits."""
-        logits = self._logits(prompt + output)[len(prompt) - 1 : -1]
+        logits = self._logits(prompt, output)[len(prompt) - 1 : -1]
         return (logits.amax(-1) - logits[torch.arange(len(output)), output]) / logits.std(-1)
-
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,7 @@ def make_reference(kind: str, folder: Path) -> Reference:
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     kind, mode, overlap, policy, ranks = request.param
     settings: dict[str, Any] = (
-        {"piecewise_cuda_graph_tokens": [2**n for n in range(10)]} if mode in ("FULL", "FULL_AND_PIECEWISE") else {}
+        {"piecewise_cuda_graph_tokens": CAPTURED} if mode in ("FULL", "FULL_AND_PIECEWISE") else {}
     )
     settings |= {"state_checkpoint_policy": policy, "tensor_parallel_size": ranks}
     if kind != "weights":

@@ -91,12 +91,8 @@ def media_of(token_ids: list[int]) -> list[MediaItem]:
 class ImageReference(Reference):
     """``Reference`` of prompts with images."""
 
-    def __call__(self, prompt: list[int], count: int) -> list[int]:
-        known, media = self._known.setdefault(tuple(prompt), []), media_of(prompt)
-        while len(known) < count:
-            logits = reference_logits(self._model, prompt + known, media)
-            known.append(int(logits[-1].argmax()))
-        return known[:count]
+    def _logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        return reference_logits(self._model, prompt + output, media_of(prompt))
 
 
 class PoisonedImages(Poisoned):

@@ -15,7 +15,7 @@ from tests.coded_checkpoints import make_coded_checkpoint
 from tests.quantization.test_coded_parity import reference
 from tests.ranks import fork_ranks
 from tests.whole import unless_long
-from tests.x_matrix import Poisoned, Reference, check, open_engine
+from tests.x_matrix import CAPTURED, Poisoned, Reference, check, open_engine
 
 NEXT = "Qwen3NextForCausalLM"
 COLUMNS = [
@@ -44,7 +44,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     mode, overlap, policy, ranks = request.param
     settings: dict[str, Any] = (
-        {"piecewise_cuda_graph_tokens": [2**n for n in range(10)]} if mode in ("FULL", "FULL_AND_PIECEWISE") else {}
+        {"piecewise_cuda_graph_tokens": CAPTURED} if mode in ("FULL", "FULL_AND_PIECEWISE") else {}
     )
     settings |= {"state_checkpoint_policy": policy, "tensor_parallel_size": ranks}
     with ExitStack() as stack:
