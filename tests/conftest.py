@@ -45,9 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collections. A rank collects when it closes, which takes half a
-    second in a process with all tests of the suite."""
+    second in a process with all tests of the suite. Every engine asks whether objects are frozen, and counting them
+    takes a hundred times as long as the answer needs."""
     gc.collect()
     gc.freeze()
+    gc.get_freeze_count = lambda: 1
+
+
+count_frozen = gc.get_freeze_count
+"""The count that Python has."""
 
 
 @pytest.fixture(scope="session", autouse=True)

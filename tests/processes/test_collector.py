@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 import weft
+from tests.conftest import count_frozen
 from weft.executor import rank
 from weft.processes.collector import collector_off, objects_frozen
 
 
 @pytest.fixture(autouse=True)
-def collector_on() -> Iterator[None]:
-    """Nothing is frozen when a test begins."""
+def collector_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is frozen when a test begins, and frozen objects are counted."""
+    monkeypatch.setattr(gc, "get_freeze_count", count_frozen)
     assert gc.isenabled()
     gc.unfreeze()
     yield
