@@ -97,9 +97,11 @@ install: $(INSTALLED)
 
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
+# The pip of Python 3.11 takes twice as long to choose releases.
 define VENV
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weft needs Python 3.11 or newer: make PYTHON=python3.11")'
 test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(PIP_INSTALL) 'pip>=26'
 endef
 
 $(RUNS): pyproject.toml constraints.txt
