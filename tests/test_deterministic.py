@@ -34,7 +34,7 @@ from tests.media import HYBRID as IMAGES_AND_STATES
 from tests.media import VL
 from tests.ranks import fork_ranks
 from tests.test_x_matrix_images import make_reference as make_images
-from tests.whole import covering, takes_long
+from tests.whole import covering, takes_long, unless_long
 from tests.x_matrix import (
     COMPANIONS,
     DENSE,
@@ -58,6 +58,7 @@ COLUMNS = list(EVERY) if WHOLE else [(HYBRID, "NONE", "overlap"), (HYBRID, "FULL
 DRAFTS = [(HYBRID, GUESSES), (DENSE, GUESSES), (WITH_HEAD, HEAD), (WITH_HEAD, REPEATS)]
 ONE_BY_ONE = [(name, GUESSES) for name in ("BambaForCausalLM", "KimiLinearForCausalLM", "GptOssForCausalLM")]
 """Kinds with layers that verify drafts by decoding them one by one."""
+ONE_MODE = [("BambaForCausalLM", "PIECEWISE"), ("GptOssForCausalLM", "NONE")]
 DRAFTING = [(DRAFTS[0], "FULL", "overlap"), (DRAFTS[2], "NONE", "overlap")]
 if WHOLE:
     DRAFTING = list(product([*DRAFTS, *ONE_BY_ONE], [*MODES, "PIECEWISE"], OVERLAP))
@@ -103,12 +104,12 @@ def drafting(request: pytest.FixtureRequest, references: dict[str, Alone]) -> It
         yield engine
 
 
-@pytest.mark.parametrize(("path", "phase", "length"), CASES)
+@pytest.mark.parametrize(("path", "phase", "length"), unless_long(CASES[1::2], CASES))
 def test_bits_do_not_depend_on_drafts(drafting: InCompany, path: str, phase: str, length: int) -> None:
     check(drafting, path, phase, length)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("BambaForCausalLM", "PIECEWISE"), ("GptOssForCausalLM", "NONE")])
+@pytest.mark.parametrize(("name", "mode"), unless_long(ONE_MODE[:1], ONE_MODE))
 def test_drafts_that_are_decoded_one_by_one(name: str, mode: str, references: dict[str, Alone]) -> None:
     with open_drafting(name, mode, "overlap", references, by=GUESSES) as engine:
         check(engine, "hit", "mixed", 65)

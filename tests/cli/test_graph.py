@@ -15,6 +15,7 @@ import torch
 
 from tests.cli.conftest import RunWeft
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from weft.bench.graph_dump import GraphDump, Part, dump_graphs, launches_noted
 from weft.cli import main
 from weft.cli.graph_picture import fold, page
@@ -112,7 +113,7 @@ def test_equal_layers_of_a_model_are_equal(tmp_path: Path) -> None:
     assert len(set(middle)) == 1 and len({first, middle[0], last}) == 3
 
 
-@pytest.mark.parametrize("source", ["capture", "eager"])
+@pytest.mark.parametrize("source", [pytest.param("capture", marks=takes_long), "eager"])
 def test_the_notes_are_what_the_tape_replays(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[list[str], list[str]]] = []
     make = GraphWithOps.__init__

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import HYBRID, assert_idle
-from tests.test_x_matrix_layers import COLUMNS
+from tests.test_x_matrix_layers import COLUMNS, VARIANTS
 from tests.tiny import ARCHITECTURES, make_model
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
 from tests.whole import unless_long
@@ -21,8 +21,9 @@ from weft.sampling_params import SamplingParams
 
 LENGTHS = (1, 63, 64, 65, 130, 210)
 TEXT_MODELS = tuple(arch for arch in ARCHITECTURES if arch.endswith("ForCausalLM"))
-IN_THE_MATRIX = {arch for arch, _ in COLUMNS}
-"""Families whose preempted and chunked requests ``tests/test_x_matrix_layers.py`` runs everywhere."""
+ELSEWHERE = {"MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *(arch for arch, _ in COLUMNS + VARIANTS)}
+"""Families whose preempted and chunked requests ``tests/test_x_matrix_layers.py`` runs everywhere, and those with the
+layers of Llama."""
 STEPS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
 
@@ -46,7 +47,7 @@ def is_greedy(reference: Any, asked: list[int], got: list[int]) -> bool:
     return logits[len(asked) - 1 : -1].argmax(-1).tolist() == got
 
 
-@pytest.mark.parametrize("arch", unless_long([a for a in TEXT_MODELS if a not in IN_THE_MATRIX], TEXT_MODELS))
+@pytest.mark.parametrize("arch", unless_long([a for a in TEXT_MODELS if a not in ELSEWHERE], TEXT_MODELS))
 def test_together_in_chunks_and_preempted(arch: str, folder_of: Callable[[str], Path]) -> None:
     reference = reference_of(arch)
     prompts = [prompt(n) for n in LENGTHS]

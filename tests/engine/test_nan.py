@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import HYBRID, assert_idle
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from weft import LLM, SamplingParams
 
 
@@ -23,7 +24,7 @@ def nan_checkpoint(arch: str, path: Path, **overrides: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("arch", [HYBRID, "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("arch", [HYBRID, pytest.param("Qwen3MoeForCausalLM", marks=takes_long)])
 def test_what_a_failing_step_stored_is_matched_by_nobody(arch: str, tmp_path: Path) -> None:
     """A prefill in chunks that comes upon a NaN in its first: who starts in the step of its last chunk, and who comes
     later, do not get the KV and the state that the first chunk computed of the shared prefix, before the NaN."""

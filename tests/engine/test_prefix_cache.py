@@ -112,7 +112,11 @@ OTHER_POLICIES = [
 
 
 @pytest.mark.parametrize(
-    ("arch", "policy"), [*((arch, "exact") for arch in BRANCHING), *unless_long(OTHER_POLICIES[:4:3], OTHER_POLICIES)]
+    ("arch", "policy"),
+    [
+        *((arch, "exact") for arch in unless_long(BRANCHING[::2], BRANCHING)),
+        *unless_long(OTHER_POLICIES[:4:3], OTHER_POLICIES),
+    ],
 )
 def test_random_branching_workload(arch: str, policy: str, folder_of: Callable[[str], Path]) -> None:
     """Branching prompts, several at a time, in chunks, on pools so small that states and KV are always evicted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from tests.pieces.scribble import ScribblingPool, scribble_buffers
 from tests.tiny import make_checkpoint
-from tests.whole import takes_long
+from tests.whole import RUNS_LONG, takes_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.config.graph_modes import GraphMode
@@ -84,13 +85,16 @@ def answers(model: Path | None, **settings: Any) -> tuple[list[list[int]], Model
         return [o.outputs[0].token_ids for o in llm.generate(*workload(), use_tqdm=False)], runner
 
 
+WAYS: list[dict[str, Any]] = [
+    {"cuda_graph_mode": "PIECEWISE", "enable_torch_compile_debug_mode": True},
+    {"cuda_graph_mode": "FULL_AND_PIECEWISE", "cuda_graph_bs": [1, 2, 4]},
+    {"cuda_graph_mode": "FULL_AND_PIECEWISE", "cuda_graph_bs": [1, 4], "num_kv_pages": 130, "enable_overlap": True},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"cuda_graph_mode": "PIECEWISE", "enable_torch_compile_debug_mode": True},
-        {"cuda_graph_mode": "FULL_AND_PIECEWISE", "cuda_graph_bs": [1, 2, 4]},
-        {"cuda_graph_mode": "FULL_AND_PIECEWISE", "cuda_graph_bs": [1, 4], "num_kv_pages": 130, "enable_overlap": True},
-    ],
+    ("checkpoint", "settings"), [*zip(ARCHS, WAYS, strict=True)] if not RUNS_LONG else [*product(ARCHS, WAYS)],
+    indirect=["checkpoint"],
 )
 def test_pieces_do_not_change_the_answers(checkpoint: Path, settings: dict[str, Any], churn: list[int]) -> None:
     expected, _ = answers(checkpoint)

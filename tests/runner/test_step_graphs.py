@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.tiny import make_checkpoint
+from tests.whole import unless_long
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.config import resolve
@@ -62,9 +63,12 @@ def expected() -> list[list[int]]:
         return [o.outputs[0].token_ids for o in llm.generate(*workload(12, 5), use_tqdm=False)]
 
 
+CASES = [(True, "NONE", None), (False, "NONE", 42), (False, "FULL_DECODE_ONLY", None), (True, "FULL_DECODE_ONLY", 42)]
+
+
 @pytest.mark.parametrize(
     ("overlap", "mode", "pages"),
-    [(True, "NONE", None), (False, "NONE", 42), (False, "FULL_DECODE_ONLY", None), (True, "FULL_DECODE_ONLY", 42)],
+    unless_long(CASES[2:], CASES),
 )
 def test_graphs_overlap_and_preemption_do_not_change_the_answers(
     expected: list[list[int]], overlap: bool, mode: str, pages: int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
@@ -68,9 +69,11 @@ def called(message: Any) -> list[dict[str, Any]]:
 
 
 def test_calls_are_those_that_were_asked_for(client: OpenAI) -> None:
-    right = 0
-    for row in asked_for_calls():
-        choice = ask(client, row["messages"], tools=row["tools"]).choices[0]
+    right, rows = 0, asked_for_calls()
+    with ThreadPoolExecutor(COUNT) as threads:
+        answers = list(threads.map(lambda row: ask(client, row["messages"], tools=row["tools"]), rows))
+    for row, answer in zip(rows, answers, strict=True):
+        choice = answer.choices[0]
         if called(choice.message) == row["calls"]:
             assert choice.finish_reason == "tool_calls" and not choice.message.content
             right += 1
@@ -105,9 +108,11 @@ def test_a_question_that_needs_no_function_gets_no_call(client: OpenAI) -> None:
 
 def test_objects_have_the_keys_and_values_that_were_asked_for(client: OpenAI) -> None:
     """Written freely, without a grammar."""
-    right = 0
-    for question, wanted in asked_for_objects():
-        text = ask(client, [{"role": "user", "content": question}]).choices[0].message.content
+    right, rows = 0, asked_for_objects()
+    with ThreadPoolExecutor(COUNT) as threads:
+        answers = list(threads.map(lambda row: ask(client, [{"role": "user", "content": row[0]}]), rows))
+    for (_, wanted), answer in zip(rows, answers, strict=True):
+        text = answer.choices[0].message.content
         try:
             right += json.loads(text) == wanted
         except ValueError:

@@ -19,7 +19,7 @@ from tests.server.running import RunningServer, is_alive, wait_until
 from tests.server.test_admin import of_each, post, start, states, tokens_of, views
 from tests.server.test_replicas import Server, serve
 from tests.tiny import make_checkpoint
-from tests.whole import RUNS_LONG
+from tests.whole import takes_long
 from weft.engine import ray_cluster, wire
 from weft.errors import ConfigError
 
@@ -195,8 +195,10 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         ray_cluster.check_installed()
 
 
+@takes_long
 def test_commands_of_a_training_loop(cluster: Any, tmp_path: Path) -> None:
-    """Both replicas get new weights. One that is started again has none of them and gets no requests (long)."""
+    """Both replicas get new weights. One that is started again has none of them and gets no requests. Those of replicas
+    without Ray: ``test_admin.py``."""
     folders = [
         make_checkpoint("Qwen3ForCausalLM", tmp_path / name, seed, with_tokenizer=True)
         for seed, name in enumerate(("old", "new"))
@@ -209,10 +211,9 @@ def test_commands_of_a_training_loop(cluster: Any, tmp_path: Path) -> None:
         assert post(server, "/update_weights_from_disk", json={"model_path": str(folders[1])})["weight_version"] == 1
         assert of_each(server) == [new] * 4 and all(view["num_decode_tokens"] for view in views(server))
         assert post(server, "/sleep")["is_sleeping"] and not post(server, "/wake_up")["is_sleeping"]
-        if RUNS_LONG:  # of replicas without Ray: tests/server/test_admin.py
-            os.kill(views(server)[0]["pid"], signal.SIGKILL)
-            wait_until(lambda: states(server) == ["behind", "up"], LIMIT_S)
-            assert of_each(server) == [new] * 4
+        os.kill(views(server)[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: states(server) == ["behind", "up"], LIMIT_S)
+        assert of_each(server) == [new] * 4
         assert server.stop() == 0
     finally:
         server.close()

@@ -43,7 +43,12 @@ DRAFTERS = ["ngram", "right", "wrong", "wrong at 1", "wrong now and then", "rand
 
 
 @pytest.mark.parametrize(
-    ("drafter", "num_drafts"), [*covering(DRAFTERS, [1, 4], of=1), ("right", 2), ("wrong now and then", 3)]
+    ("engines", "drafter", "num_drafts"),
+    [
+        *covering(ARCHITECTURES, DRAFTERS, [1, 4], of=1),
+        *((arch, *pair) for arch, pair in covering(ARCHITECTURES, [("right", 2), ("wrong now and then", 3)], of=1)),
+    ],
+    indirect=["engines"],
 )
 def test_greedy(engines: Engines, drafter: str, num_drafts: int) -> None:
     plain, drafting = engines
@@ -104,7 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("engines", "option"), covering(ARCHITECTURES, OPTIONS, of=1), indirect=["engines"])
 def test_options(engines: Engines, option: str) -> None:
     """Every sampling parameter acts at the position where it belongs, with its counts and its random numbers."""
     plain, drafting = engines

@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.engine.conftest import assert_idle
 from tests.late_device import LateDevice
 from tests.models.mtp_reference import make_mtp_checkpoint
+from tests.whole import covering
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import SchedulerOutput
@@ -148,7 +149,7 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], abort_
     return [outputs[str(i)] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize(("engines", "stops"), covering(COLUMNS, [False, True], of=1), indirect=["engines"])
 def test_tokens_are_those_without_drafts(engines: Engines, stops: bool) -> None:
     check_tokens(engines, stops)
 

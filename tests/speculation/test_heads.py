@@ -14,7 +14,7 @@ from tests.harness import leave_parts
 from tests.late_device import LateDevice
 from tests.speculation.conftest import Case, make_repeating_checkpoint
 from tests.speculation.test_ngram import Steps
-from tests.whole import unless_long
+from tests.whole import covering
 from weft import LLM, CompletionOutput, SamplingParams
 from weft.config.checkpoint import read_checkpoint_config
 
@@ -50,7 +50,7 @@ def case() -> Case:
 Expected = tuple[Path, list[CompletionOutput]]
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
     """A checkpoint, and its texts without drafts."""
     folder = make_repeating_checkpoint(request.param, tmp_path_factory.mktemp("head"), head=True)
@@ -58,7 +58,7 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield folder, case().run(plain)
 
 
-@pytest.mark.parametrize("num_drafts", unless_long([2, 4], MODES))
+@pytest.mark.parametrize(("expected", "num_drafts"), covering(HEADS, MODES, of=1), indirect=["expected"])
 def test_tokens_are_those_without_drafts(expected: Expected, num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With sums left to the norms that follow, as on a GPU."""
     left = leave_parts(monkeypatch)

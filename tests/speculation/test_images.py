@@ -10,6 +10,7 @@ import torch
 
 from tests.media import GLM, HYBRID, INDEXED, Engine, Prompt, assert_reference, overrides, reference_inputs
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
+from tests.whole import covering
 from weft.multimodal.items import MediaItem
 
 NUM_DRAFTS = 3
@@ -42,8 +43,7 @@ def drafts_of(head: ReferenceHead, tokens: list[int], media: list[MediaItem]) ->
     return found
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL"])
-@pytest.mark.parametrize("arch", [HYBRID, INDEXED, GLM])
+@pytest.mark.parametrize(("arch", "mode"), covering([HYBRID, INDEXED, GLM], ["NONE", "FULL"], of=1))
 def test_drafts_are_the_references(arch: str, mode: str, tmp_path: Path) -> None:
     folder, head = make_mtp_checkpoint(arch, tmp_path, **overrides(arch))
     drafts = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}

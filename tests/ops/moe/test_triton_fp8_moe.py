@@ -21,7 +21,7 @@ from tests.ops.linear.test_triton_fp8 import (
     with_dtypes,
 )
 from tests.ops.moe.test_triton_moe import expected_moe, routing
-from tests.whole import covering
+from tests.whole import unless_long
 from weft.ops.backend import Backend
 from weft.ops.fp8 import Fp8Matrix, quantize_inputs_reference, quantize_rows
 from weft.ops.fp8 import quantize as fp8_quantize
@@ -193,9 +193,12 @@ def test_large_tiles() -> None:
     check_moe((300, 3, 2, 384, 256) if ON_GPU else (70, 3, 2, 128, 128), "token", torch.float32, 3, LARGE)
 
 
+WAYS = [(16, "block"), (128, "block"), (16, "token"), (128, "static")]
+
+
 @pytest.mark.parametrize(
     ("way", "hidden"),
-    covering([(16, "block"), (128, "block"), (16, "token"), (128, "static")], [256, 384], of=1),
+    unless_long([(WAYS[0], 384), (WAYS[3], 256)], itertools.product(WAYS, [256, 384])),
 )
 def test_down_product_through_tiles_of_columns(way: tuple[int, str], hidden: int) -> None:
     """The same bits as of programs with one tile each; the last tile is whole, or ragged."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import make_checkpoint
+from tests.whole import covering
 from weft import LLM, SamplingParams
 from weft.layers.sampler import Sampler, SamplerOutput, SamplingMetadata
 
@@ -52,8 +53,9 @@ def generate(checkpoint: Path, params: list[dict[str, Any]], rows: list[int], **
         return [(o.token_ids, o.logprobs) for o in outputs]
 
 
-@pytest.mark.parametrize("place", [0, 3, 5])
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: next(iter(edit)))
+@pytest.mark.parametrize(
+    ("place", "edit"), covering([0, 3, 5], EDITS, of=1), ids=lambda value: next(iter(value)) if value in EDITS else None
+)
 def test_an_edited_row_is_sampled_again_alone(
     checkpoint: Path, rows: list[int], edit: dict[str, Any], place: int
 ) -> None:
