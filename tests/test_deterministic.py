@@ -123,7 +123,7 @@ def test_other_layers_and_weights(name: str, references: dict[str, Alone]) -> No
         check(engine, "preempted", "mixed", 65)
 
 
-@pytest.mark.parametrize("name", [HYBRID, DENSE])
+@pytest.mark.parametrize("name", [HYBRID, pytest.param(DENSE, marks=takes_long)])
 def test_a_prefix_that_comes_back_has_the_same_bits(name: str, references: dict[str, Alone]) -> None:
     with open_company(name, "NONE", "overlap", references, kv_offloading_size=0.05) as engine:
         for phase, length in (("prefill", 65), ("mixed", 210), ("decode", 129)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
 
 from tests.engine.conftest import assert_idle
 from tests.tiny import make_checkpoint
+from tests.whole import unless_long
 from weft import LLM, SamplingParams
 from weft.outputs import RequestOutput
 
@@ -26,7 +28,7 @@ def cold(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "overlap"])
+@pytest.fixture
 def cached(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), enable_overlap=request.param) as llm:
         yield llm
@@ -54,7 +56,14 @@ def abort_after(llm: LLM, prompt: list[int], count: int) -> list[int]:
                 return tokens(aborted)
 
 
-@pytest.mark.parametrize("end", ["length", "stop token", "stop string", "abort", "abort before a token"])
+ENDS = ["length", "stop token", "stop string", "abort", "abort before a token"]
+
+
+@pytest.mark.parametrize(
+    ("cached", "end"),
+    unless_long([*zip(cycle([True, False]), ENDS, strict=False)], product([False, True], ENDS)),
+    indirect=["cached"],
+)
 def test_conversation_goes_on(cached: LLM, cold: LLM, end: str) -> None:
     history = PROMPT
     for turn in range(3):

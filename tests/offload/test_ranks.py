@@ -14,6 +14,7 @@ import pytest
 from tests.offload.test_disk import always_restores, engine, kill_while_it_writes
 from tests.offload.test_engine import TINY, serve
 from tests.ranks import fork_ranks
+from tests.whole import takes_long
 from weft import LLM
 from weft.cli import main
 from weft.offload import disk
@@ -123,6 +124,7 @@ def test_a_write_that_fails_on_one_rank_is_undone_on_all(
     assert names(tmp_path, 0) == names(tmp_path, 1)
 
 
+@takes_long
 def test_killed_ranks_leave_a_folder_that_can_be_used(tmp_path: Path, expected: list[list[int]]) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom tests.offload.test_ranks import RANKS, engine, fork_ranks, serve\n"

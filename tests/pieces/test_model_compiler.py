@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tests.harness import model_context
 from tests.pieces.fake_model import context_of
-from tests.pieces.test_piecewise import SETTINGS, TOKENS, answers, checkpoint, churn  # noqa: F401
+from tests.pieces.test_piecewise import ARCHS, SETTINGS, TOKENS, answers, churn  # noqa: F401
 from tests.tiny import make_checkpoint
-from tests.whole import covering, takes_long
+from tests.whole import covering, takes_long, unless_long
 from weft.config import resolve
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
@@ -44,6 +44,11 @@ COMPILED: dict[str, Any] = {
     "enable_torch_compile": True,
     "torch_compile_max_bs": 2,
 }
+
+
+@pytest.fixture(scope="module", params=unless_long(ARCHS[:1], ARCHS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 
 from tests.pieces.scribble import ScribblingPool, scribble_buffers
 from tests.tiny import make_checkpoint
-from tests.whole import RUNS_LONG, takes_long
+from tests.whole import RUNS_LONG, takes_long, unless_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.config.graph_modes import GraphMode
@@ -157,6 +157,7 @@ class EagerPieces(PiecewiseModel):
             return self.model(input_ids=padded)[: len(ids)]
 
 
+@pytest.mark.parametrize("checkpoint", unless_long(ARCHS[::2], ARCHS), indirect=True)
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=takes_long), True])
 def test_hidden_states_and_caches_of_mixed_batches(
     checkpoint: Path, churn: list[int], padded: bool, monkeypatch: pytest.MonkeyPatch

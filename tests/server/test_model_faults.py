@@ -18,7 +18,7 @@ def mini() -> Iterator[RunningServer]:
 
 
 def test_callers_that_leave_at_every_stage(mini: RunningServer) -> None:
-    faults.aborts(mini, 100)
+    faults.aborts(mini, 100 if RUNS_LONG else 50)
 
 
 def test_an_engine_that_stands_still_goes_on_afterwards(mini: RunningServer) -> None:
