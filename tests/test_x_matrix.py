@@ -7,8 +7,8 @@ random order. With overlap the device is late: a step runs when its results are 
 
 ``make test`` leaves out length 129, the dense model without overlap, and for dense, compiled, sharded and drafting
 engines all lengths but those that ``part`` names. Of the rest every column runs cells that hold each pair of path,
-phase and length; dense, sharded and drafting engines hold every path, phase and length once. ``make test-all`` leaves
-out nothing.
+phase and length; dense, sharded and drafting engines, and those without overlap, hold every path, phase and length
+once. ``make test-all`` leaves out nothing.
 """
 
 from __future__ import annotations
@@ -42,11 +42,18 @@ from tests.x_matrix import (
     runner_of,
 )
 
+SHORT = HYBRID if WHOLE else "two layers"
+LAYERS = ["linear_attention", "full_attention"]
+"""Of the model whose pieces are compiled, which takes seconds for each piece."""
+
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
     names = (*ARCHITECTURES, "Lfm2ForCausalLM", WITH_HEAD)
-    return {name: make_reference(name, tmp_path_factory.mktemp("tiny")) for name in names}
+    found = {name: make_reference(name, tmp_path_factory.mktemp("tiny")) for name in names}
+    if not WHOLE:
+        found[SHORT] = make_reference(HYBRID, tmp_path_factory.mktemp("tiny"), layer_types=LAYERS, num_hidden_layers=2)
+    return found
 
 
 COLUMNS = [(HYBRID, *column, "capture") for column in product(MODES, OVERLAP)]
@@ -56,9 +63,18 @@ COLUMNS += [(HYBRID, "PIECEWISE", "overlap", "eager")]
 DENSE_COLUMNS = [(DENSE, *column) for _, *column in COLUMNS if WHOLE or column[1] == "overlap"]
 
 
-@pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(p))
+OVERLAPPING = [column for column in COLUMNS if WHOLE or column[2] == "overlap"]
+
+
+@pytest.fixture(scope="module", params=OVERLAPPING, ids=lambda p: "-".join(p))
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     """One engine per column, for all its cases."""
+    with open_engine(*request.param, references) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=[c for c in COLUMNS if c not in OVERLAPPING], ids=lambda p: "-".join(p))
+def engine_in_turn(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     with open_engine(*request.param, references) as engine:
         yield engine
 
@@ -71,7 +87,7 @@ def dense_engine(request: pytest.FixtureRequest, references: dict[str, Reference
 
 @pytest.fixture(scope="module")
 def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
-    with open_engine("Qwen3NextForCausalLM", "PIECEWISE", "overlap", "inductor", references) as engine:
+    with open_engine(SHORT, "PIECEWISE", "overlap", "inductor", references) as engine:
         yield engine
 
 
@@ -111,6 +127,12 @@ def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Refere
 @pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 64, 65, 1000)))
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(engine, path, phase, length)
+
+
+@pytest.mark.skipif(WHOLE, reason="the whole matrix has these cells")
+@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 64, 65, 1000), of=1))
+def test_tokens_without_overlap(engine_in_turn: Poisoned, path: str, phase: str, length: int) -> None:
+    check(engine_in_turn, path, phase, length)
 
 
 @pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65, 1000), of=1))

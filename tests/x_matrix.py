@@ -211,11 +211,11 @@ class Poisoned:
         self.hog = []
 
 
-def make_reference(arch: str, folder: Path) -> Reference:
+def make_reference(arch: str, folder: Path, **overrides: Any) -> Reference:
     if arch == WITH_HEAD:
         folder = make_repeating_checkpoint(HYBRID, folder, head=True, max_position_embeddings=1100)
         return Reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), folder)
-    model = make_model(arch, max_position_embeddings=1100)
+    model = make_model(arch, max_position_embeddings=1100, **overrides)
     model.save_pretrained(folder)
     return Reference(model, folder)
 
