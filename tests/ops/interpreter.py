@@ -17,6 +17,7 @@ if DEVICE == "cpu":
 
     from triton import language as tl
     from triton.runtime import interpreter
+    from triton.runtime.interpreter import TensorHandle
 
     _patch_lang_tensor = interpreter._patch_lang_tensor
 
@@ -37,6 +38,16 @@ if DEVICE == "cpu":
         return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(input.shape)
 
     interpreter._convert_float = _convert_to_e4m3
+
+    def _dot_of_float64(self, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore[no-untyped-def]
+        """On some processors a row of NumPy's product in float32 has other bits at another place in its block. A matrix
+        unit has no such places. Sums in float64 round to the same float32 wherever a row lies."""
+        wide = TensorHandle(d.data.astype(np.float64), tl.float64) if d.data.dtype == np.float32 else d
+        product = _create_dot(self, a, b, wide, input_precision, max_num_imprecise_acc)
+        return TensorHandle(product.data.astype(d.data.dtype, copy=False), d.dtype.scalar)
+
+    _create_dot = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = _dot_of_float64
 
     _patch_lang = interpreter._patch_lang
 
