@@ -48,7 +48,13 @@ from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
 
 LIMIT = 6e-3 if ON_GPU else 1e-5
 """Largest relative error that passes: weights and results are rounded to bfloat16."""
-FORMS = {"int4": (4, False, 128), "mxfp4": (4, True, 32), "nvfp4": (4, True, 16), "int8": (8, False, 128)}
+FORMS = {
+    "int4": (4, False, 128),
+    "mxfp4": (4, True, 32),
+    "nvfp4": (4, True, 16),
+    "int8": (8, False, 128),
+    "mxfp8": (8, True, 32),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,8 @@ def matrix_of(rows: int, inner: int, form: str, *lead: int, device: str = DEVICE
     group = group if inner % group == 0 else 32
     shape = *lead, *Packing.of(bits, group).words_shape(rows, inner)
     words = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device)
+    if is_float and bits == 8:
+        words &= ~0x01010101  # no code is NaN
     scales = (torch.rand(*lead, inner // group, rows, device=device) + 0.5) * inner**-0.5 / 5
     row_scale = torch.full((*lead, rows), inner**-0.5 / 3, device=device) if group == 16 else None
     if is_float:

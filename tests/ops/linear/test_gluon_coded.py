@@ -130,7 +130,7 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch, emulated: list[str]) -> None:
         if tokens <= 8:
             assert close(coded_linear_parts_triton(x, matrix).sum(0).double(), want)
         assert isinstance(coded.choose_config(matrix, tokens, False), CodedRows) == (tokens <= 8)
-    for form in ("int4 g64 zeros", "int4 g32", "int8 rows", "mxfp4", "nvfp4", "int4 rows zeros"):
+    for form in ("int4 g64 zeros", "int4 g32", "int8 rows", "mxfp4", "mxfp8", "nvfp4", "int4 rows zeros"):
         matrix = coded_matrix(form, 64, 512, scale_dtype=BF16)
         assert not isinstance(coded.choose_config(matrix, 1, False), CodedRows)
     matrix = coded_matrix("int4 g128", 64, 512, scale_dtype=torch.float16)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.codes import CodedMatrix, Packing, dequantize_codes
+from weft.ops.codes import CodedMatrix, Packing, dequantize_codes, pack_words
 from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
 from weft.ops.linear.coded import (
     CodedTile,
@@ -31,8 +31,9 @@ FORMS = {
     "int4 g128": (4, False, 128, False), "int4 g64 zeros": (4, False, 64, True), "int4 g32": (4, False, 32, False),
     "int4 rows zeros": (4, False, 0, True), "int8 g128 zeros": (8, False, 128, True), "int8 g32": (8, False, 32, False),
     "int8 rows": (8, False, 0, False), "nvfp4": (4, True, 16, False), "mxfp4": (4, True, 32, False),
+    "mxfp8": (8, True, 32, False),
 }  # fmt: skip
-"""Bits, FP4, group, zeros."""
+"""Bits, floats, group, zeros."""
 SHAPES = [(1, 64, 128), (3, 200, 384), (17, 72, 160), (33, 136, 256)]
 """Tokens, weight rows, inner size."""
 TILES = [
@@ -53,14 +54,17 @@ def coded_matrix(
     groups = columns // group if group else 1
     shape = Packing.of(bits, group).words_shape(rows, columns)
     words = torch.randint(-(2**31), 2**31 - 1, (*lead, *shape), dtype=torch.int32, device=DEVICE)
+    if form == "mxfp8":
+        octets = words.view(torch.uint8)
+        octets[octets & 0x7F == 0x7F] ^= 1  # no NaN
     scales = (torch.rand(*lead, groups, rows, device=DEVICE) + 0.1) * columns**-0.5 * 2.0 ** (4 - bits)
     scales *= torch.where(torch.rand_like(scales) < 0.3, -1.0, 1.0)
     row_scale = None
     if form == "nvfp4":
         scales = torch.randint(0, 0x7F, scales.shape, dtype=torch.uint8, device=DEVICE)
         row_scale = (torch.rand(*lead, rows, device=DEVICE) + 0.5) * 0.01 * columns**-0.5
-    elif form == "mxfp4":
-        scales = torch.randint(118, 126, scales.shape, dtype=torch.uint8, device=DEVICE)
+    elif is_float:
+        scales = torch.randint(118, 126, scales.shape, dtype=torch.uint8, device=DEVICE) - (6 if bits == 8 else 0)
     else:
         scales = scales.to(scale_dtype)
     zeros = None
@@ -154,6 +158,39 @@ def test_widened_weights(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(coded_linear_triton(x, matrix, bias, config=Widened()), x, weight, want + bias)
     gated = coded_linear_silu_mul_triton(x, matrix, config=Widened())
     assert close(gated, coded_linear_silu_mul.reference(x, matrix))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", [CodedTile(32, 8, 1, 4), CodedTile(64, 128, 4, 3), Widened()], ids=str)
+def test_every_code_and_exponent_of_mxfp8(config: CodedTile | Widened, dtype: torch.dtype) -> None:
+    """Row r has the code r alone, once in each group, between zeros. The codes 0x7f and 0xff are NaN."""
+    codes = torch.zeros(256, 96, dtype=torch.uint8)
+    codes[:, 17], codes[:, 40], codes[:, 95] = (torch.arange(256).to(torch.uint8) for _ in range(3))
+    exponents = torch.tensor([127, 130, 120], dtype=torch.uint8)[:, None].repeat(1, 256)
+    words, x = pack_words(codes, Packing.of(8, 32)).contiguous(), inputs(3, 96, dtype)
+    matrix = CodedMatrix(words.to(DEVICE), exponents.to(DEVICE), None, None, 8, True, 32, 96)
+    weight = codes.view(torch.float8_e4m3fn).double() * torch.ldexp(
+        torch.ones(3, 256), exponents.int() - 127
+    ).double().t().repeat_interleave(32, 1)
+    assert torch.equal(dequantize_codes(matrix).double().cpu().nan_to_num(9e9), weight.nan_to_num(9e9))
+    want = x.double().cpu() @ weight.t()
+    got = coded_linear_triton(x, matrix, config=config).cpu()
+    assert torch.equal(got.isnan(), want.isnan()) and want.isnan().any(0).nonzero().flatten().tolist() == [0x7F, 0xFF]
+    finite = ~want[0].isnan()
+    check(got[:, finite], x.cpu(), weight[finite], want[:, finite])
+
+
+@pytest.mark.parametrize("config", [CodedTile(32, 8, 1, 4), Widened()], ids=str)
+def test_extreme_exponents_of_mxfp8(config: CodedTile | Widened) -> None:
+    """Powers of two from 2^-127 to 2^127 are exact, and 255 is NaN."""
+    codes = torch.full((256, 64), 0x38, dtype=torch.uint8)  # 1.0
+    exponents = torch.arange(256).to(torch.uint8).repeat(2, 1)
+    words = pack_words(codes, Packing.of(8, 32)).contiguous()
+    matrix = CodedMatrix(words.to(DEVICE), exponents.to(DEVICE), None, None, 8, True, 32, 64)
+    x = torch.full((1, 64), 2.0**-6, device=DEVICE)
+    want = torch.ldexp(torch.ones(255, dtype=torch.float64), torch.arange(255) - 127)
+    for got in (coded_linear_triton(x, matrix, config=config), coded_linear(x, matrix, backend=Backend.TORCH)):
+        assert torch.equal(got[0, :255].double().cpu(), want) and got[0, 255].isnan()
 
 
 def test_no_rows() -> None:

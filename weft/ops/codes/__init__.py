@@ -1,8 +1,9 @@
-"""Coded weights: integers of 4 or 8 bits, or FP4 (e2m1), whose groups share scales; inputs are not rounded.
+"""Coded weights: integers of 4 or 8 bits, FP4 (e2m1) or FP8 (e4m3), whose groups share scales; inputs are not rounded.
 
 A weight is ``(number(code) - zero) * scale * row_scale``. Integer codes are unsigned; without zeros the code in the
-middle, 8 or 128, stands for zero. FP4 codes have a sign, two bits of exponent and one of mantissa. Sources: GPTQ (arXiv
-2210.17323), AWQ (2306.00978), the OCP Microscaling formats (2310.10537).
+middle, 8 or 128, stands for zero. FP4 codes have a sign, two bits of exponent and one of mantissa; FP8 codes have four
+and three, and 0x7f and 0xff are NaN. Sources: GPTQ (arXiv 2210.17323), AWQ (2306.00978), the OCP Microscaling formats
+(2310.10537).
 
 All formats of checkpoints have one arrangement in memory. The inner dimension is cut into chunks. A chunk has
 ``16 / bits`` spans of 32 weights each, or of 16 where a group has 16. An int32 word holds two neighbours of every span:
@@ -52,12 +53,12 @@ class CodedMatrix(NamedTuple):
     """A matrix ``[N, K]`` of codes, or one for each expert (with a first dimension ``E`` everywhere).
 
     Attributes:
-        words: int32 ``[C, N, span / 2]``, arranged as the module says; codes beyond K are arbitrary.
+        words: int32 ``[C, N, span / 2]``, arranged as the module says; codes beyond K are arbitrary, but not NaN.
         scales: ``[G, N]``, of any float dtype; as uint8 the exponents of e8m0, or the bytes of e4m3.
         zeros: uint8 ``[G, N]``, or None.
         row_scale: float32 ``[N]``, or None.
         bits: of a code.
-        is_float: codes are FP4. Uint8 scales are e4m3 in groups of 16, and e8m0 in larger ones.
+        is_float: codes are FP4, or with 8 bits FP8. Uint8 scales are e4m3 in groups of 16, and e8m0 in larger ones.
         group: weights of a row that share a scale; 0: all of them.
         columns: K.
     """
@@ -100,13 +101,16 @@ def unpack_words(words: Tensor, packing: Packing, columns: int) -> Tensor:
     return spans.flatten(1)[:, :columns].to(torch.int16)
 
 
-def decoded_scales(scales: Tensor, group: int) -> Tensor:
-    """Scales in float32, as ``CodedMatrix`` says."""
+def decoded_scales(matrix: CodedMatrix) -> Tensor:
+    """Scales in float32, as ``CodedMatrix`` says. An exponent of 255 is NaN beside FP8 codes, and infinite beside
+    others."""
+    scales = matrix.scales
     if scales.dtype != torch.uint8:
         return scales.float()
-    if group == 16:
+    if matrix.group == 16:
         return scales.view(torch.float8_e4m3fn).float()
-    return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    return torch.where(scales == 255, torch.nan, powers) if matrix.bits == 8 else powers
 
 
 def dequantize_codes(matrix: CodedMatrix) -> Tensor:
@@ -115,9 +119,11 @@ def dequantize_codes(matrix: CodedMatrix) -> Tensor:
     group = matrix.group or matrix.columns
     scales, zeros = (
         None if t is None else t.t().repeat_interleave(group, 1)[:, : matrix.columns]
-        for t in (decoded_scales(matrix.scales, matrix.group), matrix.zeros)
+        for t in (decoded_scales(matrix), matrix.zeros)
     )
-    if matrix.is_float:
+    if matrix.is_float and matrix.bits == 8:
+        numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    elif matrix.is_float:
         table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=codes.device)
         numbers = table[codes.long()]
     else:

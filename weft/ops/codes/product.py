@@ -89,11 +89,30 @@ def _float_instructions(dtype: str, shift: int, mask: str, factor: str) -> tl.co
 }}""")
 
 
+def _fp8_instructions(dtype: str, shift: int, factor: str) -> tl.constexpr:
+    """Do what ``_float_instructions`` does for FP8 codes. Adding 1 to a magnitude of 0x7f sets bit 7. Spread over the
+    half of a word, this bit makes a NaN of the term that is added."""
+    return tl.constexpr(f"""{{
+    .reg .b32 sign, rest, term, factor;
+    shl.b32 sign, $2, 8;
+    and.b32 rest, $2, 0x007F007F;
+    add.u32 term, rest, 0x00010001;
+    prmt.b32 term, term, term, 0xAA88;
+    shl.b32 rest, rest, {shift};
+    lop3.b32 rest, sign, 0x80008000, rest, 0xEA;
+    mov.b32 factor, {factor};
+    fma.rn.{dtype}x2 rest, rest, factor, term;
+    mov.b32 {{$0, $1}}, rest;
+}}""")
+
+
 _BF16_INT4 = _integer_instructions("bf16", "0x000F000F", "0x43004300", "0x3F803F80")
 _F16_INT4 = _integer_instructions("f16", "0x000F000F", "0x64006400", "0x3C003C00")
 _F16_INT8 = _integer_instructions("f16", "0x00FF00FF", "0x64006400", "0x3C003C00")
 _BF16_FP4 = _float_instructions("bf16", 6, "0x01C001C0", "0x7E807E80")
 _F16_FP4 = _float_instructions("f16", 9, "0x0E000E00", "0x74007400")
+_BF16_FP8 = _fp8_instructions("bf16", 4, "0x7B807B80")
+_F16_FP8 = _fp8_instructions("f16", 7, "0x5C005C00")
 
 
 @triton.jit
@@ -122,9 +141,13 @@ def numbers_of(words, zero, BEGIN: tl.constexpr, COUNT: tl.constexpr, FIXED: tl.
     shifts = (BEGIN + tl.arange(0, COUNT)) * FIXED.bits
     codes = words[:, None, :] >> shifts[None, :, None]
     zero = zero[:, None, None]
-    if FIXED.fast and (FIXED.bits == 4 or tl.float16 == DTYPE):
+    if FIXED.fast and (FIXED.bits == 4 or FIXED.is_float or tl.float16 == DTYPE):
         offset = _fast_offset(zero, DTYPE)
-        if FIXED.is_float and tl.bfloat16 == DTYPE:
+        if FIXED.is_float and FIXED.bits == 8 and tl.bfloat16 == DTYPE:
+            low, high = _pairs(codes, offset, _BF16_FP8, DTYPE)
+        elif FIXED.is_float and FIXED.bits == 8:
+            low, high = _pairs(codes, offset, _F16_FP8, DTYPE)
+        elif FIXED.is_float and tl.bfloat16 == DTYPE:
             low, high = _pairs(codes, offset, _BF16_FP4, DTYPE)
         elif FIXED.is_float:
             low, high = _pairs(codes, offset, _F16_FP4, DTYPE)
@@ -136,15 +159,19 @@ def numbers_of(words, zero, BEGIN: tl.constexpr, COUNT: tl.constexpr, FIXED: tl.
             low, high = _pairs(codes, offset, _F16_INT4, DTYPE)
     else:
         MASK: tl.constexpr = (1 << FIXED.bits) - 1
-        low = _number(codes & MASK, zero, FIXED.is_float).to(DTYPE)
-        high = _number((codes >> 16) & MASK, zero, FIXED.is_float).to(DTYPE)
+        low = _number(codes & MASK, zero, FIXED.is_float, FIXED.bits).to(DTYPE)
+        high = _number((codes >> 16) & MASK, zero, FIXED.is_float, FIXED.bits).to(DTYPE)
     return tl.reshape(tl.join(low, high), [words.shape[0], COUNT * FIXED.span])
 
 
 @triton.jit
-def _number(code, zero, IS_FLOAT: tl.constexpr):
-    """The number of a code in float32. An FP4 code has its bits where float16 has them, and another bias."""
-    if IS_FLOAT:
+def _number(code, zero, IS_FLOAT: tl.constexpr, BITS: tl.constexpr):
+    """The number of a code in float32. FP4 and FP8 have their bits where float16 has them, and another bias."""
+    if IS_FLOAT and BITS == 8:
+        bits = ((code & 127) << 7) | ((code & 128) << 8)
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        number = tl.where((code & 127) == 127, float("nan"), number)
+    elif IS_FLOAT:
         bits = ((code & 7) << 9) | ((code & 8) << 12)
         number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     else:
@@ -162,6 +189,8 @@ def _scale_at(scales, place, FIXED: tl.constexpr):
             scale = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         else:
             scale = tl.maximum(stored.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+            if FIXED.bits == 8:
+                scale = tl.where(stored == 255, float("nan"), scale)
     else:
         scale = stored.to(tl.float32)
     return scale

@@ -1,6 +1,6 @@
 """Mixture of experts with coded weights (``weft.ops.codes``).
 
-Job: ``fused_moe`` with integers of 4 or 8 bits, or FP4. Does not know: routing, kernels (``coded_experts.py``).
+Job: ``fused_moe`` with integers of 4 or 8 bits, FP4 or FP8. Does not know: routing, kernels (``coded_experts.py``).
 """
 
 from typing import Any
