@@ -48,6 +48,10 @@ def _fp4(kind: str, group: int) -> dict[str, Any]:
     return _packed(4, group, True, type="float", strategy="tensor_group") | {"format": f"{kind}-pack-quantized"}
 
 
+def _mxfp8() -> dict[str, Any]:
+    return _packed(8, 32, True, type="float", strategy="group") | {"format": "mxfp8-quantized"}
+
+
 def _gptq(bits: int, group: int, symmetric: bool, **more: Any) -> dict[str, Any]:
     return {
         "quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": False,
@@ -59,6 +63,9 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, 
         "modules_to_not_convert": ["in_proj_b"]}  # fmt: skip
 _AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int",
                "extra_config": {".*in_proj_ba": {"bits": 16, "data_type": "float"}}}  # fmt: skip
+_FP8_MX = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32], "scale_fmt": "ue8m0",
+           "modules_to_not_convert": ["lm_head", "in_proj_ba", "in_proj_b", "in_proj_a", "mlp.gate",
+                                      "shared_expert_gate"]}  # fmt: skip
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*in_proj_ba", "*.gate"]}
 
 KINDS = {
@@ -78,6 +85,8 @@ KINDS = {
     "nvfp4": Kind("nvfp4", 4, 16, True, _fp4("nvfp4", 16)),
     "mxfp4": Kind("mxfp4", 4, 32, True, _fp4("mxfp4", 32)),
     "modelopt": Kind("modelopt", 4, 16, True, _MODELOPT),
+    "mxfp8": Kind("mxfp8", 8, 32, True, _mxfp8()),
+    "fp8 mx": Kind("mxfp8", 8, 32, True, _FP8_MX),
 }
 
 
@@ -135,6 +144,27 @@ def dequantize_fp4(codes: Tensor, scales: Tensor, whole: float) -> Tensor:
     return table[codes] * scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1) * whole
 
 
+def quantize_mxfp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``(e4m3 [..., K], exponents [..., K / 32])`` of ``[..., K]``, as the OCP Microscaling formats say."""
+    groups = weight.unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).clamp(min=1e-30).log2().floor() - 8
+    values = (groups / 2.0 ** exponents[..., None]).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
+    return values, (exponents + 127).to(torch.uint8)
+
+
+def dequantize_mxfp8(values: Tensor, exponents: Tensor) -> Tensor:
+    return values.float() * 2.0 ** (exponents.float() - 127).repeat_interleave(32, -1)
+
+
+def _store_mxfp8(name: str, weight: Tensor, kind: Kind) -> tuple[dict[str, Tensor], Tensor]:
+    values, exponents = quantize_mxfp8(weight)
+    if kind.config["quant_method"] == "fp8":
+        stored = {"weight": values, "weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
+    else:
+        stored = {"weight": values, "weight_scale": exponents}
+    return {f"{name}{part}": t for part, t in stored.items()}, dequantize_mxfp8(values, exponents)
+
+
 def _store_packed(name: str, weight: Tensor, kind: Kind) -> tuple[dict[str, Tensor], Tensor]:
     codes, scales, zeros = quantize_integers(weight, kind)
     stored = {"packed": words(codes, kind.bits), "scale": scales, "shape": torch.tensor(weight.shape)}
@@ -187,7 +217,7 @@ def _store_fp4(name: str, weight: Tensor, kind: Kind) -> tuple[dict[str, Tensor]
 
 STORES: dict[str, Callable[[str, Tensor, Kind], tuple[dict[str, Tensor], Tensor]]] = {
     "packed": _store_packed, "gptq": _store_gptq, "gptq_v2": _store_gptq, "awq": _store_awq,
-    "nvfp4": _store_fp4, "mxfp4": _store_fp4, "modelopt": _store_fp4,
+    "nvfp4": _store_fp4, "mxfp4": _store_fp4, "modelopt": _store_fp4, "mxfp8": _store_mxfp8,
 }  # fmt: skip
 
 

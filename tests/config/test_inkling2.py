@@ -80,15 +80,21 @@ def test_weights_of_a_layer_are_counted(kind: str, index: int, tmp_path: Path) -
     assert spec.num_weights == sum(parameter.numel() for parameter in layer.parameters()) - scales
 
 
-def test_published_experts_are_refused(tmp_path: Path) -> None:
-    """A file that transformers did not write has MXFP8 experts, and does not say so."""
+def test_the_form_of_published_experts(tmp_path: Path) -> None:
+    """A file that transformers did not write has MXFP8 experts, and does not say so; transformers adds the same."""
+    from transformers.models.inkling2.configuration_inkling2 import INKLING2_QUANTIZATION_CONFIG
+
     wrapped = {"architectures": ["Inkling2ForConditionalGeneration"], "text_config": tiny(INKLING2)}
-    with pytest.raises(UnsupportedModelError, match=r"is not read\. Use a checkpoint that transformers saved"):
-        read(tmp_path, wrapped)
-    assert read(tmp_path, wrapped | {"transformers_version": "5.23.0"}).wrapper == wrapped["architectures"][0]
-    forms = {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
-    with pytest.raises(UnsupportedModelError, match=r"weight_block_size=\[1, 32\] is not supported"):
-        read(tmp_path, wrapped | {"quantization_config": forms})
+    found = read(tmp_path, wrapped).quantization
+    assert found == read(tmp_path, wrapped | {"quantization_config": INKLING2_QUANTIZATION_CONFIG}).quantization
+    assert found is not None and found.name == "mxfp8"
+    assert found.scheme(["model.layers.0.mlp.experts.5.down_proj"]) == found.main
+    assert found.scheme(["model.language_model.layers.0.self_attn.wq_du"]) is None
+    saved = read(tmp_path, wrapped | {"transformers_version": "5.23.0"})
+    assert saved.wrapper == wrapped["architectures"][0] and saved.quantization is None
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    other = read(tmp_path, wrapped | {"quantization_config": blocks}).quantization
+    assert other is not None and other.name == "fp8"
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,8 @@ def test_any_published_name_counts() -> None:
         (block(weight_block_size=None), "weight_block_size=None is not supported"),
         (block(activation_scheme="static"), "activation_scheme='static' is not supported"),
         (block(scale_fmt="ue8m0"), "scale_fmt='ue8m0' is not supported"),
+        (block(weight_block_size=[1, 32]), "scale_fmt=None is not supported"),
+        (block(weight_block_size=[1, 64], scale_fmt="ue8m0"), r"weight_block_size=\[1, 64\] is not supported"),
         (compressed(format="int-quantized"), "format='int-quantized' is not supported"),
         (compressed(format="pack-quantized"), "input_activations=.* is not supported; allowed here: none"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
@@ -202,6 +204,26 @@ def test_forms_of_four_and_eight_bits(config: dict[str, Any], name: str, group: 
     assert scheme.activations == "none" and scheme.bytes_per_weight < 1.02
 
 
+MXFP8 = {"num_bits": 8, "type": "float", "group_size": 32}
+MXFP8_GROUP = packed_group([], **MXFP8)
+MXFP8_INPUTS = {"input_activations": MXFP8 | {"dynamic": True}}
+
+
+@pytest.mark.parametrize(
+    ("config", "drops"),
+    [
+        (block(weight_block_size=[1, 32], scale_fmt="ue8m0"), True),
+        (compressed(format="mxfp8-quantized", config_groups={"a": MXFP8_GROUP}), False),
+        (compressed(format="mxfp8-quantized", config_groups={"a": MXFP8_GROUP | MXFP8_INPUTS}), True),
+    ],
+)  # fmt: skip
+def test_mxfp8(config: dict[str, Any], drops: bool) -> None:
+    scheme = read(config).main
+    assert (scheme.name, scheme.form, scheme.group, scheme.scales) == ("mxfp8", "mxfp8", 32, "e8m0")
+    assert scheme.activations == "none" and scheme.drops_activations == drops
+    assert scheme.bytes_per_weight == 1 + 1 / 32
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -224,6 +246,10 @@ def test_forms_of_four_and_eight_bits(config: dict[str, Any], name: str, group: 
         (
             compressed(format="nvfp4-pack-quantized", config_groups={"a": packed_group([], type="float")}),
             "weights=.* is not supported; allowed here: 4 bits of type float in groups of 16",
+        ),
+        (
+            compressed(format="mxfp8-quantized", config_groups={"a": packed_group([], num_bits=8, type="float")}),
+            "weights=.* is not supported; allowed here: 8 bits of type float in groups of 32",
         ),
     ],
 )

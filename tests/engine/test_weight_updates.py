@@ -89,6 +89,7 @@ CASES: dict[str, tuple[Callable[[Path, int], Path], dict[str, Any]]] = {
     "int4": (coded(HYBRID, "int4 g64 zeros"), PIECES),
     "gptq": (coded("Qwen3MoeForCausalLM", "gptq"), {}),
     "nvfp4": (coded(DENSE, "nvfp4"), {}),
+    "mxfp8": (coded(DENSE, "fp8 mx"), PIECES),
     "drafts": (with_head, DRAFTS),
     "drafts in graphs": (with_head, DRAFTS | FULL),
     "two ranks": (plain(HYBRID), {"tensor_parallel_size": 2}),

@@ -43,14 +43,14 @@ def test_every_tile_of_the_linear_table(key: tuple[int, int, bool], limit: int) 
         assert (run(x, matrix, config=config).float() - want).norm() < 6e-3 * want.norm()
 
 
-@pytest.mark.parametrize("form", ["int4 g128", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("form", ["int4 g128", "nvfp4", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 33, 130])
 def test_experts_of_the_published_widths(num_tokens: int, form: str) -> None:
     """With the tiles of the rule, for experts as wide as Qwen3-Next's; fewer of them fit the time."""
     check_moe((num_tokens, 16, 4, 2048, 512), form, torch.bfloat16, min(1, num_tokens - 1))
 
 
-@pytest.mark.parametrize("kind", ["int4 g32", "int8 rows", "awq", "nvfp4", "mxfp4", "gpt-oss"])
+@pytest.mark.parametrize("kind", ["int4 g32", "int8 rows", "awq", "nvfp4", "mxfp4", "mxfp8", "gpt-oss"])
 def test_a_model_diverges_no_more_than_its_dtype(kind: str, tmp_path: Path) -> None:
     """In float16, KL from float32 on the CPU: as small as two roundings of every weight and value make it.
 

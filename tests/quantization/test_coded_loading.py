@@ -105,7 +105,9 @@ def test_rounding_to_nearest() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     covering(
-        ["linear_attn", "mlp", "self_attn"], ["int4 g64 zeros", "int4 rows zeros", "gptq zeros", "awq", "nvfp4"], of=1
+        ["linear_attn", "mlp", "self_attn"],
+        ["int4 g64 zeros", "int4 rows zeros", "gptq zeros", "awq", "nvfp4", "fp8 mx"],
+        of=1,
     ),
 )
 def test_shards_take_their_scales_along(name: str, kind: str, tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_online_shards_quantise_their_share(tmp_path: Path) -> None:
     assert torch.equal(dequantize_codes(whole)[:, shard.columns :], dequantize_codes(shard))
 
 
-@pytest.mark.parametrize("kind", ["int4 g64 zeros", "int8 rows", "nvfp4", "mxfp4", "online"])
+@pytest.mark.parametrize("kind", ["int4 g64 zeros", "int8 rows", "nvfp4", "mxfp4", "mxfp8", "online"])
 def test_dummy_weights(kind: str, tmp_path: Path) -> None:
     online = kind == "online"
     folder = make_checkpoint(NEXT, tmp_path, **GEOMETRY) if online else make_coded_checkpoint(NEXT, kind, tmp_path)
@@ -280,7 +282,7 @@ def test_dummy_weights(kind: str, tmp_path: Path) -> None:
             assert abs(weights.mean()) < 0.08 * weights.std(), name
 
 
-@pytest.mark.parametrize("kind", ["int4 g128", "int8 g128 zeros", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4 g128", "int8 g128 zeros", "nvfp4", "mxfp4", "mxfp8"])
 def test_bytes_are_counted(kind: str, tmp_path: Path) -> None:
     model = load(make_coded_checkpoint(NEXT, kind, tmp_path, hidden_size=512))
     config = read_checkpoint_config(tmp_path / "coded")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.coded_checkpoints import make_coded_checkpoint
 from tests.fp8_checkpoints import GEOMETRY
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
@@ -44,6 +45,7 @@ class Family(NamedTuple):
         sizes, settings: of the checkpoint and of the engine.
         kernels: what it adds, by module and name.
         capabilities: GPUs that run the model. Other GPUs refuse its settings by name.
+        kind: of ``tests/coded_checkpoints.py``, in which the checkpoint's weights are stored.
     """
 
     architecture: str
@@ -51,6 +53,7 @@ class Family(NamedTuple):
     settings: dict[str, Any]
     kernels: str
     capabilities: tuple[int, ...] = tuple(SHARED_BYTES)
+    kind: str = ""
 
 
 FAMILIES = {
@@ -65,6 +68,7 @@ FAMILIES = {
         sampling.kernels._scan_kernel steps.inputs._load_kernel steps.results._store_kernel"""),
     "int4": Family(NEXT, GEOMETRY, {"quantization": "int4"}, """
         codes.widen._widen_kernel linear.coded._coded_linear_kernel moe.coded_experts._coded_experts_kernel"""),
+    "mxfp8": Family(NEXT, {}, {}, "", kind="mxfp8"),
     "fp8": Family(NEXT, GEOMETRY, {"quantization": "fp8", "kv_cache_dtype": "fp8", "speculative_config": _NGRAM}, """
         delta_rule.verify._gdn_verify_kernel drafts.kernels._accept_kernel drafts.kernels._follow_kernel
         drafts.ngram._ngram_kernel fp8.quantize._quantize_kernel linear.fp8._many_rows_kernel
@@ -137,10 +141,14 @@ def compiled(name: str, folder: Path, capabilities: list[int], most: int) -> lis
     """What a start of a family compiles, and for which capabilities it fits."""
     family = FAMILIES[name]
     make = make_mtp_checkpoint if "mtp" in family.settings.get("speculative_config", "") else make_checkpoint
-    make(family.architecture, folder / "model", **family.sizes, max_position_embeddings=1024)
+    sizes, model = family.sizes | {"max_position_embeddings": 1024}, folder / "model"
+    if family.kind:
+        model = make_coded_checkpoint(family.architecture, family.kind, model, **sizes)
+    else:
+        make(family.architecture, model, **sizes)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    words = [str(folder / "model"), json.dumps(family.settings), *map(str, capabilities), "--most", str(most)]
+    words = [str(model), json.dumps(family.settings), *map(str, capabilities), "--most", str(most)]
     command = [sys.executable, "-m", "tests.runner.compile_architectures", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

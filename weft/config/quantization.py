@@ -15,7 +15,7 @@ BLOCK = 128
 """Side of the squares of a weight that share a scale under ``block``, and number of inputs of a token that share a
 scale."""
 
-Form = Literal["fp8", "int4", "int8", "fp4"]
+Form = Literal["fp8", "mxfp8", "int4", "int8", "fp4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Scheme:
 
     Attributes:
         source: the arrangement of the tensors in a checkpoint, or ``"online"``: quantised while weights load.
-        form: what a stored number means. ``fp8`` is e4m3, ``fp4`` is e2m1, and the others are integers.
+        form: what a stored number means. ``fp8`` and ``mxfp8`` are e4m3, ``fp4`` is e2m1, the others are integers.
         weights: the weights that share a scale: a ``block`` of 128 x 128, a ``channel`` (row), the whole ``tensor``, or
             a ``group`` of consecutive weights of a row.
         activations: the inputs that share a scale: a ``group`` of 128 of one token, or a ``token``. ``static``: all
@@ -50,12 +50,12 @@ class Scheme:
         if self.form == "fp8":
             return 1.0
         shared = (2 if self.scales == "float" else 1) + (not self.symmetric)
-        return (1.0 if self.form == "int8" else 0.5) + (shared / self.group if self.group else 0.0)
+        return (1.0 if self.form in ("int8", "mxfp8") else 0.5) + (shared / self.group if self.group else 0.0)
 
     @property
     def name(self) -> str:
         """The form as people call it."""
-        return {"e4m3": "nvfp4", "e8m0": "mxfp4", "float": self.form}[self.scales]
+        return {"e4m3": "nvfp4", "e8m0": "mxfp4"}[self.scales] if self.form == "fp4" else self.form
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,16 @@ from weft.errors import ConfigError, UnsupportedModelError
 
 GROUPS = (32, 64, 128)
 """Weights of a row that may share a scale in integer formats. -1 stands for the whole row."""
+_MX = 32
+"""Weights of a row that share a scale in MXFP4 and MXFP8."""
 
 FORMATS = {
-    "fp8": "FP8 (e4m3) by blocks of 128 x 128, dynamic activations",
+    "fp8": "FP8 (e4m3) by blocks of 128 x 128, dynamic activations; MXFP8 (blocks of 1 x 32), weights alone",
     "compressed-tensors float-quantized": "FP8 (e4m3) by channel or tensor",
     "compressed-tensors pack-quantized": "INT4 and INT8, symmetric or not, groups of 32, 64, 128 or rows",
     "compressed-tensors nvfp4-pack-quantized": "E2M1 in groups of 16, weights alone",
     "compressed-tensors mxfp4-pack-quantized": "E2M1 in groups of 32, weights alone",
+    "compressed-tensors mxfp8-quantized": "E4M3 in groups of 32, weights alone",
     "gptq": "INT4 and INT8, desc_act=false",
     "awq": "INT4, version gemm",
     "auto-round": "INT4 and INT8 in the packing of GPTQ or AWQ",
@@ -76,17 +79,22 @@ def _refuse(config: JsonObject, key: str, allowed: str = "") -> UnsupportedModel
 
 
 def _read_fp8(config: JsonObject) -> QuantizationConfig:
+    mxfp8 = config.raw("weight_block_size") == [1, _MX]
     for key, allowed in (
         ("fmt", ("e4m3", None)),
-        ("weight_block_size", ([BLOCK, BLOCK],)),
+        ("weight_block_size", ([BLOCK, BLOCK], [1, _MX])),
         ("activation_scheme", ("dynamic", None)),
-        ("scale_fmt", ("float", None)),
+        ("scale_fmt", ("ue8m0",) if mxfp8 else ("float", None)),
     ):
         if config.raw(key) not in allowed:
             raise _refuse(config, key)
     ignored = _patterns(config, "modules_to_not_convert") + _patterns(config, "ignored_layers")
-    scheme = Scheme("fp8", "fp8", "block", "group")
+    scheme = _mxfp8("fp8", drops_activations=True) if mxfp8 else Scheme("fp8", "fp8", "block", "group")
     return QuantizationConfig("fp8", (*_left_out(ignored, "part"), Rule(scheme, match="part")))
+
+
+def _mxfp8(source: Literal["fp8", "compressed-tensors"], *, drops_activations: bool) -> Scheme:
+    return Scheme(source, "mxfp8", "group", "none", _MX, scales="e8m0", drops_activations=drops_activations)
 
 
 def _left_out(patterns: tuple[str, ...], match: Literal["exact", "part", "inside", "begin"]) -> tuple[Rule, ...]:
@@ -127,6 +135,7 @@ def _scheme_of_group(group: JsonObject, config: JsonObject) -> Scheme:
         "pack-quantized": _pack_quantized,
         "nvfp4-pack-quantized": _fp4_quantized,
         "mxfp4-pack-quantized": _fp4_quantized,
+        "mxfp8-quantized": _mxfp8_quantized,
     }
     if kind not in readers:
         raise _refuse(where, "format")
@@ -185,6 +194,14 @@ def _fp4_quantized(group: JsonObject) -> Scheme:
     else:
         raise _refuse(group, "weights", "4 bits of type float in groups of 16 (NVFP4) or 32 (MXFP4)")
     return replace(scheme, drops_activations=group.given("input_activations"))
+
+
+def _mxfp8_quantized(group: JsonObject) -> Scheme:
+    weights = group.object("weights")
+    given = None if weights is None else (weights.raw("num_bits"), weights.raw("type"), weights.raw("group_size"))
+    if given != (8, "float", _MX):
+        raise _refuse(group, "weights", f"8 bits of type float in groups of {_MX}")
+    return _mxfp8("compressed-tensors", drops_activations=group.given("input_activations"))
 
 
 def _is_fp8(scheme: JsonObject, *, strategy: str, dynamic: bool) -> bool:

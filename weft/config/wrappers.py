@@ -6,9 +6,10 @@ model alone; the tensors of towers and projectors are not loaded. Does not know:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from weft.config.json_object import JsonObject
-from weft.errors import ConfigError, UnsupportedModelError
+from weft.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Wrapper:
         tied: whether embeddings are tied if the file does not say. A key of the text config has no effect.
         renames: leading part of the text model's tensor names in the checkpoint -> leading part of Weft's names.
         patterns: see ``WeightTable.patterns``.
-        assumed: the form of experts in files that name neither a form nor the transformers that wrote them; "": none.
+        assumed: ``quantization_config`` of files that have none and do not name the transformers that wrote them.
     """
 
     texts: Mapping[str, str]
@@ -32,7 +33,7 @@ class Wrapper:
     tied: bool = False
     renames: dict[str, str] = field(default_factory=lambda: {"model.language_model.": "model."})
     patterns: dict[str, str] = field(default_factory=dict)
-    assumed: str = ""
+    assumed: Mapping[str, Any] | None = None
 
     def unwrap(self, top: JsonObject, name: str) -> tuple[JsonObject, JsonObject, str]:
         """Return the whole config with its defaults, the text config, and the text model's architecture.
@@ -47,13 +48,11 @@ class Wrapper:
         model_type = text.text("model_type", next(iter(self.texts)))
         if model_type not in self.texts:
             raise text.unsupported("model_type", f" in {name}; supported are {', '.join(self.texts)}")
-        if self.assumed and not top.given("quantization_config") and not top.given("transformers_version"):
-            raise UnsupportedModelError(
-                f"{top.where}: {name} without quantization_config has experts in {self.assumed}, which is not read. "
-                "Use a checkpoint that transformers saved in bfloat16; quantization='fp8' or 'int4' makes it smaller"
-            )
-        tied = top.boolean("tie_word_embeddings", top.boolean("tie_embedding", self.tied))
-        return JsonObject(top.values | {"tie_word_embeddings": tied}, top.where), text, self.texts[model_type]
+        more: dict[str, Any] = {}
+        if self.assumed is not None and not top.given("quantization_config") and not top.given("transformers_version"):
+            more["quantization_config"] = self.assumed
+        more["tie_word_embeddings"] = top.boolean("tie_word_embeddings", top.boolean("tie_embedding", self.tied))
+        return JsonObject(top.values | more, top.where), text, self.texts[model_type]
 
 
 _QWEN3_5 = Wrapper(
@@ -102,8 +101,13 @@ WRAPPERS: dict[str, Wrapper] = {
     "Inkling2ForConditionalGeneration": Wrapper(
         {"inkling2_text": "Inkling2ForCausalLM"},
         others=("model.visual.*",),
-        renames={"model.llm.unembed.": "lm_head.", "model.llm.": "model."},
-        assumed="MXFP8 (e4m3, a scale of e8m0 for 32 weights)",
+        renames={"model.llm.unembed.": "lm_head.", "model.llm.": "model.", "model.language_model.": "model."},
+        assumed={  # published files have MXFP8 experts and do not say so
+            "quant_method": "fp8",
+            "weight_block_size": [1, 32],
+            "scale_fmt": "ue8m0",
+            "modules_to_not_convert": ["lm_head", "model.vision_tower", "model.language_model.layers.*.self_attn"],
+        },
     ),
     # Nemotron-H Omni: Nemotron-H behind RADIO and Parakeet towers.
     "NemotronH_Omni_Reasoning_V3": Wrapper(

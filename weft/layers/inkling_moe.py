@@ -28,37 +28,60 @@ from weft.layers.weight import (
 class InTurnExperts(Experts):
     """Experts whose checkpoints hold one tensor with rows of gate and up in turn, and one tensor of down."""
 
-    def _single(self) -> tuple[WeightLayout, list[tuple[WeightPiece, WeightPiece]], list[WeightPiece]]:
-        """The layout of single matrices, its gate and up matrices by expert, and its down matrices."""
-        [single] = (layout for layout in super().layouts() if "0.down_proj.weight" in layout)
-        if not all(name.endswith("proj.weight") for name in single):
+    _takes_scales = True
+
+    def _single(self) -> tuple[WeightLayout, list[str]]:
+        """The layout of single matrices, and which tensors each of them has.
+
+        Raises:
+            ConfigError: some tensor does not have the rows of the matrix.
+        """
+        [single] = (layout for layout in super().layouts() if any(name.startswith("0.down_proj.") for name in layout))
+        pieces = {name.removeprefix("0.down_proj."): p for name, p in single.items() if name.startswith("0.down_proj.")}
+        has_rows = len({piece.shape[0] for piece in pieces.values()}) == 1
+        if "weight" not in pieces or not has_rows or (len(pieces) > 1 and not self._takes_scales):
             raise ConfigError(
-                "quantised experts of a checkpoint are not supported where one tensor holds rows of gate and up in "
+                f"experts with {', '.join(pieces)} are not supported where one tensor holds rows of gate and up in "
                 "turn; use a checkpoint with plain experts and quantization='fp8' or 'int4', which quantise while "
                 "loading"
             )
+        return single, list(pieces)
+
+    def _by_expert(
+        self, single: WeightLayout, tensor: str
+    ) -> tuple[list[tuple[WeightPiece, WeightPiece]], list[WeightPiece]]:
+        """One tensor of the gate and up matrices by expert, and of the down matrices."""
         gate, up, down = (
-            [single[f"{i}.{part}_proj.weight"] for i in range(self.num_experts)] for part in ("gate", "up", "down")
+            [single[f"{i}.{part}_proj.{tensor}"] for i in range(self.num_experts)] for part in ("gate", "up", "down")
         )
-        return single, list(zip(gate, up, strict=True)), down
+        return list(zip(gate, up, strict=True)), down
 
     def layouts(self) -> tuple[WeightLayout, ...]:
-        single, both, down = self._single()
-        return single, {"w13_weight": one_tensor([in_turn(pair) for pair in both]), "w2_weight": one_tensor(down)}
+        single, tensors = self._single()
+        layout = WeightLayout()
+        for tensor in tensors:
+            both, down = self._by_expert(single, tensor)
+            name = tensor.removesuffix("_inv")
+            layout[f"w13_{name}"] = one_tensor([in_turn(pair) for pair in both])
+            layout[f"w2_{name}"] = one_tensor(down)
+        return single, layout
 
 
 class ExpertsWithShared(InTurnExperts):
     """Experts of which the last, the shared ones, are chosen for every token (Inkling).
 
-    Checkpoints store all routed experts in one tensor and all shared experts in another.
+    Checkpoints store all routed experts in one tensor and all shared experts in another, without scales.
     """
+
+    _takes_scales = False
 
     def __init__(self, moe: MoeConfig, hidden_size: int, context: ModelContext, *, gated: bool) -> None:
         super().__init__(moe, hidden_size, context, gated=gated)
         self._num_routed = moe.num_experts - moe.num_always
 
     def layouts(self) -> tuple[WeightLayout, ...]:
-        single, both, down = self._single()
+        single, [tensor] = self._single()
+        both, down = self._by_expert(single, tensor)
         gate, up = zip(*both, strict=True)
         routed, shared = slice(self._num_routed), slice(self._num_routed, None)
         return single, {

@@ -25,7 +25,7 @@ from weft.config.sharding import divide
 from weft.parallel.tensor_parallel import TensorParallel
 
 Slices = tuple[slice, ...]
-E4M3, INT32, INT64, UINT8 = "F8_E4M3", "I32", "I64", "U8"
+E4M3, E8M0, INT32, INT64, UINT8 = "F8_E4M3", "F8_E8M0", "I32", "I64", "U8"
 """Dtypes of quantised tensors as safetensors writes them."""
 
 
@@ -47,6 +47,17 @@ class Interleaved:
             target.copy_(source[..., i :: len(self._targets)])
 
 
+class RowsInTurn:
+    """Receives rows that belong to several targets in turn."""
+
+    def __init__(self, *targets: CopyTarget) -> None:
+        self._targets = targets
+
+    def copy_(self, source: Tensor) -> None:
+        for i, target in enumerate(self._targets):
+            target.copy_(source[i :: len(self._targets)])
+
+
 class OnlyOne:
     """Receives one of several tensors that a checkpoint stacks: ``[1, *]``."""
 
@@ -63,7 +74,8 @@ class WeightPiece:
 
     Attributes:
         shape: ``(1,)`` for a single number, which files also store without dimensions.
-        stored: the only dtype that the file may have, as safetensors writes it. ``""``: any float of two or more bytes.
+        stored: the dtype that the file must have, as safetensors writes it, or several with ``" or "`` between. ``""``:
+            any float of two or more bytes.
         optional: the checkpoint may lack the tensor.
         transposable: ``[E, rows, columns]``, which files may also store as ``[E, columns, rows]`` (Qwen3-VL-MoE).
     """
@@ -209,13 +221,14 @@ def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
 
 
 def in_turn(pieces: Sequence[WeightPiece]) -> WeightPiece:
-    """Join pieces of equal shape to the piece of one tensor that holds a row of each in turn."""
-    count = len(pieces)
-    copies = [
-        ((slice(count * rows.start + i, count * rows.stop, count), *rest), target)
-        for i, piece in enumerate(pieces)
-        for (rows, *rest), target in piece.copies
-    ]
+    """Join pieces of equal shape, of which a rank takes the same rows, to the piece of one tensor that holds a row of
+    each in turn."""
+    count, copies = len(pieces), list[tuple[Slices, CopyTarget]]()
+    for parts in zip(*(piece.copies for piece in pieces), strict=True):
+        sources, targets = zip(*parts, strict=True)
+        (rows, *rest), *others = sources
+        assert all(other == sources[0] for other in others)
+        copies.append(((slice(count * rows.start, count * rows.stop), *rest), RowsInTurn(*targets)))
     return WeightPiece((count * pieces[0].shape[0], *pieces[0].shape[1:]), tuple(copies), pieces[0].stored)
 
 

@@ -108,6 +108,7 @@ _INKLING2 = WeightTable(
         r"\.(attn|mlp)_sconv\.weight$": r".\1_sconv.conv1d.weight",
         r"\.gate\.bias$": ".gate.e_score_correction_bias",
     },
+    aliases={"self_attn": "attn"},  # of transformers, in lists of modules that are not quantised
 )
 _OLMO_HYBRID = WeightTable(
     _PLAIN

@@ -1,7 +1,7 @@
 """Tensors of coded weights in checkpoints, and how each becomes rows of a ``CodedMatrix``.
 
-Job: names, shapes and bit orders of compressed-tensors, GPTQ, AWQ, ModelOpt and of weights that are quantised while
-they load. Owns: the errors about groups that a row or a rank does not hold whole. Does not know: layers, kernels.
+Job: names, shapes and bit orders of compressed-tensors, GPTQ, AWQ, ModelOpt, MXFP8 and of weights that are quantised
+while they load. Owns: the errors about groups that a row or a rank does not hold whole. Does not know: layers, kernels.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,19 @@ from torch import Tensor
 
 from weft.config.quantization import Scheme
 from weft.errors import ConfigError, WeightsError
-from weft.layers.weight import E4M3, INT32, INT64, UINT8, MatrixShard, RowMap, RowRun, Slices, WeightLayout, WeightPiece
+from weft.layers.weight import (
+    E4M3,
+    E8M0,
+    INT32,
+    INT64,
+    UINT8,
+    MatrixShard,
+    RowMap,
+    RowRun,
+    Slices,
+    WeightLayout,
+    WeightPiece,
+)
 from weft.ops.codes import CodedMatrix, pack_words, quantize_groups
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -115,6 +127,7 @@ class CompressedTensors(Arrangement):
     ``weight_global_scale``, by which scales are divided."""
 
     packed, scale, global_scale = "weight_packed", "weight_scale", "weight_global_scale"
+    float_codes = UINT8
 
     def layout(self, matrix: CodedMatrix, shard: MatrixShard, rows: RowMap, name: str) -> WeightLayout:
         groups = self._groups(shard, name)
@@ -133,7 +146,7 @@ class CompressedTensors(Arrangement):
         return found
 
     def _codes(self, matrix: CodedMatrix, shard: MatrixShard, rows: RowMap) -> WeightPiece:
-        per_word = 2 if matrix.is_float else 32 // matrix.bits
+        per_word = (8 if matrix.is_float else 32) // matrix.bits
 
         def read(stored: Tensor) -> Tensor:
             return pack_words(unpacked(stored, matrix.bits)[:, : matrix.columns], matrix.packing)
@@ -145,12 +158,12 @@ class CompressedTensors(Arrangement):
                 (run.source_rows, self._columns(shard, per_word)),
                 Converted(_rows_of(matrix, run).words, read),
             ),
-            stored=UINT8 if matrix.is_float else INT32,
+            stored=self.float_codes if matrix.is_float else INT32,
         )
 
     def _scales(self, matrix: CodedMatrix, shard: MatrixShard, rows: RowMap, groups: slice) -> WeightPiece:
-        stored = {"float": "", "e4m3": E4M3, "e8m0": UINT8}[self.scheme.scales]
-        read = partial(torch.Tensor.view, dtype=torch.uint8) if stored == E4M3 else torch.Tensor.clone
+        stored = {"float": "", "e4m3": E4M3, "e8m0": f"{UINT8} or {E8M0}"}[self.scheme.scales]
+        read = partial(torch.Tensor.view, dtype=torch.uint8) if stored else torch.Tensor.clone
         return _filled(
             rows,
             (rows.total, shard.total_columns // (self.scheme.group or shard.total_columns)),
@@ -196,6 +209,17 @@ class ModelOpt(CompressedTensors):
     @staticmethod
     def _global(stored: Tensor) -> Tensor:
         return stored.float()
+
+
+class Mxfp8(CompressedTensors):
+    """``weight [N, K]`` in e4m3 and ``weight_scale [N, G]``, which ``quant_method: fp8`` calls ``weight_scale_inv``."""
+
+    packed, float_codes = "weight", E4M3
+
+    def layout(self, matrix: CodedMatrix, shard: MatrixShard, rows: RowMap, name: str) -> WeightLayout:
+        scale = "weight_scale_inv" if self.scheme.source == "fp8" else "weight_scale"
+        scales = self._scales(matrix, shard, rows, self._groups(shard, name))
+        return {"weight": self._codes(matrix, shard, rows), scale: scales}
 
 
 def _words(run: RowRun, per_word: int) -> tuple[slice, slice]:
@@ -337,7 +361,7 @@ class RoundedRows:
         matrix.scales.copy_(scales)
 
 
-ARRANGEMENTS: dict[str, type[Arrangement]] = {
+_ARRANGEMENTS: dict[str, type[Arrangement]] = {
     "compressed-tensors": CompressedTensors,
     "modelopt": ModelOpt,
     "gptq": Gptq,
@@ -346,3 +370,8 @@ ARRANGEMENTS: dict[str, type[Arrangement]] = {
     "online": Online,
 }
 """Arrangement by the source of a scheme. gpt-oss has one for experts alone (``gpt_oss.py``)."""
+
+
+def arrangement(scheme: Scheme) -> Arrangement:
+    """The arrangement of a scheme's tensors."""
+    return Mxfp8(scheme) if scheme.form == "mxfp8" else _ARRANGEMENTS[scheme.source](scheme)

@@ -1,4 +1,4 @@
-"""Coded weights of linear layers and experts: integers of 4 or 8 bits, or FP4, with inputs that are not rounded.
+"""Coded weights of linear layers and experts: integers of 4 or 8 bits, FP4 or MXFP8, with inputs that are not rounded.
 
 Job: the parameters of coded layers and the operations that use them. Does not know: the tensors of checkpoints
 (``arrangements.py``, ``gpt_oss.py``), kernels (``weft/ops``).
@@ -16,10 +16,11 @@ from weft.layers.moe import Experts, ExpertsMethod
 from weft.layers.weight import RowMap, WeightLayout, uniform_range
 from weft.ops.codes import CodedMatrix, Packing, fitting_group
 from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows
+from weft.ops.fp8 import E4M3
 from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
 from weft.ops.moe import Routed
 from weft.ops.moe.coded import coded_fused_moe
-from weft.quantization.arrangements import ARRANGEMENTS, RoundedRows
+from weft.quantization.arrangements import RoundedRows, arrangement
 from weft.quantization.gpt_oss import gpt_oss_layout
 from weft.quantization.quantized import Parameters, QuantizedLinear, one_by_one, shards
 from weft.quantization.unquantized import fused_layout, interleaved_layout
@@ -27,7 +28,7 @@ from weft.quantization.unquantized import fused_layout, interleaved_layout
 _PARTS = ("", "_scale", "_zero", "_row_scale")
 """Ends of the names of the parameters of a coded matrix, in the order of ``CodedMatrix``."""
 
-_SPREAD = {"int4": 4.61, "int8": 73.9, "fp4": 2.93}
+_SPREAD = {"int4": 4.61, "int8": 73.9, "fp4": 2.93, "mxfp8": 129.3}
 """Root mean square of the numbers of random codes."""
 
 
@@ -36,7 +37,8 @@ class _Form:
 
     def __init__(self, scheme: Scheme, dtype: torch.dtype) -> None:
         self._scheme = scheme
-        self.bits, self.is_float = (8 if scheme.form == "int8" else 4), scheme.form == "fp4"
+        self._is_e4m3 = scheme.form == "mxfp8"
+        self.bits, self.is_float = (8 if scheme.form in ("int8", "mxfp8") else 4), scheme.form in ("fp4", "mxfp8")
         self._scale_dtype = dtype if scheme.scales == "float" else torch.uint8
 
     def group(self, columns: int, name: str) -> int:
@@ -46,8 +48,9 @@ class _Form:
     def parameters(self, rows: int, columns: int, group: int) -> Parameters:
         """Shape and dtype by the end of the parameter's name."""
         groups = -(-columns // group) if group else 1
+        *shape, num_words = Packing.of(self.bits, group).words_shape(rows, columns)
         shapes: Parameters = {
-            "": (Packing.of(self.bits, group).words_shape(rows, columns), torch.int32),
+            "": ((*shape, 4 * num_words), E4M3) if self._is_e4m3 else ((*shape, num_words), torch.int32),
             "_scale": ((groups, rows), self._scale_dtype),
         }
         if not self._scheme.symmetric:
@@ -60,6 +63,7 @@ class _Form:
         """The matrix of the parameters that ``find`` returns by the ends of their names."""
         words, scale, zero, row_scale = (find(part) for part in _PARTS)
         assert words is not None and scale is not None
+        words = words.view(torch.int32) if self._is_e4m3 else words
         return CodedMatrix(words, scale, zero, row_scale, self.bits, self.is_float, group, columns)
 
     def random_range(self, part: str, fan_in: int) -> tuple[float, float]:
@@ -77,7 +81,7 @@ class _Form:
         }
         middle = 1 << self.bits - 1
         return {
-            "": (-(2.0**31), 2.0**31 - 1),
+            "": (-224.0, 224.0) if self._is_e4m3 else (-(2.0**31), 2.0**31 - 1),
             "_scale": scales[self._scheme.scales],
             "_zero": (middle - 2, middle + 3),
             "_row_scale": (0.8 * scale, 1.2 * scale),
@@ -90,7 +94,7 @@ class CodedLinear(QuantizedLinear):
 
     def __init__(self, scheme: Scheme, context: ModelContext, names: dict[str, str], plain: frozenset[str]) -> None:
         super().__init__(context, names, plain)
-        self._form, self._arrangement = _Form(scheme, context.dtype), ARRANGEMENTS[scheme.source](scheme)
+        self._form, self._arrangement = _Form(scheme, context.dtype), arrangement(scheme)
 
     def parameters(self, layer: LinearBase, rows: int) -> Parameters:
         found = self._form.parameters(rows, layer.shard.columns, self._group(layer))
@@ -154,9 +158,9 @@ class CodedExperts(ExpertsMethod):
         online = self.scheme.source == "online"
         if online and layer.interleaved:
             return (_interleaved(layer, matrices["gate_up"], matrices["down"]),)
-        arrangement = ARRANGEMENTS[self.scheme.source](self.scheme)
+        tensors = arrangement(self.scheme)
         single = one_by_one(
-            layer, self._name, lambda name, place, *part: arrangement.layout(matrices[name].expert(place), *part)
+            layer, self._name, lambda name, place, *part: tensors.layout(matrices[name].expert(place), *part)
         )
         return (single, fused_layout(layer, *map(_Rows, matrices.values()))) if online else (single,)
 

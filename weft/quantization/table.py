@@ -47,8 +47,12 @@ def create_weights(model: LoadableModel, quantization: QuantizationConfig | None
             module.quant_method = chooser.experts(name, module)
             module.shared_joins = chooser.shared_joins(name, module)
             module.quant_method.create(module)
-    if quantization is not None and any(scheme.drops_activations for scheme in quantization.schemes):
-        logger.warning("the checkpoint was made for inputs in 4 bits; Weft leaves its inputs in the model's dtype")
+    for scheme in quantization.schemes if quantization is not None else ():
+        if scheme.drops_activations:
+            bits = 8 if scheme.form == "mxfp8" else 4
+            logger.warning(
+                "the checkpoint was made for inputs in %d bits; Weft leaves its inputs in the model's dtype", bits
+            )
 
 
 class _Chooser:

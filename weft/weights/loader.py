@@ -9,6 +9,7 @@ At most one tensor is in host memory at a time. Under tensor parallelism only th
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,8 +28,11 @@ logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head.weight"
 _ROUNDED_AT_ONCE = 2**26  # random float32 values that are held at a time
-_MOST_READS = 256  # of parts of one tensor; a tensor of more parts, such as single rows, is read whole
 _SHOWN = 12  # names listed per kind of problem
+_MOST_READS = 256
+"""Most small parts of a tensor that are read one by one. A tensor of more of them, such as single rows, is read whole."""
+_SMALL_PART = 2**20
+"""Numbers from which a part is not small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,8 @@ def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: P
 def _copy_piece(piece: WeightPiece, checkpoint: SafetensorsFolder, stored: str) -> None:
     shape = checkpoint.shape(stored)
     is_transposed = piece.is_transposed(shape)
-    whole = checkpoint.read(stored, (slice(None),) * len(shape)) if len(piece.copies) > _MOST_READS else None
+    small = len(piece.copies) > _MOST_READS and math.prod(shape) < len(piece.copies) * _SMALL_PART
+    whole = checkpoint.read(stored, (slice(None),) * len(shape)) if small else None
     for source, target in piece.copies:
         if whole is not None:
             target.copy_(whole[source])
@@ -220,7 +225,7 @@ def wrong_shape(stored: str, shape: tuple[int, ...], piece: WeightPiece) -> list
 
 def wrong_dtype(stored: str, dtype: str, piece: WeightPiece) -> list[str]:
     """The problem of a tensor whose dtype, as safetensors writes it, does not fit; empty if it fits."""
-    if dtype in ((piece.stored,) if piece.stored else FLOATS):
+    if dtype in (piece.stored.split(" or ") if piece.stored else FLOATS):
         return []
     return [f"{stored} is {dtype}, the config needs {piece.stored or 'F32, F16 or BF16'}"]
 

@@ -29,6 +29,7 @@ DTYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int32: "I32",
     torch.int64: "I64",
     torch.uint8: "U8",
