@@ -30,7 +30,7 @@ _HEAD = "lm_head.weight"
 _ROUNDED_AT_ONCE = 2**26  # random float32 values that are held at a time
 _SHOWN = 12  # names listed per kind of problem
 _MOST_READS = 256
-"""Most small parts of a tensor that are read one by one. A tensor of more of them, such as single rows, is read whole."""
+"""Most small parts of a tensor that are read one by one. A tensor of more parts, such as single rows, is read whole."""
 _SMALL_PART = 2**20
 """Numbers from which a part is not small."""
 
