@@ -68,7 +68,7 @@ FAMILIES = {
         sampling.kernels._scan_kernel steps.inputs._load_kernel steps.results._store_kernel"""),
     "int4": Family(NEXT, GEOMETRY, {"quantization": "int4"}, """
         codes.widen._widen_kernel linear.coded._coded_linear_kernel moe.coded_experts._coded_experts_kernel"""),
-    "mxfp8": Family(NEXT, {}, {}, "", kind="mxfp8"),
+    "mxfp8": Family("Qwen3MoeForCausalLM", {}, {}, "", kind="mxfp8"),
     "fp8": Family(NEXT, GEOMETRY, {"quantization": "fp8", "kv_cache_dtype": "fp8", "speculative_config": _NGRAM}, """
         delta_rule.verify._gdn_verify_kernel drafts.kernels._accept_kernel drafts.kernels._follow_kernel
         drafts.ngram._ngram_kernel fp8.quantize._quantize_kernel linear.fp8._many_rows_kernel
