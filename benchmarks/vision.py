@@ -68,6 +68,7 @@ class Requests:
         assert self._vision is not None
         grid, pixels = image
         count, tokens = self._vision.num_tokens(grid), self._vision.tokens
+        assert tokens.start is not None and tokens.end is not None
         ids = [tokens.start, *[tokens.image] * count, tokens.end, *text]
         digest = hashlib.sha256(f"{grid}".encode() + pixels).digest()
         item = MediaItem("image", digest, [(1, count)], grid, pixels, self._dtype)

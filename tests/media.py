@@ -25,7 +25,8 @@ from weft.multimodal.items import MediaItem, Modality
 from weft.request import Request, RequestSpec
 
 IMAGE, VIDEO, START, END, VIDEO_START, VIDEO_END = range(200, 206)
-MERGE, PATCH_DIM = 2, 3 * 2 * 4 * 4
+MERGE, PATCH = 2, 4
+PATCH_DIM = 3 * 2 * PATCH**2
 VISION = {
     "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
     "spatial_merge_size": MERGE, "num_position_embeddings": 25, "initializer_range": 0.15,
@@ -48,6 +49,15 @@ GLM_TOP = {
     "image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": START, "image_end_token_id": END,
     "video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END,
 }  # fmt: skip
+INKLING2 = "Inkling2ForConditionalGeneration"
+IMAGES_ALONE = (INKLING2,)
+"""Architectures without videos."""
+INKLING2_VISION = {
+    "num_hidden_layers": 3, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "patch_size": 4,
+    "spatial_merge_size": MERGE, "posemb_grid_size": 5, "projection_hidden_dim": 56, "projector_bias": True,
+    "layer_norm_eps": 1e-3, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+    "initializer_range": 0.15,
+}  # fmt: skip
 
 
 _INDEXED_KEYS = {
@@ -63,6 +73,8 @@ def overrides(arch: str) -> dict[str, Any]:
     """Keys for ``make_checkpoint`` and ``make_model``."""
     if arch == GLM:
         return {"vision": GLM_VISION, "top": GLM_TOP}
+    if arch == INKLING2:
+        return {"vision": INKLING2_VISION, "top": {"image_token_id": IMAGE}}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
     if "VL" in arch:
         rope |= {"mrope_section": [4, 2, 2]}
@@ -77,23 +89,23 @@ def make_vision_checkpoint(arch: str, folder: Path, seed: int = 0) -> tuple[Path
     return make_checkpoint(arch, folder, seed, **overrides(arch)), make_model(arch, seed, **overrides(arch))
 
 
-def pixels(seed: int, grid: tuple[int, int, int]) -> np.ndarray:
+def pixels(seed: int, grid: tuple[int, int, int], patch_dim: int = PATCH_DIM) -> np.ndarray:
     t, h, w = grid
-    return np.random.default_rng(seed).standard_normal((t * h * w, PATCH_DIM)).astype(np.float32)
+    return np.random.default_rng(seed).standard_normal((t * h * w, patch_dim)).astype(np.float32)
 
 
 @dataclass
 class Prompt:
-    """Token ids with images in them; ``glm``: videos are written as for GLM-5.3."""
+    """Token ids with images in them; ``arch``: the architecture whose videos and patches these are."""
 
     token_ids: list[int] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
-    glm: bool = False
+    arch: str = VL
 
     @classmethod
     def of(cls, arch: str) -> Prompt:
         """An empty prompt for an architecture."""
-        return cls(glm=arch == GLM)
+        return cls(arch=arch)
 
     def text(self, count: int, seed: int = 0) -> Prompt:
         """Random text."""
@@ -104,25 +116,33 @@ class Prompt:
         """An image of so many patches; ``bare``: nothing stands around its placeholders."""
         count = height * width // MERGE**2
         before = self.token_ids + ([] if bare else [START])
-        made = item("image", (1, height, width), seed, [(len(before), count)])
+        made = item("image", (1, height, width), seed, [(len(before), count)], self.arch)
         ids = before + [IMAGE] * count + ([] if bare else [END])
         return replace(self, token_ids=ids, media=[*self.media, made])
 
     def video(self, frames: int, height: int, width: int, seed: int = 0) -> Prompt:
-        """A video: before every frame (after it for GLM-5.3) a timestamp, of one token here."""
-        ids, runs, count = self.token_ids + [VIDEO_START] * self.glm, [], height * width // MERGE**2
+        """A video: before every frame (after it for GLM-5.3) a timestamp, of one token here. Inkling reads its frames
+        as images."""
+        if self.arch in IMAGES_ALONE:
+            first, *more = range(frames)
+            prompt = self.image(height, width, seed + first)
+            return prompt.video(len(more), height, width, seed + 1) if more else prompt
+        glm = self.arch == GLM
+        ids, runs, count = self.token_ids + [VIDEO_START] * glm, [], height * width // MERGE**2
         for frame in range(frames):
-            ids += [START] if self.glm else [100 + frame, START]
+            ids += [START] if glm else [100 + frame, START]
             runs.append((len(ids), count))
-            ids += [IMAGE] * count + [END, 100 + frame] if self.glm else [VIDEO] * count + [END]
-        ids += [VIDEO_END] * self.glm
-        made = item("video", (frames, height, width), seed, runs)
+            ids += [IMAGE] * count + [END, 100 + frame] if glm else [VIDEO] * count + [END]
+        ids += [VIDEO_END] * glm
+        made = item("video", (frames, height, width), seed, runs, self.arch)
         return replace(self, token_ids=ids, media=[*self.media, made])
 
 
-def item(modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[tuple[int, int]]) -> MediaItem:
+def item(
+    modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[tuple[int, int]], arch: str = VL
+) -> MediaItem:
     """An image or video of random pixels."""
-    content = pixels(seed, grid).tobytes()
+    content = pixels(seed, grid, PATCH_DIM // 2 if arch == INKLING2 else PATCH_DIM).tobytes()
     return MediaItem(modality, hashlib.sha256(f"{grid}".encode() + content).digest(), runs, grid, content)
 
 
@@ -137,6 +157,8 @@ def reference_logits(reference: Any, tokens: Sequence[int], media: Sequence[Medi
 def reference_inputs(reference: Any, tokens: Sequence[int], media: Sequence[MediaItem]) -> dict[str, Any]:
     """Arguments of the transformers model for one uncached pass."""
     device = reference.device
+    if "Inkling" in type(reference).__name__:
+        return _inkling_inputs(reference, tokens, media)
     types = torch.zeros(1, len(tokens), dtype=torch.int32, device=device)
     given: dict[str, Tensor] = {}
     for kind, modality in enumerate(("image", "video"), 1):
@@ -149,6 +171,19 @@ def reference_inputs(reference: Any, tokens: Sequence[int], media: Sequence[Medi
             given[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items], device=device)
     ids = torch.tensor([list(tokens)], device=device)
     return {"input_ids": ids, "mm_token_type_ids": types if given else None, "use_cache": False} | given
+
+
+def _inkling_inputs(reference: Any, tokens: Sequence[int], media: Sequence[MediaItem]) -> dict[str, Any]:
+    """As in ``reference_inputs``. Inkling 2 takes the pixels of a square of patches together, and counts squares."""
+    given: dict[str, Any] = {"input_ids": torch.tensor([list(tokens)], device=reference.device), "use_cache": False}
+    if media:
+        patches = torch.cat([torch.from_numpy(item.patches().copy()) for item in media])
+        squares = patches.view(-1, MERGE, MERGE, PATCH, PATCH, 3).transpose(2, 3)
+        squares = squares.reshape(-1, MERGE * PATCH, MERGE * PATCH, 3)
+        given["pixel_values"] = squares.to(reference.device, reference.dtype)
+        grids = [(t, h // MERGE, w // MERGE) for t, h, w in (item.grid for item in media)]
+        given["image_grid_thw"] = torch.tensor(grids, device=reference.device)
+    return given
 
 
 class Engine:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.tiny_tokenizer import GLM_IDS, VISION_IDS, save_tokenizer
+from tests.tiny_tokenizer import GLM_IDS, INKLING_IDS, VISION_IDS, save_tokenizer
 from weft.config.vision import VisionConfig, VisionTokens
 
 PATCH, MERGE, FRAMES = 4, 2, 2
@@ -26,6 +26,10 @@ VISION = VisionConfig(
     tokens=VisionTokens(image=5, video=6, start=3, end=4),
 )  # fmt: skip
 GLM_VISION = replace(VISION, num_position_embeddings=0, activation="silu", mrope_section=None, processor="glm")
+INKLING2_VISION = replace(
+    VISION, temporal_patch_size=1, mrope_section=None, processor="inkling2", tokens=VisionTokens(image=4),
+    class_token=True,
+)  # fmt: skip
 
 
 def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
@@ -51,7 +55,7 @@ def image_part(data: bytes, kind: str = "png", **fields: Any) -> dict[str, Any]:
 
 def save_processor(folder: Path) -> None:
     """Tokenizer and processor files as ``save_pretrained`` writes them."""
-    save_tokenizer(folder, vision=True)
+    save_tokenizer(folder, media="qwen")
     shared = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": FRAMES, "size": SIZE}
     shared |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2], "resample": 3}
     images = shared | {"image_processor_type": "Qwen2VLImageProcessor"}
@@ -62,7 +66,7 @@ def save_processor(folder: Path) -> None:
 
 def save_glm_processor(folder: Path) -> None:
     """``save_processor`` as for GLM-5.3: 2 to 64 tokens per image, 4 to 120 per video."""
-    save_tokenizer(folder, glm=True)
+    save_tokenizer(folder, media="glm")
     shared = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": FRAMES, "size": {"longest_edge": 1}}
     shared |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2], "resample": 3}
     images = shared | {"image_processor_type": "Glm5NextImageProcessor", "min_image_tokens": 2, "max_image_tokens": 64}
@@ -72,5 +76,13 @@ def save_glm_processor(folder: Path) -> None:
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
 
 
-TOP, GLM_TOP = VISION_IDS, GLM_IDS
+def save_inkling2_processor(folder: Path) -> None:
+    """``save_processor`` as for Inkling 2: one token for 8 x 8 pixels."""
+    save_tokenizer(folder, media="inkling")
+    settings = {"image_processor_type": "Inkling2ImageProcessor", "size": {"height": 8, "width": 8}}
+    settings |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+TOP, GLM_TOP, INKLING_TOP = VISION_IDS, GLM_IDS, INKLING_IDS
 """For ``make_checkpoint(..., top=TOP)``: the ids of this module's tokenizer."""

@@ -25,6 +25,7 @@ from tests.media import (
     HYBRID_MOE,
     IMAGE,
     INDEXED,
+    INKLING2,
     MERGE,
     START,
     VL,
@@ -61,12 +62,16 @@ COLUMNS = [
     (HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only"),
     (INDEXED, "FULL", "overlap", "exact"),
     (GLM, "FULL", "overlap", "exact"),
+    *unless_long([], [(INKLING2, "FULL", "overlap", "exact"), (INKLING2, "FULL_AND_PIECEWISE", "in turn", "aligned")]),
 ]
 """Model, graph mode, overlap, checkpoint policy."""
 DRAFTING = [(VL, "FULL", "in turn", "exact"), (HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact")]
 DRAFTING += [(INDEXED, "FULL", "overlap", "exact"), (GLM, "FULL", "overlap", "exact")]
+DRAFTING += unless_long([], [(INKLING2, "FULL", "overlap", "exact")])
 ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact"), (HYBRID_MOE, "NONE", "in turn", "exact")]
 ON_TWO_RANKS += [(INDEXED, "FULL_AND_PIECEWISE", "overlap", "exact"), (GLM, "FULL", "overlap", "exact")]
+ON_TWO_RANKS += [(INKLING2, "FULL", "overlap", "exact")]
+ARCHITECTURES = {column[0] for column in (*COLUMNS, *ON_TWO_RANKS)}
 CASES = [
     ("cold", "prefill", 3), ("cold", "mixed", 1), ("cold", "decode", 0),
     ("hit", "prefill", 2), ("hit", "mixed", 3), ("hit", "decode", 1),
@@ -75,7 +80,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def media_of(token_ids: list[int]) -> list[MediaItem]:
+def media_of(token_ids: list[int], arch: str) -> list[MediaItem]:
     """An image for each run of placeholders; equally long ones are equal."""
     found, start = [], 0
     while IMAGE in token_ids[start:]:
@@ -83,7 +88,7 @@ def media_of(token_ids: list[int]) -> list[MediaItem]:
         count = next((n for n, token in enumerate(token_ids[start:]) if token != IMAGE), len(token_ids) - start)
         height = next(h for h in range(isqrt(count), 0, -1) if count % h == 0)
         grid = (1, MERGE * height, MERGE * count // height)
-        found.append(item("image", grid, count, [(start, count)]))
+        found.append(item("image", grid, count, [(start, count)], arch))
         start += count
     return found
 
@@ -92,7 +97,7 @@ class ImageReference(Reference):
     """``Reference`` of prompts with images."""
 
     def _logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
-        return reference_logits(self._model, prompt + output, media_of(prompt))
+        return reference_logits(self._model, prompt + output, media_of(prompt, type(self._model).__name__))
 
 
 class PoisonedImages(Poisoned):
@@ -102,7 +107,7 @@ class PoisonedImages(Poisoned):
         return PROMPTS[length]
 
     def add(self, prompt: list[int], count: int, salt: str) -> Request:
-        prepared = PreparedPrompt(None, prompt, [], salt, media_of(prompt))
+        prepared = PreparedPrompt(None, prompt, [], salt, media_of(prompt, self.llm.config.model_config.wrapper or VL))
         self.llm._inputs.prepare_prompt = lambda *_: prepared  # type: ignore[method-assign]
         return super().add(prompt, count, salt)
 
@@ -131,7 +136,7 @@ class PoisonedImages(Poisoned):
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    return {arch: make_reference(arch, tmp_path_factory.mktemp("tiny")) for arch in {column[0] for column in COLUMNS}}
+    return {arch: make_reference(arch, tmp_path_factory.mktemp("tiny")) for arch in ARCHITECTURES}
 
 
 def make_reference(arch: str, folder: Path) -> Reference:

@@ -405,6 +405,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", _WITHOUT_HEAD_DIM | _RECURRENT_GEMMA),
     "InklingForCausalLM": ("InklingTextConfig", _BASE | _INKLING),
     "Inkling2ForCausalLM": ("Inkling2TextConfig", _BASE | _INKLING2),
+    "Inkling2ForConditionalGeneration": ("Inkling2Config", _BASE | _INKLING2),
     "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
     "BailingHybridForCausalLM": ("BailingHybridConfig", _LING),
     "Glm5NextForConditionalGeneration": ("Glm5NextConfig", _GLM5_NEXT),
@@ -429,8 +430,10 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeConfig", _BASE | _MOE),
     "ZayaForCausalLM": ("ZayaConfig", _ZAYA),
 }
+"""By architecture. Wrappers with a tower that Weft runs are in no list of architectures."""
 _WITHOUT_DENSE_MLP = (
-    "Inkling2ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+    "Inkling2ForCausalLM", "Inkling2ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration",
 )  # fmt: skip
 
@@ -447,7 +450,8 @@ def make_config(arch: str, **overrides: Any) -> Any:
         return config_class(**settings)
     tied, own = settings.pop("tie_word_embeddings", False), settings.pop("vision", {})
     top = settings.pop("top", {})
-    vision = _VISION | {"out_hidden_size": settings["hidden_size"]} | own
+    width = "text_hidden_size" if "Inkling" in arch else "out_hidden_size"
+    vision = ({} if "Inkling" in arch else _VISION) | {width: settings["hidden_size"]} | own
     if "VL" in arch:
         vision = {"deepstack_visual_indexes": [0]} | vision
     return config_class(text_config=settings, vision_config=vision, tie_word_embeddings=tied, **top)
@@ -495,6 +499,9 @@ def _make_model(arch: str, seed: int, overrides: dict[str, Any]) -> Any:
                 parameter.copy_(torch.empty_like(parameter).uniform_(-limit, limit, generator=generator))
             if ".router_mlp." in name and name.endswith("weight"):
                 parameter.mul_(5.0)
+            is_sharp = name.endswith(("q_proj.weight", "k_proj.weight", "cls_position_embedding"))
+            if ".vision_tower." in name and is_sharp:
+                parameter.mul_(10.0)  # so that patches attend to different ones
             if name.endswith(
                 (
                     "norm.weight",
@@ -513,6 +520,11 @@ def _make_model(arch: str, seed: int, overrides: dict[str, Any]) -> Any:
                     "router_states_scale",
                     "global_scale",
                     "l2_clip.scale",
+                    "layernorm_before.weight",
+                    "layernorm_after.weight",
+                    "lambda_1",
+                    "lambda_2",
+                    "class_embedding",
                 )
             ):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))

@@ -18,6 +18,8 @@ GLM_IDS = {
     "image_start_token_id": 3, "image_end_token_id": 4, "image_token_id": 5, "video_token_id": 6,
     "video_start_token_id": 7, "video_end_token_id": 8,
 }  # fmt: skip
+INKLING_TOKENS = ("<|content_image|>", "<|unused_200054|>", "<|content_audio_input|>", "<|unused_200053|>")
+INKLING_IDS = {"image_token_id": 4}
 
 VOCAB_SIZE = 320
 EOS_ID = 2
@@ -48,18 +50,27 @@ GLM_TEMPLATE = VISION_TEMPLATE.replace(
     "'<|begin_of_' + part.type + '|><|' + part.type + '|><|end_of_' + part.type + '|>'",
 )
 
+INKLING_TEMPLATE = VISION_TEMPLATE.replace(
+    "'<|vision_start|><|' + part.type + '_pad|><|vision_end|>'", "'<|content_image|><|unused_200054|>'"
+)
+_FORMATS = {
+    "": ((), CHAT_TEMPLATE), "qwen": (VISION_TOKENS, VISION_TEMPLATE), "glm": (GLM_TOKENS, GLM_TEMPLATE),
+    "inkling": (INKLING_TOKENS, INKLING_TEMPLATE),
+}  # fmt: skip
 
-def save_tokenizer(folder: Path, *, vision: bool = False, glm: bool = False) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``; the special tokens have the ids 0, 1 and 2, those of
-    images and videos, with ``vision``, the ids 3 to 6, as Qwen or, with ``glm``, GLM-5.3 calls them."""
+
+def save_tokenizer(folder: Path, *, media: str = "") -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``; the special tokens have the ids 0, 1 and 2. Those of
+    images and videos have the ids from 3 on, as the family ``media`` calls them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    tokens, template = _FORMATS[media]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[*SPECIAL_TOKENS, *(GLM_TOKENS if glm else VISION_TOKENS if vision else ())],
+        special_tokens=[*SPECIAL_TOKENS, *tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -72,7 +83,7 @@ def save_tokenizer(folder: Path, *, vision: bool = False, glm: bool = False) -> 
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
-        "chat_template": GLM_TEMPLATE if glm else VISION_TEMPLATE if vision else CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 

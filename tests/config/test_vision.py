@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import model_context
-from tests.media import GLM, HYBRID, INDEXED, VL, VL_MOE, overrides
+from tests.media import GLM, HYBRID, INDEXED, INKLING2, VL, VL_MOE, overrides
 from tests.tiny import make_config
 from weft.cli.config import capacity
 from weft.config import resolve, vision_settings
@@ -107,7 +107,63 @@ def test_refused_towers_of_glm(vision: dict[str, Any], error: type[Exception], w
         read_checkpoint_config(write(tmp_path, GLM, vision))
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID, GLM])
+def test_the_tower_of_inkling_2(tmp_path: Path) -> None:
+    """Defaults are those of transformers; every key that it reads is read."""
+    import transformers
+
+    reference: Any = transformers.Inkling2Config()
+    text = json.loads(reference.to_json_string())["text_config"]
+    top = {"architectures": [INKLING2], "text_config": text, "transformers_version": "5.23.0"}
+    names = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels",
+             "out_hidden_size": "text_hidden_size"}  # fmt: skip
+    theirs = reference.vision_config
+    for given in ({}, json.loads(theirs.to_json_string())):
+        (tmp_path / "config.json").write_text(json.dumps(top | {"vision_config": given}))
+        vision = read_checkpoint_config(tmp_path).vision
+        assert vision is not None and vision.inkling2 is not None and vision.mrope_section is None
+        for key in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "spatial_merge_size",
+                    "out_hidden_size", "in_channels"):  # fmt: skip
+            assert getattr(vision, key) == getattr(theirs, names.get(key, key)), key
+        assert vision.rope_theta == theirs.rope_parameters["rope_theta"] and vision.activation == theirs.hidden_act
+        assert vision.num_position_embeddings == theirs.posemb_grid_size**2 and vision.temporal_patch_size == 1
+        own = vision.inkling2
+        assert (own.projector_size, own.projector_bias) == (theirs.projection_hidden_dim, theirs.projector_bias)
+        assert own.norm_eps == theirs.layer_norm_eps
+        assert (vision.tokens.image, vision.tokens.video) == (reference.image_token_id, None)
+    (tmp_path / "config.json").write_text(json.dumps(top))
+    assert read_checkpoint_config(tmp_path).vision is None
+
+
+def test_keys_of_inkling_2s_tower(tmp_path: Path) -> None:
+    """Also under the names of published files; the width of MLPs follows from a ratio if it is not given."""
+    changes = {"native_patch_size": 6, "adapter_merge_size": 3, "intermediate_size": None, "mlp_ratio": 2.5,
+               "patch_size": None, "spatial_merge_size": None}  # fmt: skip
+    vision = read_checkpoint_config(write(tmp_path, INKLING2, changes)).vision
+    assert vision is not None and vision.inkling2 is not None and vision.tokens.image == 200
+    assert (vision.patch_size, vision.spatial_merge_size, vision.intermediate_size) == (6, 3, 60)
+    assert (vision.num_class_rows, vision.rope_theta, vision.num_position_embeddings) == (9, 100.0, 25)
+    own = vision.inkling2
+    assert (own.projector_size, own.projector_bias, own.norm_eps) == (56, True, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("vision", "error", "words"),
+    [
+        ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act='relu' is not supported; supported are gelu"),
+        ({"num_channels": 4}, UnsupportedModelError, "in_channels=4 is not supported; supported is 3"),
+        ({"head_dim": 8}, UnsupportedModelError, "head_dim=8 is not supported; supported is .* = 12"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, UnsupportedModelError, "rope_type='yarn' is not supported"),
+        ({"hidden_size": 20}, ConfigError, "hidden_size=20 .* of a multiple of 4 dimensions"),
+    ],
+)
+def test_refused_towers_of_inkling_2(
+    vision: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        read_checkpoint_config(write(tmp_path, INKLING2, vision))
+
+
+@pytest.mark.parametrize("arch", [VL, HYBRID, GLM, INKLING2])
 def test_weights_of_a_tower(arch: str, tmp_path: Path) -> None:
     """Those of all matrices of a tower that was built."""
     config = read_checkpoint_config(write(tmp_path, arch))

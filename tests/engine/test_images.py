@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.media import (
     HYBRID,
     HYBRID_MOE,
     INDEXED,
+    INKLING2,
     VL,
     VL_MOE,
     Engine,
@@ -88,6 +90,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM, chunks, overlap": (GLM, {"max_num_batched_tokens": 9, "enable_overlap": True}),
     "GLM, full graphs": (GLM, {"cuda_graph_mode": "FULL", **GRAPHS}),
     "GLM, pieces": (GLM, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS}),
+    "Inkling 2, chunks, overlap": (INKLING2, {"max_num_batched_tokens": 9, "enable_overlap": True}),
+    "Inkling 2, graphs": (INKLING2, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS}),
 }
 
 
@@ -104,7 +108,7 @@ def test_batches_of_text_and_images(way: str, made: Callable[[str], Made], monke
     check(made(arch)[1], few, again)
     stats = engine.core.stats()
     assert stats.num_encoder_queries > stats.num_encoder_hits == (0 if way == "one image at a time" else 1)
-    assert stats.encoder_seconds > 0 and bool(left) == (arch not in (INDEXED, GLM))  # their streams take whole sums
+    assert stats.encoder_seconds > 0 and bool(left) == (arch not in (INDEXED, GLM, INKLING2))  # they take whole sums
     if "cuda_graph_mode" in settings:
         assert sum(stats.steps_by_mode.get(mode, 0) for mode in ("FULL", "PIECEWISE")) > 2
         assert_encoder_graphs(engine)
@@ -118,7 +122,7 @@ def assert_encoder_graphs(engine: Engine) -> None:
     assert counters.missed
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM])
+@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM, INKLING2])
 def test_every_prompt_position(arch: str, made: Callable[[str], Made]) -> None:
     """Chunk borders everywhere in turn: logits within 1e-4 at every position, and far into the answer."""
     prompt, reference = prompts_of(arch)[3], made(arch)[1]
@@ -133,7 +137,7 @@ def test_every_prompt_position(arch: str, made: Callable[[str], Made]) -> None:
             assert abs(want[position, token].item() - entry.logprobs[entry.token_ids.index(token)]) < 1e-4
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM])
+@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM, INKLING2])
 def test_preempted_requests_go_on(arch: str, made: Callable[[str], Made]) -> None:
     settings = {"num_kv_pages": 24, "page_size": 4, "max_num_seqs": 4, "enable_overlap": True}
     sizes = {"encoder_cache_size": 24, "max_num_encoder_input_tokens": 16, "max_num_batched_tokens": 12}
@@ -144,14 +148,14 @@ def test_preempted_requests_go_on(arch: str, made: Callable[[str], Made]) -> Non
     check(made(arch)[1], prompts, requests)
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM])
+@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM, INKLING2])
 def test_the_prefix_cache_knows_images(arch: str, made: Callable[[str], Made]) -> None:
     """Equal text with another image of the same size never hits beyond it; the same image does, at any token."""
     reference, engine = made(arch)[1], engine_of(made(arch))
-    head = Prompt().text(6)
+    head = Prompt.of(arch).text(6)
     first, swapped = (head.image(4, 6, seed).text(9) for seed in (1, 2))
-    turn = Prompt([*first.token_ids, 50, 51, 52], first.media)
-    two = Prompt(first.token_ids, first.media).image(4, 6, 2).text(3)
+    turn = replace(first, token_ids=[*first.token_ids, 50, 51, 52])
+    two = first.image(4, 6, 2).text(3)
     hits = []
     for prompt in (first, swapped, turn, two, swapped):
         (request,) = engine.run(prompt, logprobs=ALL)
@@ -172,8 +176,7 @@ def test_the_prefix_cache_knows_images(arch: str, made: Callable[[str], Made]) -
     assert all(request.path for request in look.requests)
 
 
-@pytest.mark.parametrize("arch", [VL, GLM])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("arch", "sharded"), [(VL, False), (VL, True), (GLM, False), (GLM, True), (INKLING2, True)])
 def test_a_checkpoint_without_the_towers_tensors_reads_text(
     arch: str, sharded: bool, made: Callable[[str], Made], tmp_path: Path
 ) -> None:
@@ -220,6 +223,20 @@ def test_memory_is_measured_with_as_much_as_a_step_encodes(
     monkeypatch.setattr(media, "run_eager", run)
     media.run_largest()
     assert seen == [(1500 * media.merge**2,) * 2]
+
+
+def test_small_images_in_runs_no_larger_than_was_measured(made: Callable[[str], Made]) -> None:
+    """Each image of one token has as many rows for its class token."""
+    sizes = {"encoder_cache_size": 64, "max_num_encoder_input_tokens": 8}
+    engine, seen = engine_of(made(INKLING2), **sizes), list[int]()
+    media = engine.core._executor._runner.media  # type: ignore[attr-defined]
+    media._decoder.visual.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    media.run_largest()
+    prompt = Prompt.of(INKLING2)
+    for seed in range(7):
+        prompt = prompt.image(2, 2, seed)
+    check(made(INKLING2)[1], [prompt], engine.run(prompt, logprobs=ALL))
+    assert seen == [36, 32, 24]
 
 
 def test_in_a_context_shorter_than_the_models(made: Callable[[str], Made]) -> None:

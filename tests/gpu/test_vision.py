@@ -14,6 +14,7 @@ from tests.media import (
     HYBRID,
     HYBRID_MOE,
     INDEXED,
+    INKLING2,
     VL,
     VL_MOE,
     Engine,
@@ -93,7 +94,7 @@ def test_features(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "PIECEWISE"])
-@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM])
+@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM, INKLING2])
 def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
     """All prompts at once, in chunks that cut images, and then each again: the same tokens, no kernel compiled."""
     folder, reference = make_vision_checkpoint(arch, tmp_path)
@@ -125,7 +126,7 @@ def test_drafts_behind_images(arch: str, tmp_path: Path) -> None:
     engine.core.shutdown()
 
 
-@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE, INDEXED, GLM])
+@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE, INDEXED, GLM, INKLING2])
 def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -> None:
     """Prompts of text and images, every place of them: as ``test_precision.py`` has it for text."""
     check_bfloat16(arch, tmp_path, "cuda")
@@ -145,7 +146,8 @@ def three_logits(arch: str, folder: Path, seed: int, device: str) -> tuple[torch
     _, exact = make_vision_checkpoint(arch, folder, seed)
     theirs = make_vision_checkpoint(arch, folder, seed)[1].bfloat16().to(device)
     engine = Engine(folder, device=device, dtype="bfloat16", max_num_seqs=4, max_model_len=300, cpu_cache_gib=0.05)
-    prompts = [Prompt().text(20, n).image(4, 6 + 2 * n, n).text(40, n + 50).image(8, 4, n + 100).text(40, n + 150)
+    empty = Prompt.of(arch)
+    prompts = [empty.text(20, n).image(4, 6 + 2 * n, n).text(40, n + 50).image(8, 4, n + 100).text(40, n + 150)
                for n in range(16)]  # fmt: skip
     requests = engine.run(*prompts, max_tokens=1, prompt_logprobs=exact.config.text_config.vocab_size)
     engine.core.shutdown()

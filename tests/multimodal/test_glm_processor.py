@@ -26,7 +26,7 @@ from weft.multimodal.parts import prompt_media
 from weft.multimodal.patch_maker import PatchMaker
 from weft.multimodal.placeholders import expand
 from weft.multimodal.processor import MediaProcessor
-from weft.multimodal.rules import RULES, glm_fit
+from weft.multimodal.rules import glm_fit
 from weft.multimodal.video import VideoSettings
 from weft.text.tokenizer import Tokenizer
 
@@ -166,11 +166,12 @@ def test_frames_are_those_of_the_reference(folder: Path, video_processing: Any) 
     kind = video_processing.Glm5NextVideoProcessor
     theirs = kind.from_dict(kind.get_video_processor_dict(str(folder))[0])
     ours, rng = VideoSettings.read(folder, GLM_VISION), np.random.default_rng(0)
+    sample = ours.rules.sample
     for _ in range(300):
         total, fps, most = int(rng.integers(2, 300)), float(rng.integers(1, 70)), int(rng.integers(2, 60))
         theirs.max_frames = most
         wanted = theirs.sample_frames(VideoMetadata(total_num_frames=total, fps=fps, duration=None))
-        assert RULES["glm"].sample(total, fps, replace(ours, max_frames=most)) == wanted.tolist()
+        assert sample(total, fps, replace(ours, max_frames=most)) == wanted.tolist()
 
 
 def test_refused(folder: Path, tmp_path: Path) -> None:

@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.media import GLM, HYBRID, overrides, reference_logits
-from tests.pictures import GLM_TOP, TOP, encoded, picture, save_glm_processor, save_processor
+from tests.media import GLM, HYBRID, INKLING2, overrides, reference_logits
+from tests.pictures import (
+    GLM_TOP,
+    INKLING_TOP,
+    TOP,
+    encoded,
+    picture,
+    save_glm_processor,
+    save_inkling2_processor,
+    save_processor,
+)
 from tests.tiny import make_checkpoint, make_model
 from tests.tiny_tokenizer import VOCAB_SIZE
 from weft import LLM, SamplingParams
@@ -131,6 +140,29 @@ def test_messages_of_glm(tmp_path: Path) -> None:
         assert llm.stats().num_encoder_queries == 3
     assert [item.modality for item in prepared.media] == ["image", "video", "image"]
     assert first.prompt_token_ids == prepared.token_ids and prepared.token_ids.count(5) == 15 + 2 * 12 + 64
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    assert again.num_cached_tokens == len(prepared.token_ids) - 1
+    logits = reference_logits(reference, prepared.token_ids + first.outputs[0].token_ids, prepared.media)
+    assert logits[len(prepared.token_ids) - 1 : -1].argmax(-1).tolist() == first.outputs[0].token_ids
+
+
+def test_messages_of_inkling_2(tmp_path: Path) -> None:
+    """From a chat with images to the tokens of transformers; a second run computes no image. Videos are refused."""
+    keys: dict[str, Any] = overrides(INKLING2) | {"top": INKLING_TOP, "vocab_size": VOCAB_SIZE}
+    keys["unpadded_vocab_size"] = VOCAB_SIZE
+    folder, reference = make_checkpoint(INKLING2, tmp_path, **keys), make_model(INKLING2, **keys)
+    save_inkling2_processor(folder)
+    images = [picture(40, 23), picture(64, 64, 1)]
+    parts: list[Any] = [{"type": "image", "image": images[0]}, {"type": "image", "image": images[1]}, "what?"]
+    with LLM(str(folder), cpu_cache_gib=0.05, max_model_len=300, max_num_batched_tokens=48) as llm:
+        text = llm.render_chat([{"role": "user", "content": parts}])["prompt"]
+        prepared = llm._inputs.prepare_prompt({"prompt": text, "multi_modal_data": {"image": images}})
+        first, again = (llm.chat([{"role": "user", "content": parts}], PARAMS, use_tqdm=False)[0] for _ in range(2))
+        assert llm.stats().num_encoder_queries == 2
+        video = {"type": "video", "video": [picture(20, 30, seed) for seed in range(4)]}
+        with pytest.raises(RequestError, match="reads images and no videos"):
+            llm.chat([{"role": "user", "content": [video]}], PARAMS, use_tqdm=False)
+    assert first.prompt_token_ids == prepared.token_ids and prepared.token_ids.count(4) == 15 + 64
     assert first.outputs[0].token_ids == again.outputs[0].token_ids
     assert again.num_cached_tokens == len(prepared.token_ids) - 1
     logits = reference_logits(reference, prepared.token_ids + first.outputs[0].token_ids, prepared.media)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.fp8_checkpoints import Reference, make_fp8_checkpoint
-from tests.media import GLM, HYBRID, VL, Engine, Prompt, overrides, reference_inputs
+from tests.media import GLM, HYBRID, INKLING2, VL, Engine, Prompt, overrides, reference_inputs
 from tests.quantization.test_parity import GLM5_SIZES
+from tests.tiny import make_checkpoint
 from weft.ops.fp8 import E4M3
 
 
@@ -58,3 +59,16 @@ def test_tokens_are_those_of_the_reference(arch: str, tmp_path: Path) -> None:
         rows = logits[len(prompt.token_ids) - 1 : -1]
         short = rows.amax(-1) - rows[torch.arange(len(rows)), request.output_token_ids]
         assert (short <= rows.std(-1) / 10).all() and (short > 0).sum() <= 1, short
+
+
+def test_a_tower_stays_as_it_is_while_weights_are_quantised(tmp_path: Path) -> None:
+    """Inkling 2's decoder gets FP8 weights while it loads, and images the same embeddings as without."""
+    folder, prompt = make_checkpoint(INKLING2, tmp_path, **overrides(INKLING2)), prompts_of(INKLING2)[1]
+    embeddings = []
+    for quantization in (None, "fp8"):
+        engine = Engine(folder, **SETTINGS, quantization=quantization)
+        dtypes = {p.dtype for p in engine.core._executor._runner.model.parameters()}  # type: ignore[attr-defined]
+        assert (E4M3 in dtypes) == (quantization == "fp8")
+        engine.run(prompt)
+        embeddings.append(engine.core._executor._runner.media.embeddings)  # type: ignore[attr-defined]
+    assert torch.equal(*embeddings) and embeddings[0].abs().sum() > 0

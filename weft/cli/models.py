@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from weft.cli.parser import add_verb
-from weft.config.families import OTHER_NAMES
+from weft.config.families import FAMILIES, OTHER_NAMES
 from weft.config.quantization_formats import FORMATS
 from weft.config.verified import VERIFIED, nearest
 from weft.config.wrappers import WRAPPERS
@@ -38,7 +38,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _row(name: str) -> tuple[str, ...]:
     if name in WRAPPERS:
-        return name, "yes", f"text alone, as {' or '.join(WRAPPERS[name].texts.values())}", ""
+        texts = WRAPPERS[name].texts.values()
+        if any(FAMILIES[text].vision is not None for text in texts):
+            return name, "yes", f"images not yet, text as {' or '.join(texts)}", ""
+        return name, "yes", f"text alone, as {' or '.join(texts)}", ""
     verified = VERIFIED[name]
     on_gpu = "yes" if verified.gpu else "not yet"
     return name, "yes", on_gpu, verified.ranks.value

@@ -14,6 +14,7 @@ from weft.config.inkling import (
     read_relative_attention,
     read_relative_window,
 )
+from weft.config.inkling_vision import read_inkling2_vision
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.model import Multipliers
@@ -112,6 +113,7 @@ INKLING2 = Family(
     streams=lambda text: StreamsConfig("blocks", count=text.integer("n_layers_per_attn_res_block")),
     multipliers=lambda text: Multipliers(logits_cap=text.number("final_logit_softcapping")),
     moe=read_softcapped_moe,
+    vision=read_inkling2_vision,
     keys={
         "sliding_window_size": "sliding_window",
         "n_routed_experts": "num_experts",

@@ -1,14 +1,17 @@
 """Vision towers: their geometry, and the keys of Qwen3-VL, Qwen3.5 and Qwen4-Exp in ``config.json``.
 
 Job: read ``VisionConfig`` from ``vision_config`` and the special tokens next to it. Owns: the keys, with the defaults
-of the reference implementation. Does not know: tensors, images, the keys of GLM-5.3 (``glm_vision.py``).
+of the reference implementation. Does not know: tensors, images, the keys of other towers (``glm_vision.py``,
+``inkling_vision.py``).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Literal
 
 from weft.config.json_object import JsonObject
+from weft.config.vision_towers import GlmTowerConfig, Inkling2TowerConfig
 from weft.errors import UnsupportedModelError
 
 _DEFAULTS: dict[str, Any] = {
@@ -29,7 +32,7 @@ _SIZES = (
     "spatial_merge_size", "out_hidden_size",
 )  # fmt: skip
 _SYNONYMS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
-_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 _DEFAULT_THETA = 10_000.0
 
 
@@ -38,31 +41,14 @@ class VisionTokens:
     """Token ids around images.
 
     Attributes:
-        image, video: the placeholders of an image and of a video in a prompt.
-        start, end: the tokens before and after a run of placeholders.
+        image, video: the placeholders of an image and of a video in a prompt. ``video`` is None if no videos are read.
+        start, end: the tokens before and after each frame of a video.
     """
 
     image: int
-    video: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class GlmTowerConfig:
-    """Numbers that the tower of GLM-5.3 alone has.
-
-    Attributes:
-        merger_size: width of the gated MLP after the merge.
-        norm_eps: added to mean squares.
-        swiglu_limit: see ``Multipliers.swiglu_limit``.
-        bias: the projections of blocks have biases.
-    """
-
-    merger_size: int
-    norm_eps: float
-    swiglu_limit: float
-    bias: bool
+    video: int | None = None
+    start: int | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +67,9 @@ class VisionConfig:
             interleaved: of every three frequencies the second is vertical and the third horizontal, up to the section's
             length. All others are temporal. None: the decoder has no rotary positions.
         processor: the family whose processor prepares pictures (``multimodal/rules.py``).
-        glm: numbers of the tower of GLM-5.3; None: the tower is that of Qwen3-VL.
+        class_token: each image begins with a token that is no patch. Its patches attend to this token.
+        glm, inkling2: numbers of the towers of GLM-5.3 and of Inkling 2; None: the tower is another one. Without any
+            the tower is that of Qwen3-VL.
     """
 
     depth: int
@@ -99,8 +87,10 @@ class VisionConfig:
     tokens: VisionTokens
     mrope_section: tuple[int, int, int] | None
     deepstack_indexes: tuple[int, ...] = ()
-    processor: Literal["qwen", "glm"] = "qwen"
+    class_token: bool = False
+    processor: Literal["qwen", "glm", "inkling2"] = "qwen"
     glm: GlmTowerConfig | None = None
+    inkling2: Inkling2TowerConfig | None = None
 
     @property
     def patch_dim(self) -> int:
@@ -112,6 +102,11 @@ class VisionConfig:
         return self.spatial_merge_size**2
 
     @property
+    def num_class_rows(self) -> int:
+        """Rows of class tokens before the patches of each image: a whole square, of which the last is attended to."""
+        return self.merge_unit if self.class_token else 0
+
+    @property
     def num_features(self) -> int:
         """Embeddings per token: the embedding itself, and features for the decoder's first layers."""
         return 1 + len(self.deepstack_indexes)
@@ -120,12 +115,12 @@ class VisionConfig:
     def num_weights(self) -> int:
         """Number of weights in the tower's matrices."""
         size, merged, out = self.hidden_size, self.hidden_size * self.merge_unit, self.out_hidden_size
-        if self.glm is None:
-            mlp, merger = 2 * size * self.intermediate_size, merged * (merged + out)
-        else:
-            mlp, merger = 3 * size * self.intermediate_size, out * (merged + out + 3 * self.glm.merger_size)
         tables = (self.patch_dim + self.num_position_embeddings) * size
-        return self.depth * (4 * size**2 + mlp) + self.num_features * merger + tables
+        own = self.glm or self.inkling2
+        if own is not None:
+            return own.num_weights(self) + tables
+        blocks = self.depth * (4 * size**2 + 2 * size * self.intermediate_size)
+        return blocks + self.num_features * merged * (merged + out) + tables
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Number of placeholder tokens of an item of ``grid`` patches."""
@@ -162,9 +157,13 @@ def read_vision(
     )
 
 
-def with_defaults(given: JsonObject, defaults: dict[str, Any]) -> JsonObject:
-    """The tower's keys under one name each, with defaults. Sizes that are given per dimension become numbers."""
-    values = {_SYNONYMS.get(key, key): value for key, value in given.values.items() if value is not None}
+def with_defaults(given: JsonObject, defaults: dict[str, Any], synonyms: Mapping[str, str] | None = None) -> JsonObject:
+    """The tower's keys under one name each, with defaults. Sizes that are given per dimension become numbers.
+
+    ``synonyms``: the family's names of keys -> names here.
+    """
+    names = _SYNONYMS | dict(synonyms or {})
+    values = {names.get(key, key): value for key, value in given.values.items() if value is not None}
     for key in ("patch_size", "temporal_patch_size"):
         values[key] = _one_size(given, key, values.get(key, defaults[key]))
     return JsonObject(defaults | values, given.where)
@@ -192,8 +191,8 @@ def _one_size(given: JsonObject, key: str, value: Any) -> Any:
 
 
 def _check_supported(vision: JsonObject) -> None:
-    if vision.text("hidden_act") not in _ACTIVATIONS:
-        raise vision.unsupported("hidden_act", f"; supported are {', '.join(_ACTIVATIONS)}")
+    if vision.text("hidden_act") not in ACTIVATIONS:
+        raise vision.unsupported("hidden_act", f"; supported are {', '.join(ACTIVATIONS)}")
     check_rotation(vision)
     positions = vision.integer("num_position_embeddings")
     if isqrt(positions) ** 2 != positions:

@@ -1,7 +1,8 @@
 """Architectures that wrap a text model which Weft has under another name.
 
 Job: say which text model a checkpoint's ``text_config`` describes, and how its tensors are named. Weft runs the text
-model alone; the tensors of towers and projectors are not loaded. Does not know: keys of a text model.
+model, and a tower that the text model's family reads (``Family.vision``). The tensors of other towers and of projectors
+are not loaded. Does not know: keys of a text model.
 """
 
 from collections.abc import Mapping
@@ -97,11 +98,22 @@ WRAPPERS: dict[str, Wrapper] = {
             r"\.w2_md\.": ".down_proj.",
         },
     ),
-    # Inkling 2 behind a vision tower. The text model alone has the same names in files.
+    # Inkling 2 with its vision tower. The text model alone has the same names in files.
     "Inkling2ForConditionalGeneration": Wrapper(
         {"inkling2_text": "Inkling2ForCausalLM"},
         others=("model.visual.*",),
-        renames={"model.llm.unembed.": "lm_head.", "model.llm.": "model.", "model.language_model.": "model."},
+        renames={
+            "model.llm.unembed.": "lm_head.",
+            "model.llm.": "model.",
+            "model.language_model.": "model.",
+            "model.visual.backbone.": "model.visual.",
+        },
+        patterns={
+            r"\.visual\.backbone\.embeddings\.patch_embedding\.": ".visual.patch_embed.proj.",
+            r"\.visual\.backbone\.embeddings\.position_embedding$": ".visual.pos_embed.weight",
+            r"(\.visual\.backbone\.layers\.\d+)\.self_attn\.out_proj\.": r"\1.attn.proj.",
+            r"(\.visual\.backbone\.layers\.\d+)\.self_attn\.": r"\1.attn.",
+        },
         assumed={  # published files have MXFP8 experts and do not say so
             "quant_method": "fp8",
             "weight_block_size": [1, 32],

@@ -102,16 +102,19 @@ class VisionLayerNorm(WeightModule):
 
 
 class PositionGrid(WeightModule):
-    """A square grid of learned positions, ``weight [side * side, size]``, read at fractional places."""
+    """A square grid of learned positions, ``weight [side * side, size]``, read at fractional places.
 
-    def __init__(self, num_positions: int, size: int, context: ModelContext) -> None:
+    ``centred``: see ``grid_positions``.
+    """
+
+    def __init__(self, num_positions: int, size: int, context: ModelContext, *, centred: bool = False) -> None:
         super().__init__()
-        self._backend = context.backend
+        self._backend, self._centred = context.backend, centred
         self.weight = empty_parameter(num_positions, size, dtype=context.dtype, device=context.device)
 
     def forward(self, places: Tensor) -> Tensor:
         """Return the embeddings ``[N, size]`` of patches at the positions of ``patch_places``."""
-        return grid_positions(self.weight, places, backend=self._backend)
+        return grid_positions(self.weight, places, centred=self._centred, backend=self._backend)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": whole(self.weight)},)

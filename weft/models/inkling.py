@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from weft.config.model import ModelConfig
-from weft.forward_context import LogitsRows
+from weft.forward_context import LogitsRows, get_forward_context
 from weft.layers.context import ModelContext
 from weft.layers.norm import output_norm, residual_norm
 from weft.layers.residual_conv import OutputConv
 from weft.models.decoder import CausalLM, Decoder, DecoderLayer, LayerPlace
+from weft.models.vision_language import VisionDecoder
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -59,6 +60,19 @@ class InklingDecoder(Decoder):
         self, index: int, x: Tensor, residual: Tensor | None, model_input: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         return (self.embed_norm(x) if index == 0 else x), residual
+
+
+class InklingVisionDecoder(InklingDecoder, VisionDecoder):
+    """``InklingDecoder`` that reads images. Their embeddings have no norm, and are whole on every rank."""
+
+    def before_layer(
+        self, index: int, x: Tensor, residual: Tensor | None, model_input: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        x, residual = super().before_layer(index, x, residual, model_input)
+        if index == 0 and get_forward_context().batch.may_have_media:
+            rows = model_input - self.embed_tokens.vocab_size
+            x = torch.where(rows[:, None] < 0, x, self.embed_tokens.media_rows[rows.clamp(min=0)])
+        return x, residual
 
 
 class InklingModel(CausalLM):

@@ -16,7 +16,8 @@ from weft.layers.clipped_attention import ClippedAttention
 from weft.layers.context import ModelContext
 from weft.layers.residual_conv import OutputConv
 from weft.models.decoder import Decoder, DecoderLayer, LayerPlace
-from weft.models.inkling import InklingDecoder, InklingModel
+from weft.models.inkling import InklingDecoder, InklingModel, InklingVisionDecoder
+from weft.models.vision_language import VisionLanguageModel
 
 
 class BlockLayer(DecoderLayer):
@@ -71,6 +72,10 @@ class BlockDecoder(InklingDecoder):
         self.attn_res = BlockQueries(reads | {"output_query": self.norm})
 
 
+class BlockVisionDecoder(BlockDecoder, InklingVisionDecoder):
+    """``BlockDecoder`` that reads images."""
+
+
 class Inkling2Model(InklingModel):
     """A text model with residuals over blocks. Capped logits stay in float32, where close ones do not become equal."""
 
@@ -79,3 +84,9 @@ class Inkling2Model(InklingModel):
     def _whole_logits(self, hidden_states: Tensor) -> Tensor:
         assert self._cap is not None, "the family caps logits"
         return torch.tanh(self.lm_head(hidden_states).float() / self._cap) * self._cap
+
+
+class Inkling2VisionModel(Inkling2Model, VisionLanguageModel):
+    """``Inkling2Model`` that reads images."""
+
+    decoder = BlockVisionDecoder

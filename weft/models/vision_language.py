@@ -18,11 +18,13 @@ from torch import Tensor
 
 from weft.config.indexed_attention import PLACES_LAYER
 from weft.config.model import ModelConfig
+from weft.config.vision import VisionConfig
 from weft.forward_context import LogitsRows, get_forward_context
 from weft.layers.context import ModelContext
 from weft.layers.indexer import PoolPlaces
 from weft.models.decoder import CausalLM, Decoder
 from weft.models.glm_vision import GlmVisionTower
+from weft.models.inkling2_vision import Inkling2VisionTower
 from weft.models.qwen_vision import QwenVisionTower
 from weft.models.vision_tower import VisionTower
 from weft.ops.vision import add_media_features
@@ -40,7 +42,7 @@ class VisionDecoder(Decoder):
         super().__init__(config, context)
         assert config.vision is not None
         # The tower encodes one item at a time where bits must not depend on others (``MediaInputs.encode``).
-        tower = QwenVisionTower if config.vision.glm is None else GlmVisionTower
+        tower = _tower_class(config.vision)
         self.visual: VisionTower = tower(config.vision, replace(context, backend=context.backend.plain))
         self._backend = context.backend
         shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
@@ -63,6 +65,12 @@ class VisionDecoder(Decoder):
         ids = input_ids if rows is None else rows.of(input_ids)
         first_id, features = self.embed_tokens.vocab_size, self.features[index]
         return add_media_features(residual, ids, features, first_id, backend=self._backend)
+
+
+def _tower_class(vision: VisionConfig) -> type[VisionTower]:
+    if vision.glm is not None:
+        return GlmVisionTower
+    return QwenVisionTower if vision.inkling2 is None else Inkling2VisionTower
 
 
 class VisionLanguageModel(CausalLM):

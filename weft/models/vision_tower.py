@@ -10,6 +10,7 @@ become one embedding. Frames of a video do not attend to each other.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -46,14 +47,17 @@ class VisionTower(nn.Module):
     """Encodes images and videos.
 
     Attributes:
+        embedding: class of the layer that embeds patches.
         config: the geometry.
         dtype: of what it computes.
     """
 
+    embedding: ClassVar[type[PatchEmbedding]] = PatchEmbedding
+
     def __init__(self, config: VisionConfig, context: ModelContext) -> None:
         super().__init__()
         self.config, self.dtype, self._backend = config, context.dtype, context.backend
-        self.patch_embed = PatchEmbedding(config, context)
+        self.patch_embed = self.embedding(config, context)
         quarter = config.hidden_size // config.num_heads // 4
         exponents = torch.arange(quarter, dtype=torch.float32) / quarter
         self._frequencies = (1.0 / config.rope_theta**exponents).to(context.device)
@@ -62,7 +66,8 @@ class VisionTower(nn.Module):
         """Encode items together.
 
         Args:
-            patches: ``[N, patch_dim]`` on the tower's device, the items' one after the other.
+            patches: ``[N, patch_dim]`` on the tower's device, the items' one after the other. Each item begins with
+                ``config.num_class_rows`` rows, which hold anything finite.
             places: ``[N, 6]`` int32 on the same device, as ``patch_places`` makes them.
             lengths: ``frame_lengths`` of the items. If None, as in a graph, the lengths are read from ``places`` on
                 the device. Padding patches may follow the real ones then: their places are zeros, and the number of
@@ -70,11 +75,11 @@ class VisionTower(nn.Module):
 
         Returns:
             ``[N / merge_unit, num_features, out_hidden_size]``: each token's embedding, and then its features for the
-            decoder's first layers. Arbitrary for padding.
+            decoder's first layers. Arbitrary for padding, and for the rows before an item.
         """
         attend: Attend = partial(bounded_attention, bounds=places[:, 4:], backend=self._backend)
         if lengths is not None:
-            attend = partial(frame_attention, lengths=lengths)
+            attend = partial(frame_attention, lengths=lengths, first_key=max(0, self.config.num_class_rows - 1))
         x = self.patch_embed(patches.to(self.dtype))
         return self.encode(x, places, self._rotation(places[:, :2]), attend)
 
@@ -88,26 +93,29 @@ class VisionTower(nn.Module):
         return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def frame_lengths(grids: Sequence[Grid]) -> list[int]:
-    """Patches of each frame of some items."""
-    return [h * w for t, h, w in grids for _ in range(t)]
+def frame_lengths(grids: Sequence[Grid], class_rows: int = 0) -> list[int]:
+    """Rows of each frame of some items; ``class_rows``: those before its patches."""
+    return [class_rows + h * w for t, h, w in grids for _ in range(t)]
 
 
-def patch_places(grids: Sequence[Grid], merge: int) -> NDArray[np.int32]:
+def patch_places(grids: Sequence[Grid], merge: int, class_rows: int = 0) -> NDArray[np.int32]:
     """Return the places of the items' patches, ``[N, 6]``, in the processor's order.
 
-    The columns are the patch's row and column, the last row and column of its frame, the frame's first patch, and the
-    patch after the frame's last.
+    The columns are the patch's row and column, the last row and column of its frame, the first row that it attends to,
+    and the row after the last. The ``class_rows`` rows before a frame have row and column -1, and the last of them is
+    attended to.
     """
-    places = np.empty((sum(t * h * w for t, h, w in grids), NUM_PLACES), dtype=np.int32)
-    first = 0
+    lengths = frame_lengths(grids, class_rows)
+    places, first = np.empty((sum(lengths), NUM_PLACES), dtype=np.int32), 0
     for t, h, w in grids:
-        frames = places[first : first + t * h * w].reshape(t, h * w, NUM_PLACES)
-        frames[:, :, :2] = _rows_and_columns(h, w, merge)
+        length = class_rows + h * w
+        frames = places[first : first + t * length].reshape(t, length, NUM_PLACES)
+        frames[:, :class_rows, :2] = -1
+        frames[:, class_rows:, :2] = _rows_and_columns(h, w, merge)
         frames[:, :, 2:4] = h - 1, w - 1
-        frames[:, :, 4] = (first + h * w * np.arange(t))[:, None]
-        frames[:, :, 5] = frames[:, :, 4] + h * w
-        first += t * h * w
+        starts = first + length * np.arange(t)[:, None]
+        frames[:, :, 4], frames[:, :, 5] = starts + max(0, class_rows - 1), starts + length
+        first += t * length
     return places
 
 

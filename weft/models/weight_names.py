@@ -100,6 +100,7 @@ _INKLING2 = WeightTable(
         "v_in_proj": ("wv_dv", "v_sconv.weight_proj"),
         "kv_conv": ("k_sconv", "v_sconv"),
         "attn_norm": ("q_input_norm", "k_input_norm", "v_input_norm"),
+        "attn.qkv": ("q_proj", "k_proj", "v_proj"),
     },
     renames=WRAPPERS["Inkling2ForConditionalGeneration"].renames,
     modules={"embed_tokens": "embed", "self_attn": "attn", "o_proj": "wo_ud"},

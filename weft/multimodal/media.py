@@ -19,7 +19,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from weft.errors import RequestError
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+Background = Literal["white", "checkerboard"]
+"""The background of transparent pixels: white, or squares of 8 x 8 pixels in two greys, the lighter one first."""
 
 _MAX_SCANS = 50
 """Upper bound on the scans of a JPEG. Progressive ones have about ten; each costs a pass over all pixels."""
@@ -178,8 +181,8 @@ def read_file(path: Path, limit: int, param: str) -> bytes:
     return content
 
 
-def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
-    """Decode a picture to an RGB image, rotated as its EXIF data says, with transparency over white.
+def decode_image(data: bytes, limits: ReadLimits, param: str, background: Background = "white") -> Image:
+    """Decode a picture to an RGB image, rotated as its EXIF data says, with transparency over the background.
 
     Raises:
         RequestError: the data is no image of a supported format, or is damaged, animated, 16-bit, or too large.
@@ -187,7 +190,7 @@ def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
     image = _opened(data, limits, param)
     try:
         image.load()
-        return to_rgb(_turned(image), param)
+        return to_rgb(_turned(image), param, background)
     except RequestError:
         raise
     except Exception as error:
@@ -290,8 +293,9 @@ def _turned(image: Image) -> Image:
         return image
 
 
-def to_rgb(image: Image, param: str) -> Image:
-    """Convert a decoded image to RGB, with transparency over white. Raises RequestError for more than 8 bits."""
+def to_rgb(image: Image, param: str, background: Background = "white") -> Image:
+    """Convert a decoded image to RGB, with transparency over the background. Raises RequestError for more than 8
+    bits."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
@@ -300,5 +304,20 @@ def to_rgb(image: Image, param: str) -> Image:
         from PIL.Image import alpha_composite, new
 
         layer = image.convert("RGBA")
+        if background == "checkerboard":
+            return _over_checkerboard(layer)
         return alpha_composite(new("RGBA", layer.size, "white"), layer).convert("RGB")
     return image.convert("RGB")
+
+
+def _over_checkerboard(layer: Image) -> Image:
+    """The image over a checkerboard, rounded as Inkling 2's processor does."""
+    import numpy as np
+
+    pixels = np.asarray(layer)
+    rows, columns = (np.arange(side) // 8 for side in pixels.shape[:2])
+    under = np.where((rows[:, None] + columns) % 2 == 0, 204, 153).astype(np.uint16)
+    alpha = pixels[:, :, 3].astype(np.uint16)
+    under *= 255 - alpha
+    over = np.stack([(pixels[:, :, i] * alpha + under + 127) // 255 for i in range(3)], axis=-1)  # at most 65,152
+    return pillow().fromarray(over.astype(np.uint8))

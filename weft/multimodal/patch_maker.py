@@ -19,10 +19,12 @@ from weft.config.vision import VisionConfig
 from weft.errors import RequestError
 from weft.multimodal.items import Modality, pixel_bytes
 from weft.multimodal.media import ReadLimits, check_size, check_video_size, decode_image, pillow, to_rgb
+from weft.multimodal.padded import padded_patches
 from weft.multimodal.rules import RULES, Fit
 from weft.multimodal.video import VideoSettings, video_patches
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from PIL.Image import Image
 
 DETAIL_LOW = 512
@@ -53,8 +55,9 @@ class PatchMaker:
         size: fewest and most pixels of a resized image.
         resample: Pillow's number of the filter.
         values: ``[3, 256]``: each 8-bit number of each channel as the encoder gets it, as bits of ``dtype``.
+        padding: ``[3, 1]``: the same of -1, for pixels outside an image.
         settings: all settings of the processor as a text, for content hashes.
-        videos: settings of the video processor.
+        videos: settings of the video processor; None: the model reads no videos.
     """
 
     vision: VisionConfig
@@ -64,8 +67,9 @@ class PatchMaker:
     size: tuple[int, int]
     resample: int
     values: bytes
+    padding: bytes
     settings: str
-    videos: VideoSettings
+    videos: VideoSettings | None
 
     def image(self, source: Any, is_low: bool, param: str) -> Processed:
         """Process an image that was given as encoded bytes, PIL image or array. Raises RequestError."""
@@ -79,24 +83,28 @@ class PatchMaker:
         return image, digest.digest()
 
     def _decoded(self, source: Any, param: str) -> Image:
+        background = RULES[self.vision.processor].background
         if isinstance(source, bytes):
-            return decode_image(source, self.limits, param)
+            return decode_image(source, self.limits, param, background)
         image = image_of_object(source, param)
         check_size(image.size, self.limits, param)
-        return to_rgb(image, param)
+        return to_rgb(image, param, background)
 
     def _resized(self, image: Image, is_low: bool, param: str) -> Image:
-        """The image in the size that the model takes, as 8-bit RGB."""
+        """The image in the size that the model takes, as 8-bit RGB; without pixels outside it that are no colour."""
         if is_low:
             image.thumbnail((DETAIL_LOW, DETAIL_LOW))
         factor = self.vision.patch_size * self.vision.spatial_merge_size
+        rules = RULES[self.vision.processor]
         try:
-            fit = RULES[self.vision.processor].image_fit(image.height, image.width, factor, *self.size)
+            fit = rules.image_fit(image.height, image.width, factor, *self.size)
         except ValueError as error:
             raise RequestError(
                 f"an image of {image.width} x {image.height} pixels cannot be processed ({error}); crop it", param
             ) from error
         self._check_tokens("an image", math.prod(fit.canvas) // factor**2, image.size, param)
+        if rules.padded_canvas is not None:
+            return image
         return on_canvas(image, fit, self.resample)
 
     def patches(self, image: Image, content_hash: bytes) -> Processed:
@@ -107,8 +115,13 @@ class PatchMaker:
         import numpy as np
 
         patch, merge, frames = self.vision.patch_size, self.vision.spatial_merge_size, self.vision.temporal_patch_size
+        bits, canvas = "uint16" if self.dtype == "bfloat16" else self.dtype, RULES[self.vision.processor].padded_canvas
+        values = np.frombuffer(self.values, bits).reshape(3, 256)
+        if canvas is not None:
+            height, width = canvas(image.height, image.width, patch * merge)
+            padded = padded_patches(image, (height, width), self.vision, values, np.frombuffer(self.padding, bits))
+            return Processed("image", content_hash, (1, height // patch, width // patch), padded.tobytes(), self.dtype)
         h, w = image.height // patch, image.width // patch
-        values = np.frombuffer(self.values, "uint16" if self.dtype == "bfloat16" else self.dtype).reshape(3, 256)
         tiles = np.asarray(image).reshape(h // merge, merge, patch, w // merge, merge, patch, 3)
         patches = np.empty((h // merge, w // merge, merge, merge, 3, frames, patch, patch), values.dtype)
         for row in range(h // merge):  # [merge, patch, w // merge, merge, patch, 3] to [w // merge, merge, merge, ...]
@@ -119,6 +132,7 @@ class PatchMaker:
 
     def video(self, frames: Sequence[Any], times: tuple[float, ...], param: str) -> Processed:
         """Process what ``MediaProcessor.read_video`` returned. Raises RequestError."""
+        assert self.videos is not None, "the video was read"
         first = self._decoded(frames[0], param)  # the others must have its size
         check_video_size(len(frames), first.size, self.limits, param)
         fit = self.videos.fit(len(frames), first.height, first.width, param)
@@ -150,11 +164,11 @@ def on_canvas(image: Image, fit: Fit, resample: int) -> Image:
     return canvas
 
 
-def pixel_table(processor: Any, dtype: str) -> bytes:
-    """Return ``PatchMaker.values``: what the processor makes of each 8-bit number."""
+def pixel_table(processor: Any, dtype: str, numbers: NDArray[Any]) -> bytes:
+    """Return what the processor makes of each number in each channel, ``[3, len(numbers)]``, as bits of ``dtype``."""
     import numpy as np
 
-    image = np.broadcast_to(np.arange(256, dtype=np.uint8)[None, :, None], (3, 256, 1))
+    image = np.broadcast_to(numbers[None, :, None], (3, len(numbers), 1))
     if processor.do_rescale:
         image = processor.rescale(image, processor.rescale_factor)
     if processor.do_normalize:

@@ -34,6 +34,8 @@ def check_placeholders(token_ids: Sequence[int], vision: VisionConfig, given: di
     """Raise RequestError unless a prompt has one placeholder for each of its images and videos."""
     wanted = {"image": vision.tokens.image, "video": vision.tokens.video}
     for modality, token in wanted.items():
+        if token is None:
+            continue
         found, number = token_ids.count(token), given.get(modality, 0)  # type: ignore[call-overload]
         if found != number:
             raise RequestError(
@@ -65,7 +67,7 @@ def expand(
     for item in processed:
         count[item.modality] += 1
     check_placeholders(token_ids, vision, count, param)
-    waiting: dict[int, Iterator[Processed]] = {
+    waiting: dict[int | None, Iterator[Processed]] = {
         vision.tokens.image: (item for item in processed if item.modality == "image"),
         vision.tokens.video: (item for item in processed if item.modality == "video"),
     }
@@ -92,7 +94,8 @@ def _put_in(ids: list[int], item: Processed, vision: VisionConfig, encode: Encod
     else:
         if encode is None:
             raise RequestError("videos need the tokenizer for their timestamps, but skip_tokenizer_init=True", param)
-        length, rules = num_tokens // len(item.times), RULES[vision.processor]
+        length, rules = num_tokens // len(item.times), RULES[vision.processor].video
+        assert rules is not None and tokens.video is not None and tokens.start is not None and tokens.end is not None
         placeholder = tokens.video if rules.frame_placeholder == "video" else tokens.image
         forms = rules.time_before, rules.time_after
         for seconds in item.times:

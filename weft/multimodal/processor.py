@@ -83,16 +83,20 @@ class MediaProcessor:
         self.limits = limits
         self._limit_per_prompt = limit_per_prompt
         self.max_tokens = max_tokens
+        import numpy as np
+
         images = _load_image_processor(folder, vision)
-        videos = VideoSettings.read(folder, vision)
+        rules = RULES[vision.processor]
+        videos = VideoSettings.read(folder, vision) if rules.video is not None else None
         self.patch_maker = PatchMaker(
             vision,
             limits,
             max_tokens,
             dtype,
-            RULES[vision.processor].image_limits(images),
+            rules.image_limits(images),
             int(images.resample),
-            pixel_table(images, dtype),
+            pixel_table(images, dtype, np.arange(256, dtype=np.uint8)),
+            pixel_table(images, dtype, np.full(1, -1, np.float32)),
             f"{sorted(images.to_dict().items(), key=lambda pair: pair[0])} {videos}",
             videos,
         )
@@ -100,7 +104,9 @@ class MediaProcessor:
         self._turns = threading.BoundedSemaphore(MAX_CONCURRENT)
 
     def check_counts(self, media: Mapping[Modality, Sequence[Any]], param: str) -> None:
-        """Raise RequestError for more images or videos than a prompt may have."""
+        """Raise RequestError for more images or videos than a prompt may have, or for videos that are not read."""
+        if self.patch_maker.videos is None and media.get("video"):
+            raise RequestError("this model reads images and no videos; send frames of the video as images", param)
         for modality, sources in media.items():
             limit = getattr(self._limit_per_prompt, modality)
             if limit is not None and len(sources) > limit:
@@ -177,10 +183,14 @@ class MediaProcessor:
 
     def read_video(self, source: Any, reader: SourceReader) -> tuple[list[Any], tuple[float, ...]]:
         """Read the frames that are used of a video, and the times of its temporal patches. Raises RequestError."""
-        video = source if isinstance(source, Video) else Video.of(source, reader.param)
-        indices = sample_frames(video, self.patch_maker.videos, reader.param)
+        video, settings = (
+            source if isinstance(source, Video) else Video.of(source, reader.param),
+            self.patch_maker.videos,
+        )
+        assert settings is not None, "check_counts refused the video"
+        indices = sample_frames(video, settings, reader.param)
         frames = self._encoded_frames([video.frames[index] for index in indices], reader)
-        return frames, timestamps(indices, video, self.patch_maker.videos)
+        return frames, timestamps(indices, video, settings)
 
     def _encoded_frames(self, frames: Sequence[Any], reader: SourceReader) -> list[Any]:
         """The encoded bytes of frames, or the frames if they are decoded. Raises RequestError."""
@@ -214,11 +224,7 @@ def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:
     rules = RULES[vision.processor]
     module, name = rules.image_class
     kind = getattr(import_module(module), name)
-    sizes = {
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "merge_size": vision.spatial_merge_size,
-    }
+    sizes = rules.sizes(vision)
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         return kind(**rules.image_defaults, **sizes)
     try:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from weft.config.vision import VisionConfig
 from weft.multimodal.items import Modality
+from weft.multimodal.media import Background
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,30 @@ class Fit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class VideoRules:
+    """How one family prepares videos.
+
+    Attributes:
+        tokens: fewest and most tokens of a video, if the settings count tokens; None if they count pixels.
+        defaults: settings of published checkpoints for keys that the files leave out.
+        fit: sizes of each frame, from the number of frames, height, width and the settings. Raises ValueError.
+        sample: the frames to use, from their number and frames per second.
+        patch_time: seconds of a temporal patch, from those of its first and its last frame.
+        time_before, time_after: formats of a time in the text before and after the frame.
+        frame_placeholder: the placeholder of embeddings of frames.
+    """
+
+    tokens: tuple[int, int] | None
+    defaults: dict[str, Any]
+    fit: Callable[[int, int, int, VideoLimits], Fit]
+    sample: Callable[[int, float, VideoLimits], list[int]]
+    patch_time: Callable[[float, float], float]
+    time_before: str
+    time_after: str
+    frame_placeholder: Modality
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessorRules:
     """How one family prepares pictures.
 
@@ -51,27 +77,21 @@ class ProcessorRules:
         image_limits: fewest and most pixels of a resized image, of an image processor.
         image_fit: sizes of an image, from its height and width, the multiple of sides, and fewest and most pixels.
             Raises ValueError.
-        video_tokens: fewest and most tokens of a video, if the settings count tokens; None if they count pixels.
-        video_defaults: settings of published checkpoints for keys that the files leave out.
-        video_fit: sizes of each frame, from the number of frames, height, width and the settings. Raises ValueError.
-        sample: the frames to use, from their number and frames per second.
-        patch_time: seconds of a temporal patch, from those of its first and its last frame.
-        time_before, time_after: formats of a time in the text before and after the frame.
-        frame_placeholder: the placeholder of embeddings of frames.
+        video: None: the family reads no videos.
+        sizes: settings of the image processor that follow from ``config.json``.
+        padded_canvas: height and width of the canvas of an image, from its own and the multiple of sides. Pixels of -1
+            extend the image, and patches have channels last. None: images are as large as the canvas.
+        background: what is under transparent pixels.
     """
 
     image_class: tuple[str, str]
     image_defaults: dict[str, Any]
     image_limits: Callable[[Any], tuple[int, int]]
     image_fit: Callable[[int, int, int, int, int], Fit]
-    video_tokens: tuple[int, int] | None
-    video_defaults: dict[str, Any]
-    video_fit: Callable[[int, int, int, VideoLimits], Fit]
-    sample: Callable[[int, float, VideoLimits], list[int]]
-    patch_time: Callable[[float, float], float]
-    time_before: str
-    time_after: str
-    frame_placeholder: Modality
+    video: VideoRules | None
+    sizes: Callable[[VisionConfig], dict[str, Any]]
+    padded_canvas: Callable[[int, int, int], tuple[int, int]] | None = None
+    background: Background = "white"
 
 
 def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -220,33 +240,72 @@ _CLIP = {
 }  # fmt: skip
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
+
+def _patch_sizes(vision: VisionConfig) -> dict[str, Any]:
+    return {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
+
+
+def _square_size(vision: VisionConfig) -> dict[str, Any]:
+    side = vision.patch_size * vision.spatial_merge_size
+    return {"size": {"height": side, "width": side}}
+
+
+def _whole_squares(height: int, width: int, factor: int) -> tuple[int, int]:
+    return _aligned(height, factor), _aligned(width, factor)
+
+
+def _inkling2_fit(height: int, width: int, factor: int, *_: int) -> Fit:
+    """Images keep their size."""
+    return Fit((height, width), _whole_squares(height, width, factor))
+
+
 RULES = {
     "qwen": ProcessorRules(
         image_class=("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
         image_defaults=_HALF | {"size": {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}},
         image_limits=_qwen_image_limits,
         image_fit=_qwen_image_fit,
-        video_tokens=None,
-        video_defaults=_HALF | {"size": {"shortest_edge": 1 << 12, "longest_edge": 25_165_824}, "max_frames": 768},
-        video_fit=_qwen_video_fit,
-        sample=_qwen_sample,
-        patch_time=lambda first, last: (first + last) / 2,
-        time_before="<{:.1f} seconds>",
-        time_after="",
-        frame_placeholder="video",
+        video=VideoRules(
+            tokens=None,
+            defaults=_HALF | {"size": {"shortest_edge": 1 << 12, "longest_edge": 25_165_824}, "max_frames": 768},
+            fit=_qwen_video_fit,
+            sample=_qwen_sample,
+            patch_time=lambda first, last: (first + last) / 2,
+            time_before="<{:.1f} seconds>",
+            time_after="",
+            frame_placeholder="video",
+        ),
+        sizes=_patch_sizes,
     ),
     "glm": ProcessorRules(
         image_class=("transformers.models.glm5_next.image_processing_pil_glm5_next", "Glm5NextImageProcessorPil"),
         image_defaults={},
         image_limits=_glm_image_limits,
         image_fit=_glm_image_fit,
-        video_tokens=(16, 240_000),
-        video_defaults=_CLIP | {"max_frames": 2048},
-        video_fit=_glm_video_fit,
-        sample=_glm_sample,
-        patch_time=lambda first, last: first,
-        time_before="",
-        time_after="{:.1f} seconds",
-        frame_placeholder="image",
+        video=VideoRules(
+            tokens=(16, 240_000),
+            defaults=_CLIP | {"max_frames": 2048},
+            fit=_glm_video_fit,
+            sample=_glm_sample,
+            patch_time=lambda first, last: first,
+            time_before="",
+            time_after="{:.1f} seconds",
+            frame_placeholder="image",
+        ),
+        sizes=_patch_sizes,
+    ),
+    "inkling2": ProcessorRules(
+        image_class=("weft.multimodal.inkling", "Inkling2ImageProcessorPil"),
+        image_defaults={},
+        image_limits=lambda processor: (0, 0),
+        image_fit=_inkling2_fit,
+        video=None,
+        sizes=_square_size,
+        padded_canvas=_whole_squares,
+        background="checkerboard",
     ),
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weft.config.json_object import JsonObject
 from weft.config.vision import VisionConfig
 from weft.errors import RequestError
-from weft.multimodal.rules import RULES, Fit, ProcessorRules, VideoLimits
+from weft.multimodal.rules import RULES, Fit, VideoLimits, VideoRules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,15 +89,15 @@ class VideoSettings(VideoLimits):
     resample: int
 
     @property
-    def rules(self) -> ProcessorRules:
-        return RULES[self.processor]
+    def rules(self) -> VideoRules:
+        return _rules(self.processor)
 
     @classmethod
     def read(cls, folder: Path, vision: VisionConfig) -> VideoSettings:
         """Read ``video_preprocessor_config.json`` or ``processor_config.json``. Raises ConfigError."""
-        rules, given = RULES[vision.processor], _settings(folder)
+        rules, given = _rules(vision.processor), _settings(folder)
         known = {key: value for key, value in given.values.items() if value is not None}
-        given = JsonObject(rules.video_defaults | known, given.where)
+        given = JsonObject(rules.defaults | known, given.where)
         square = vision.patch_size * vision.spatial_merge_size
         caps = given.boolean("cap_pixels_per_frame", False)
         if given.integer("max_duration", 0, low=0):
@@ -123,7 +123,7 @@ class VideoSettings(VideoLimits):
     def fit(self, num_frames: int, height: int, width: int, param: str) -> Fit:
         """The sizes of ``num_frames`` frames of one size. Raises RequestError."""
         try:
-            return self.rules.video_fit(num_frames, height, width, self)
+            return self.rules.fit(num_frames, height, width, self)
         except ValueError as error:
             raise RequestError(
                 f"a video of {num_frames} frames of {width} x {height} pixels cannot be processed ({error})", param
@@ -135,10 +135,16 @@ class VideoSettings(VideoLimits):
         return -(-num_frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
 
 
-def _pixel_limits(given: JsonObject, rules: ProcessorRules, token_pixels: int) -> tuple[int, int]:
+def _rules(processor: str) -> VideoRules:
+    rules = RULES[processor].video
+    assert rules is not None, "the family reads videos"
+    return rules
+
+
+def _pixel_limits(given: JsonObject, rules: VideoRules, token_pixels: int) -> tuple[int, int]:
     """Fewest and most pixels of a video. ``token_pixels``: those of a token."""
-    if rules.video_tokens is not None:
-        low, high = rules.video_tokens
+    if rules.tokens is not None:
+        low, high = rules.tokens
         tokens = given.integer("min_image_tokens", low), given.integer("max_image_tokens", high)
         return tokens[0] * token_pixels, tokens[1] * token_pixels
     sizes = given.object("size")

@@ -8,7 +8,7 @@ know: which images are in the cache (``scheduler/encoder_cache.py`` assigns its 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Self
 
@@ -74,7 +74,8 @@ class EncoderGraphs:
         """
         count = len(patches)
         places = torch.zeros(size, NUM_PLACES, dtype=torch.int32)
-        places[:count] = torch.from_numpy(patch_places(grids, self._tower.config.spatial_merge_size))
+        config = self._tower.config
+        places[:count] = torch.from_numpy(patch_places(grids, config.spatial_merge_size, config.num_class_rows))
         places[count:, 4:] = count
         self._patches[:count].copy_(patches)
         self._places[:size].copy_(to_device(places, self._device))
@@ -146,7 +147,8 @@ class MediaInputs:
         self._device, self._base, self._step_tokens = (
             decoder.features.device, config.max_model_len, config.max_num_encoder_input_tokens,
         )  # fmt: skip
-        self.merge, self._one_by_one = vision.spatial_merge_size, config.deterministic
+        self.merge, self._class_rows = vision.spatial_merge_size, vision.num_class_rows
+        self._one_by_one = config.deterministic
         if self._table is not None and vision.mrope_section is not None:
             self._axes = frequency_axes(self._table.shape[1], vision.mrope_section).to(self._device)
         self.embeddings = torch.zeros(
@@ -158,15 +160,33 @@ class MediaInputs:
     def encode(self, encodings: Sequence[Encoding]) -> EncoderTime:
         """Queue the encoding of these images; their embeddings go to the rows that the scheduler chose."""
         took = EncoderTime(self._device)
-        for together in [[encoding] for encoding in encodings] if self._one_by_one else [encodings]:
+        for together in self._runs(encodings):
             items = [encoding.item for encoding in together]
             encoded = self.run(self._patches(items), [item.grid for item in items])
-            start = 0
+            end = 0
             for encoding in together:
+                start = end + self._class_rows // self._vision.merge_unit
                 end = start + encoding.item.num_tokens
                 self.embeddings[encoding.row : encoding.row + end - start].copy_(encoded[start:end])
-                start = end
         return took.end()
+
+    def _runs(self, encodings: Sequence[Encoding]) -> Iterator[Sequence[Encoding]]:
+        """Images that are encoded together: rows of class tokens must not make a run larger than ``run_largest``."""
+        if self._one_by_one:
+            yield from ([encoding] for encoding in encodings)
+            return
+        if not self._class_rows:
+            yield encodings
+            return
+        most, run, rows = sum(self._lengths(self._largest())), list[Encoding](), 0
+        for encoding in encodings:
+            more = sum(self._lengths([encoding.item.grid]))
+            if run and rows + more > most:
+                yield run
+                run, rows = [], 0
+            run.append(encoding)
+            rows += more
+        yield run
 
     def run(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The tower; as a graph where one is large enough, for more the GPU takes longer than the host."""
@@ -175,16 +195,22 @@ class MediaInputs:
 
     def run_eager(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """``run`` without a graph."""
-        places = to_device(torch.from_numpy(patch_places(grids, self.merge)), self._device)
-        encoded: Tensor = self._decoder.visual(patches, places, frame_lengths(grids))
+        places = to_device(torch.from_numpy(patch_places(grids, self.merge, self._class_rows)), self._device)
+        encoded: Tensor = self._decoder.visual(patches, places, self._lengths(grids))
         return encoded
 
+    def _lengths(self, grids: Sequence[Grid]) -> list[int]:
+        """Rows of each frame in the tower."""
+        return frame_lengths(grids, self._class_rows)
+
     def _patches(self, items: Sequence[MediaItem]) -> Tensor:
-        """The items' patches one after the other, on the device, in the tower's dtype."""
+        """The items' patches one after the other, on the device, in the tower's dtype; zeros for class tokens."""
         on_gpu, dtype = self._device.type == "cuda", self.embeddings.dtype
-        shape = (sum(item.num_patches for item in items), self._vision.patch_dim)
-        together = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
-        for item, rows in zip(items, together.split([item.num_patches for item in items]), strict=True):
+        sizes = [self._class_rows + item.num_patches for item in items]
+        together = torch.empty(sum(sizes), self._vision.patch_dim, dtype=dtype, pin_memory=on_gpu)
+        for item, block in zip(items, together.split(sizes), strict=True):
+            class_rows, rows = block.split([self._class_rows, item.num_patches])
+            class_rows.zero_()
             if item.dtype == str(dtype).removeprefix("torch."):
                 rows.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(item.pixel_values, np.uint8)
             else:
@@ -213,10 +239,14 @@ class MediaInputs:
             self._places.place_media(self._base + target, positions)
 
     def run_largest(self) -> None:
-        """Encode as much as a step may, to see what memory that takes; in parts, since one image would take long."""
-        whole, rest = divmod(self._step_tokens, _PART)
-        grids = [(1, self.merge, self.merge * tokens) for tokens in [_PART] * whole + [rest] * (rest > 0)]
+        """Encode as much as a step may, to see what memory that takes."""
+        grids = self._largest()
         self.run_eager(self.blank(grids), grids)
+
+    def _largest(self) -> list[Grid]:
+        """As many tokens as a step encodes; in parts, since one image would take long."""
+        whole, rest = divmod(self._step_tokens, _PART)
+        return [(1, self.merge, self.merge * tokens) for tokens in [_PART] * whole + [rest] * (rest > 0)]
 
     def run_smallest(self) -> None:
         """Use every kernel of the tower once."""
@@ -226,7 +256,7 @@ class MediaInputs:
 
     def blank(self, grids: Sequence[Grid]) -> Tensor:
         """Patches of such items, all zero."""
-        return torch.zeros(sum(frame_lengths(grids)), self._vision.patch_dim, device=self._device)
+        return torch.zeros(sum(self._lengths(grids)), self._vision.patch_dim, device=self._device)
 
 
 def place_media(

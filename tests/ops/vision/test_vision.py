@@ -57,6 +57,14 @@ def test_frames_do_not_see_each_other(lengths: list[int]) -> None:
     torch.testing.assert_close(frame_attention(qkv, lengths), want)
 
 
+def test_first_rows_of_frames_that_nobody_sees() -> None:
+    qkv = torch.randn(16, 3, 2, 8, dtype=torch.float64)
+    want = torch.cat([frame_attention(frame[2:], [len(frame) - 2]) for frame in qkv.split([5, 5, 6])])
+    qkv[[0, 1, 5, 6, 10, 11], 1:] = 1e4
+    seen = [row for row in range(16) if row not in (0, 1, 5, 6, 10, 11)]
+    torch.testing.assert_close(frame_attention(qkv, [5, 5, 6], first_key=2)[seen], want)
+
+
 @pytest.mark.parametrize(("lengths", "padding", "head_dim"), [([7], 1, 16), ([40, 40, 3], 30, 8), ([70, 70], 52, 12)])
 def test_bounds_on_the_device(lengths: list[int], padding: int, head_dim: int) -> None:
     """As if the host knew the frames; padding, which sees nothing, stays finite and is seen by nobody."""
@@ -73,16 +81,17 @@ def test_bounds_on_the_device(lengths: list[int], padding: int, head_dim: int) -
         torch.testing.assert_close(got[:total], want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize(("height", "width", "size"), [(1, 7, 24), (5, 5, 16), (9, 3, 24)])
-def test_positions_between_grid_points(height: int, width: int, size: int) -> None:
+def test_positions_between_grid_points(height: int, width: int, size: int, centred: bool) -> None:
     grid = torch.randn(25, size, device=DEVICE)
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     ends = torch.tensor([height - 1, width - 1]).expand(height * width, 2)
     places = torch.cat([torch.stack([rows.flatten(), columns.flatten()], 1), ends, ends], 1).int().to(DEVICE)
     stretched = grid.T.reshape(1, size, 5, 5).double()
-    want = torch.nn.functional.interpolate(stretched, (height, width), mode="bilinear", align_corners=True)
+    want = torch.nn.functional.interpolate(stretched, (height, width), mode="bilinear", align_corners=not centred)
     for backend in (Backend.TORCH, Backend.TRITON):
-        got = grid_positions(grid, places, backend=backend)
+        got = grid_positions(grid, places, centred=centred, backend=backend)
         torch.testing.assert_close(got.double(), want[0].flatten(1).T, atol=1e-5, rtol=1e-5)
 
 

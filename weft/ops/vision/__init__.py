@@ -58,12 +58,13 @@ def norm_rotate_patches(
     return qkv
 
 
-def frame_attention(qkv: Tensor, lengths: Sequence[int]) -> Tensor:
+def frame_attention(qkv: Tensor, lengths: Sequence[int], first_key: int = 0) -> Tensor:
     """Full attention within consecutive frames, without a mask: memory grows with the patches, not with their square.
 
     Args:
         qkv: ``[N, 3, heads, D]``, contiguous.
         lengths: patches of each frame; their sum is N. Neighbours of equal length run together.
+        first_key: number of patches at the start of each frame that none attends to.
 
     Returns:
         ``[N, heads * D]``.
@@ -73,7 +74,7 @@ def frame_attention(qkv: Tensor, lengths: Sequence[int]) -> Tensor:
     for length, same in groupby(lengths):
         count = len(list(same))
         frames = qkv[start : start + count * length].unflatten(0, (count, length))
-        q, k, v = (frames[:, :, i].transpose(1, 2) for i in range(3))
+        q, k, v = (frames[:, skip:, i].transpose(1, 2) for i, skip in enumerate((0, first_key, first_key)))
         parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
         start += count * length
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -101,19 +102,24 @@ def bounded_attention(qkv: Tensor, bounds: Tensor, *, backend: Backend) -> Tenso
 
 
 @with_kernel("weft.ops.vision.kernels")
-def grid_positions(weight: Tensor, places: Tensor, *, backend: Backend) -> Tensor:
+def grid_positions(weight: Tensor, places: Tensor, *, centred: bool = False, backend: Backend) -> Tensor:
     """Bilinear between the four grid points around each patch, corner of the grid on corner of the frame.
 
     Args:
         weight: ``[side * side, size]``, contiguous.
         places: ``[N, columns]`` int32, contiguous, whose first four columns are row and column of a patch, and the last
             row and column of its frame.
+        centred: grid points and patches are the centres of equal parts of a side, instead of points from corner to
+            corner. Patches outside the outermost grid points take their values.
 
     Returns:
         ``[N, size]`` in weight's dtype, computed in float32.
     """
     side = isqrt(len(weight))
-    exact = places[:, :2].float() * (side - 1) / places[:, 2:4].clamp(min=1)
+    if centred:
+        exact = ((places[:, :2].float() + 0.5) * side / (places[:, 2:4] + 1) - 0.5).clamp(0, side - 1)
+    else:
+        exact = places[:, :2].float() * (side - 1) / places[:, 2:4].clamp(min=1)
     low = exact.floor()
     shares = torch.stack([1 - (exact - low), exact - low], dim=-1)  # [N, axis, low or high]
     low = low.long()

@@ -82,9 +82,13 @@ def bounded_attention_triton(qkv, bounds) -> Tensor:
 
 
 @triton.jit
-def _point(place, last, SIDE: tl.constexpr):
+def _point(place, last, SIDE: tl.constexpr, CENTRED: tl.constexpr):
     """The grid line before a place, the one behind it, and the share of the latter."""
-    exact = place.to(tl.float32) * (SIDE - 1) / tl.maximum(last, 1).to(tl.float32)
+    if CENTRED:
+        exact = (place.to(tl.float32) + 0.5) * SIDE / (last + 1).to(tl.float32) - 0.5
+        exact = tl.minimum(tl.maximum(exact, 0.0), SIDE - 1)
+    else:
+        exact = place.to(tl.float32) * (SIDE - 1) / tl.maximum(last, 1).to(tl.float32)
     low = tl.floor(exact)
     line = low.to(tl.int32)
     return line, tl.minimum(line + 1, SIDE - 1), exact - low
@@ -99,13 +103,14 @@ def _share(weight, point, share, column, SIZE: tl.constexpr):
 @jit
 def _grid_positions_kernel(
     weight, places, out,
-    SIZE: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     patch = tl.program_id(0).to(tl.int64)
     place = places + patch * COLUMNS
-    top, bottom, down = _point(tl.load(place), tl.load(place + 2), SIDE)
-    left, right, across = _point(tl.load(place + 1), tl.load(place + 3), SIDE)
+    top, bottom, down = _point(tl.load(place), tl.load(place + 2), SIDE, CENTRED)
+    left, right, across = _point(tl.load(place + 1), tl.load(place + 3), SIDE, CENTRED)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     value = _share(weight, top * SIDE + left, (1 - down) * (1 - across), column, SIZE)
@@ -116,7 +121,7 @@ def _grid_positions_kernel(
 
 
 @launches(grid_positions, invariant={})
-def grid_positions_triton(weight, places) -> Tensor:
+def grid_positions_triton(weight, places, *, centred) -> Tensor:
     """A program has one patch."""
     count, columns = places.shape
     assert weight.is_contiguous() and places.is_contiguous() and places.dtype == torch.int32
@@ -124,7 +129,7 @@ def grid_positions_triton(weight, places) -> Tensor:
     out = torch.empty(count, size, dtype=weight.dtype, device=weight.device)
     _grid_positions_kernel[(count,)](
         weight, places, out, SIZE=size, SIDE=isqrt(len(weight)), COLUMNS=columns, BLOCK=next_power_of_2(size),
-        num_warps=4, **early_launch(weight.device),
+        CENTRED=centred, num_warps=4, **early_launch(weight.device),
     )  # fmt: skip
     return out
 

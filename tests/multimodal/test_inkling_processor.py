@@ -1,0 +1,168 @@
+"""The image processor of Inkling 2 against transformers' own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.pictures import INKLING2_VISION, encoded, picture, save_inkling2_processor
+from weft.config.media_limits import MediaLimits
+from weft.config.transport import decode_other, encode_other
+from weft.errors import ConfigError, RequestError
+from weft.multimodal.media import ReadLimits
+from weft.multimodal.patch_maker import PatchMaker
+from weft.multimodal.placeholders import expand
+from weft.multimodal.processor import MediaProcessor
+from weft.text.tokenizer import Tokenizer
+
+PARAM, ROOM = "messages", 100_000
+IMAGE = "<|content_image|><|unused_200054|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processor")
+    save_inkling2_processor(folder)
+    return folder
+
+
+def make(folder: Path, **changes: Any) -> MediaProcessor:
+    arguments: dict[str, Any] = {
+        "folder": folder, "vision": INKLING2_VISION, "limits": ReadLimits(), "limit_per_prompt": MediaLimits(),
+        "max_tokens": 500, "cache_bytes": 1 << 20,
+    }  # fmt: skip
+    return MediaProcessor(**(arguments | changes))
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> MediaProcessor:
+    return make(folder)
+
+
+@pytest.fixture
+def reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' processor. Where torchvision is not installed, the functions that it calls are written here."""
+    if find_spec("torchvision") is None:
+        _replace_torchvision(monkeypatch)
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.inkling2.processing_inkling2 import Inkling2Processor
+
+    kind = import_module("transformers.models.inkling2.image_processing_inkling2").Inkling2ImageProcessor
+    monkeypatch.setattr(Inkling2Processor, "check_argument_for_proper_class", lambda self, *args: None)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    return Inkling2Processor(kind.from_dict(settings), PreTrainedTokenizerFast.from_pretrained(folder))
+
+
+def _replace_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import image_processing_backends as backends
+
+    def pad(images: torch.Tensor, sides: Sequence[int], fill: float, padding_mode: str) -> torch.Tensor:
+        left, top, right, bottom = sides
+        return torch.nn.functional.pad(images, (left, right, top, bottom), mode=padding_mode, value=fill)
+
+    def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -> torch.Tensor:
+        return (image - torch.as_tensor(mean).view(-1, 1, 1)) / torch.as_tensor(std).view(-1, 1, 1)
+
+    module: Any = ModuleType("torchvision.transforms.v2")
+    module.functional = SimpleNamespace(
+        pad=pad,
+        normalize=normalize,
+        grayscale_to_rgb=lambda image: image,
+        pil_to_tensor=lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1),
+    )
+    for name in ("torchvision", "torchvision.transforms"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", module)
+    monkeypatch.setattr(backends, "tvF", module.functional, raising=False)
+
+
+def translucent(width: int, height: int, seed: int, mode: str = "RGBA") -> Image.Image:
+    image = picture(width, height, seed).convert("RGBA")
+    alpha = np.random.default_rng(seed).integers(0, 256, (height, width), dtype=np.uint8)
+    image.putalpha(Image.fromarray(alpha))
+    return image.convert(mode)
+
+
+def expanded(folder: Path, text: str, processed: list[Any]) -> Any:
+    tokenizer = Tokenizer.load(folder)
+    return expand(tokenizer.encode(text), [], processed, INKLING2_VISION, tokenizer.encode, PARAM)
+
+
+def of_reference(squares: Any) -> np.ndarray:
+    """Squares of pixels as rows of patches."""
+    tiles = torch.as_tensor(squares).view(-1, 2, 4, 2, 4, 3).transpose(2, 3)
+    return tiles.reshape(-1, 48).numpy()
+
+
+def test_images_as_transformers(folder: Path, processor: MediaProcessor, reference: Any) -> None:
+    """Sizes of whole squares and others; transparency of several kinds over a checkerboard."""
+    sizes = [(24, 16), (3, 3), (8, 9), (31, 97), (64, 64), (1, 50)]
+    images = [picture(*size, seed=i) for i, size in enumerate(sizes)]
+    palette = picture(20, 20, 9).quantize(16)
+    palette.info["transparency"] = 3
+    images += [translucent(37, 30, 7), translucent(20, 12, 8, "LA"), palette]
+    text = f"{IMAGE}the quick{IMAGE}{IMAGE} fox{IMAGE * 5}é{IMAGE}"
+    wanted = reference(text=[text], images=images, return_tensors="pt")
+    prompt = expanded(folder, text, processor.process({"image": images}, ROOM, PARAM))
+    assert prompt.token_ids == wanted["input_ids"][0].tolist()
+    grids = [[t, h // 2, w // 2] for t, h, w in (item.grid for item in prompt.media)]
+    assert grids == wanted["image_grid_thw"].tolist()
+    pixels = np.concatenate([item.patches() for item in prompt.media])
+    np.testing.assert_allclose(pixels, of_reference(wanted["pixel_values"]), atol=1e-6)
+    for item in prompt.media:
+        ((offset, length),) = item.placeholders
+        assert set(prompt.token_ids[offset : offset + length]) == {4} and length == item.num_tokens
+
+
+def test_encoded_images_have_the_same_background(processor: MediaProcessor) -> None:
+    image = translucent(37, 30, 7)
+    decoded, read = processor.process({"image": [image, encoded(image)]}, ROOM, PARAM)
+    assert decoded == read
+    black, white = (Image.new("RGBA", (16, 16), color) for color in ((0, 0, 0, 0), (255, 255, 255, 255)))
+    clear, opaque = processor.process({"image": [black, white]}, ROOM, PARAM)
+    shades, whites = (
+        np.unique(np.frombuffer(item.pixel_values, np.float32).reshape(-1, 3)[:, 0]) for item in (clear, opaque)
+    )
+    np.testing.assert_allclose(shades, [0.2, 0.6], rtol=1e-6)
+    np.testing.assert_allclose(whites, [1.0])
+
+
+def test_refused(folder: Path, processor: MediaProcessor, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="64 x 63 pixels becomes 64 tokens, more than the 63"):
+        make(folder, max_tokens=63).process({"image": [picture(64, 63)]}, ROOM, PARAM)
+    with pytest.raises(RequestError, match="this model reads images and no videos; send frames"):
+        processor.process({"video": [[picture()] * 4]}, ROOM, PARAM)
+    save_inkling2_processor(tmp_path)
+    with pytest.raises(ConfigError, match=r"say {'size': .*8.*config.json says {'size': {'height': 10, 'width': 10}}"):
+        make(tmp_path, vision=replace(INKLING2_VISION, patch_size=5))
+
+
+def test_a_folder_without_processor_files_has_the_published_settings(tmp_path: Path) -> None:
+    """As with dummy weights: a token for 40 x 40 pixels, and numbers from -1 to 1, beyond which are those outside."""
+    processor = make(tmp_path, vision=replace(INKLING2_VISION, patch_size=20))
+    (item,) = processor.process({"image": [Image.new("RGB", (41, 40), "white")]}, ROOM, PARAM)
+    assert item.grid == (1, 2, 4)
+    values, counts = np.unique(np.frombuffer(item.pixel_values, np.float32), return_counts=True)
+    np.testing.assert_allclose(values, [-1 - 2 / 255, 1.0], rtol=1e-6)
+    assert counts.tolist() == [3 * 40 * 39, 3 * 40 * 41]
+
+
+def test_a_copy_for_another_process_gives_the_same(processor: MediaProcessor) -> None:
+    data, maker = encoded(picture(70, 50)), processor.patch_maker
+    again = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(maker, enc_hook=encode_other), type=PatchMaker, dec_hook=decode_other
+    )
+    assert again == maker and again.image(data, False, PARAM) == maker.image(data, False, PARAM)
