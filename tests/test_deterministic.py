@@ -56,7 +56,8 @@ MORE_KINDS = ["GptOssForCausalLM", "KimiLinearForCausalLM", "RecurrentGemmaForCa
 EVERY = product([*KINDS, *MORE_KINDS, "BailingHybridForCausalLM", *IN_FP8[:2]], MODES, OVERLAP)
 COLUMNS = list(EVERY) if WHOLE else [(HYBRID, "NONE", "overlap"), (HYBRID, "FULL", "in turn")]
 DRAFTS = [(HYBRID, GUESSES), (DENSE, GUESSES), (WITH_HEAD, HEAD), (WITH_HEAD, REPEATS)]
-ONE_BY_ONE = [(name, GUESSES) for name in ("BambaForCausalLM", "KimiLinearForCausalLM", "GptOssForCausalLM")]
+DRAFTS += [(name, GUESSES) for name in ("KimiLinearForCausalLM", "Lfm2MoeForCausalLM")]
+ONE_BY_ONE = [(name, GUESSES) for name in ("BambaForCausalLM", "GptOssForCausalLM")]
 """Kinds with layers that verify drafts by decoding them one by one."""
 ONE_MODE = [("BambaForCausalLM", "PIECEWISE"), ("GptOssForCausalLM", "NONE")]
 DRAFTING = [(DRAFTS[0], "FULL", "overlap"), (DRAFTS[2], "NONE", "overlap")]

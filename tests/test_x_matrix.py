@@ -49,7 +49,7 @@ LAYERS = ["linear_attention", "full_attention"]
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    names = (*ARCHITECTURES, "Lfm2ForCausalLM", WITH_HEAD)
+    names = dict.fromkeys([*ARCHITECTURES, *(arch for arch, *_ in DRAFTING)])
     found = {name: make_reference(name, tmp_path_factory.mktemp("tiny")) for name in names}
     if not WHOLE:
         found[SHORT] = make_reference(HYBRID, tmp_path_factory.mktemp("tiny"), layer_types=LAYERS, num_hidden_layers=2)
@@ -100,15 +100,27 @@ def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Referen
             yield engine
 
 
+WINDOWS = "GptOssForCausalLM"
+"""A family whose layers verify nothing: its drafts run as prefills."""
+VERIFYING = [
+    "KimiLinearForCausalLM",
+    "Lfm2ForCausalLM",
+    "BailingHybridForCausalLM",
+    "Glm5NextForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
+]
 DRAFTING = [
     ("Qwen3NextForCausalLM", "NONE", "in turn", "capture"),
     ("Qwen3NextForCausalLM", "FULL", "overlap", "capture"),
     ("Qwen3ForCausalLM", "FULL_DECODE_ONLY", "overlap", "capture"),
-    ("Lfm2ForCausalLM", "FULL_AND_PIECEWISE", "in turn", "capture"),
+    (WINDOWS, "FULL_AND_PIECEWISE", "in turn", "capture"),
     (WITH_HEAD, "NONE", "overlap", "capture"),
     (WITH_HEAD, "FULL", "overlap", "capture"),
     (WITH_HEAD, "FULL_AND_PIECEWISE", "in turn", "capture"),
 ]
+if WHOLE:
+    DRAFTING += [("Lfm2ForCausalLM", "FULL_AND_PIECEWISE", "in turn", "capture")]
+    DRAFTING += [(arch, mode, "overlap", "capture") for arch, mode in product(VERIFYING, ["NONE", "FULL"])]
 
 
 @pytest.fixture(scope="module", params=DRAFTING, ids=lambda p: "-".join(p))
@@ -119,9 +131,22 @@ def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Refere
         yield engine
         assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases, "too few drafts were accepted"
         graphs = runner_of(engine.llm).graphs.verification
-        assert (graphs is not None) == (request.param[0] != "Lfm2ForCausalLM" and "FULL" in request.param[1])
+        assert (graphs is not None) == (request.param[0] != WINDOWS and "FULL" in request.param[1])
         if graphs is not None:
             assert graphs.counters.replays and graphs.counters.padding_rows
+
+
+@pytest.fixture(scope="module", params=product(VERIFYING, ["NONE", "FULL"]), ids="-".join)
+def sharded_drafting_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    """On two ranks, with drafts."""
+    arch, mode = request.param
+    with fork_ranks(poisoned=True):
+        more = {"tensor_parallel_size": 2, "speculative_config": drafts_of(arch)}
+        with open_engine(arch, mode, "overlap", "capture", references, **more) as engine:
+            install_drafter(engine, arch)
+            yield engine
+            assert engine.llm.config.verifies
+            assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases
 
 
 @pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 64, 65, 1000)))
@@ -153,6 +178,12 @@ def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, le
 @pytest.mark.parametrize(("path", "length"), covering(["cold", "hit", "branch hit"], part(1, 65, 210), of=1))
 def test_tokens_with_drafts(drafting_engine: Poisoned, path: str, length: int) -> None:
     check_drafts(drafting_engine, path, length)
+
+
+@pytest.mark.skipif(not WHOLE, reason="a part of the whole matrix")
+@pytest.mark.parametrize(("path", "length"), product(["cold", "hit", "branch hit"], part(1, 65)))
+def test_tokens_with_drafts_of_two_ranks(sharded_drafting_engine: Poisoned, path: str, length: int) -> None:
+    check_drafts(sharded_drafting_engine, path, length)
 
 
 @pytest.mark.skipif(not WHOLE, reason="a part of the whole matrix")

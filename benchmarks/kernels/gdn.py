@@ -30,7 +30,8 @@ from weft.forward_context import Batch, ChunkTable
 from weft.ops.convolution.prefill import causal_conv1d_triton
 from weft.ops.delta_rule import DeltaWeights, gdn_decode, gdn_gates
 from weft.ops.delta_rule import gdn_prefill as gdr
-from weft.ops.delta_rule.decode import Shape, gdn_decode_triton
+from weft.ops.delta_rule.decode import Shape
+from weft.ops.delta_rule.few_tokens import gdn_decode_triton
 from weft.ops.norm.kernels import gated_rms_norm_triton
 
 HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 4)

@@ -30,7 +30,8 @@ from weft.forward_context import Batch
 from weft.ops.attention.latent import latent_attention_triton
 from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates
 from weft.ops.delta_rule import kda_prefill as kda
-from weft.ops.delta_rule.decode import Shape, kda_decode_triton
+from weft.ops.delta_rule.decode import Shape
+from weft.ops.delta_rule.few_tokens import kda_decode_triton
 from weft.ops.delta_rule.gdn_prefill import chunk_gated_delta_rule_triton
 from weft.ops.delta_rule.kda_prefill import kda_gates_triton
 from weft.ops.triton.chunk_scan import Tile

@@ -1,9 +1,10 @@
 """What it costs to verify drafts: the kernels for a few tokens per sequence beside those for one.
 
-    python -m benchmarks.kernels.verify [--json FILE] [--seqs 1 8 32 128] [--drafts 1 2 3]
+    python -m benchmarks.kernels.verify [--json FILE] [--seqs 1 8 32 128] [--drafts 1 2 3] [--rules gdn kda]
 
-Geometry of Qwen3-Next. For so many sequences and so many drafts: one Gated DeltaNet layer (states after every token
-kept), one attention layer over a context, each as a multiple of its decode step, and of what the memory traffic allows.
+Geometry of Qwen3-Next and of Kimi-Linear. For so many sequences and so many drafts: one layer of Gated DeltaNet and one
+of Kimi Delta Attention (states after every token kept), one attention layer over a context. Each is shown as a multiple
+of its decode step, and beside what the memory traffic allows.
 Times are medians over replays of a CUDA graph that goes through more data than the L2 cache holds. Without a GPU it
 rehearses a small size under the interpreter; times are 0 then.
 """
@@ -11,21 +12,23 @@ rehearses a small size under the interpreter; times are 0 then.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.kernels import attention, gdn
+from benchmarks.kernels import attention, gdn, kda
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, ON_GPU, error, time_us
 from weft.bench import report
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Verification
 from weft.ops.attention.paged import paged_attention_triton
-from weft.ops.delta_rule import gdn_verify
-from weft.ops.delta_rule.decode import gdn_decode_triton
-from weft.ops.delta_rule.verify import launch_verify
+from weft.ops.delta_rule import gdn_verify, kda_verify
+from weft.ops.delta_rule.few_tokens import as_delta_net, gdn_decode_triton, kda_decode_triton
+from weft.ops.delta_rule.verify import Inputs, launch_verify
 
 MODEL = "B"
 CONTEXT, MAX_LEN = (1024, 2048) if ON_GPU else (48, 64)
@@ -41,32 +44,61 @@ def slots_of(first: int, num_seqs: int, num_tokens: int) -> tuple[torch.Tensor, 
     return table[:, -1].contiguous(), table
 
 
-def gdn_row(num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
+class Rule(NamedTuple):
+    """A recurrent rule: its inputs, and its operations for one token and for a few."""
+
+    arguments: Callable[[int, int], dict[str, Any]]
+    geometry: Any
+    kernel_geometry: GatedDeltaNetConfig
+    decode: Callable[..., torch.Tensor]
+    reference: Callable[..., torch.Tensor]
+
+
+RULES = {
+    "gdn": Rule(
+        partial(gdn.decode_arguments, state_dtype=torch.float32, dtype=torch.bfloat16),
+        gdn.GEOMETRY, gdn.GEOMETRY, gdn_decode_triton, gdn_verify.reference,
+    ),
+    "kda": Rule(
+        partial(kda.decode_arguments, dtype=torch.bfloat16),
+        kda.GEOMETRY, as_delta_net(kda.GEOMETRY), kda_decode_triton, kda_verify.reference,
+    ),
+}  # fmt: skip
+
+
+def verification(
+    arguments: dict[str, Any], places: tuple[torch.Tensor, torch.Tensor], rule: Rule
+) -> partial[torch.Tensor]:
+    rest = dict(arguments)
+    inputs = Inputs(rest.pop("projected"), rest.pop("f", None), rest.pop("gate", None))
+    return partial(launch_verify, inputs, **rest, state_slots=places[0], slots=places[1], geometry=rule.kernel_geometry)
+
+
+def rule_row(name: str, num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
     """Times of one layer, and the kernel's error against the reference in float32."""
-    tokens = num_drafts + 1
-    arguments = gdn.decode_arguments(num_seqs * tokens, 1 + sets * num_seqs * tokens, torch.float32, torch.bfloat16)
+    tokens, rule = num_drafts + 1, RULES[name]
+    arguments = rule.arguments(num_seqs * tokens, 1 + sets * num_seqs * tokens)
     before = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     places = [slots_of(1 + i * num_seqs * tokens, num_seqs, tokens) for i in range(sets)]
     working, table = places[0]
-    out = launch_verify(**arguments, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
+    verify = [verification(arguments, place, rule) for place in places]
+    out = verify[0]()
     wide = gdn.wide(before)
-    want = gdn_verify.reference(**wide, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
+    want = rule.reference(**wide, state_slots=working, slots=table, geometry=rule.geometry)
     errors = {
         "out": error(out, want),
         "state": error(arguments["state"][table.flatten().long()], wide["state"][table.flatten().long()].double()),
     }
-    verify = [partial(launch_verify, **arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY) for p in places]
-    one = arguments | {"projected": arguments["projected"][:num_seqs]}
-    decode = [partial(gdn_decode_triton, **one, state_slots=p[0], geometry=gdn.GEOMETRY) for p in places]
+    one = {name: x[:num_seqs] if name in ("projected", "f", "gate") else x for name, x in arguments.items()}
+    decode = [partial(rule.decode, **one, state_slots=place[0], geometry=rule.geometry) for place in places]
     times = {"verify_us": time_us(verify), "decode_us": time_us(decode)}
     trials = {
         str(warps): time_us([partial(call, num_warps=warps) for call in verify])
         for warps in (WARPS if num_drafts == 2 else ())
     }
-    state_bytes = num_seqs * gdn.HV * gdn.K * gdn.V * 4
-    floor = (tokens + 1) * state_bytes / COPY_BYTES_PER_S * 1e6
+    floor = (tokens + 1) * num_seqs * arguments["state"][0].nbytes / COPY_BYTES_PER_S * 1e6
     return {
-        "op": "gdn",
+        "op": name,
         "seqs": num_seqs,
         "drafts": num_drafts,
         **times,
@@ -109,12 +141,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seqs", type=int, nargs="+", default=[1, 8, 32, 128] if ON_GPU else [2])
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3] if ON_GPU else [2])
+    parser.add_argument("--rules", nargs="*", choices=RULES, default=list(RULES))
     args = parser.parse_args()
     torch.manual_seed(0)
     rows = []
     for num_seqs in args.seqs:
         for num_drafts in args.drafts:
-            for row in (gdn_row(num_seqs, num_drafts, max(1, 64 // num_seqs)), attention_row(num_seqs, num_drafts)):
+            rules = (rule_row(name, num_seqs, num_drafts, max(1, 64 // num_seqs)) for name in args.rules)
+            for row in (*rules, attention_row(num_seqs, num_drafts)):
                 row["times_decode"] = row["verify_us"] / row["decode_us"] if row["decode_us"] else None
                 print({key: round(x, 2) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
                 rows.append(row)

@@ -16,17 +16,22 @@ from tests.speculation.conftest import make_repeating_checkpoint
 from tests.speculation.test_following_steps import check_tokens, open_engines
 from tests.speculation.test_heads import SETTINGS as HEAD_SETTINGS
 from tests.speculation.test_heads import case, check_head
+from tests.speculation.test_indexed_models import VERIFY
 from tests.speculation.test_ngram import CONFIG, SETTINGS, Steps, check_repeating
+from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
-def test_following_steps(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", *VERIFY])
+def test_following_steps(arch: str, mode: str, tmp_path: Path) -> None:
     """Drafts right and wrong, ends inside of accepted runs, conversations that go on; memory changes hands between."""
-    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path)
-    with open_engines(folder, mode, device="cuda", dtype="float32", skip_tokenizer_init=True) as engines:
+    method = VERIFY.get(arch, "mtp")
+    (make_mtp_checkpoint if method == "mtp" else make_checkpoint)(arch, tmp_path)
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "skip_tokenizer_init": True}
+    with open_engines(tmp_path, mode, method, language_model_only=True, **settings) as engines:
         Churn(engines.following)
         for stops in (False, True):
             check_tokens(engines, stops)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,11 @@ from torch import Tensor
 from tests.harness import Harness, Sequence
 from tests.models.test_parity import prompt, reference_logits
 from tests.tiny import make_checkpoint, make_model
+from tests.whole import unless_long
 from weft.forward_context import ForwardContext, Verification, forward_context
+from weft.ops.backend import Backend
+from weft.ops.moe import fused_moe
+from weft.quantization import unquantized
 
 TOLERANCE = 1e-4
 
@@ -32,9 +39,12 @@ def verify(harness: Harness, sequences: list[Sequence], slots: list[list[int]]) 
     return list(logits.split(count))[:-1]
 
 
-@pytest.mark.parametrize(
-    "arch", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "LlamaForCausalLM"]
-)
+VERIFY = ["KimiLinearForCausalLM", "Lfm2ForCausalLM", "Qwen4ExpForCausalLM"]
+MORE = ["BailingHybridForCausalLM", "Glm5NextForConditionalGeneration"]
+ATTEND_OR_DECAY_BY_HEAD = ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("arch", ATTEND_OR_DECAY_BY_HEAD + unless_long(VERIFY, VERIFY + MORE))
 def test_logits_and_the_states_after_every_token(arch: str, tmp_path: Path) -> None:
     harness, reference = Harness(make_checkpoint(arch, tmp_path), num_slots=20), make_model(arch)
     sequences = [harness.sequence(prompt(n)) for n in (30, 90)]
@@ -52,3 +62,49 @@ def test_logits_and_the_states_after_every_token(arch: str, tmp_path: Path) -> N
                     fork = Sequence(sequence.tokens, slot, sequence.pages, num_computed=start + i)
                     rest = harness.run([(fork, 4)])[0]
                     assert (rest - expected[start + i : start + i + 4]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("arch", unless_long(VERIFY, VERIFY + MORE + ATTEND_OR_DECAY_BY_HEAD))
+def test_rejected_drafts_leave_no_bit(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is drafted and rejected, states, pages and logits of the accepted tokens are the same bits, and so is
+    all that follows: those of a sequence whose drafts were right. Experts compute each row alone, since their products
+    differ by the rows that choose them."""
+    monkeypatch.setattr(unquantized, "fused_moe", partial(_each_row_alone, fused_moe))
+    harness, rng = Harness(make_checkpoint(arch, tmp_path), num_slots=30), random.Random(0)
+    assert harness.config.verifies
+    text, found = prompt(40), []
+    for wrong in range(3):
+        rng.seed(wrong)
+        sequence = harness.sequence(text)
+        harness.run([(sequence, 21)])
+        logits = []
+        for accepted in (1, 2, 0, 1, 2, 0):
+            start = sequence.num_computed
+            kept = start + 1 + accepted
+            rejected = [rng.randrange(200) for _ in range(2 - accepted)] if wrong else text[kept : start + 3]
+            sequence.tokens = [*text[:kept], *rejected, *text[start + 3 :]]
+            slots = [harness.free_slot(), harness.free_slot(), sequence.slot]
+            logits.append(verify(harness, [sequence], [slots])[0][: 1 + accepted])
+            sequence.slot, sequence.num_computed = slots[accepted], kept
+            harness._free_slots += [slot for slot in slots if slot != sequence.slot]
+        found.append([*logits, *remembered(harness, sequence)])
+        harness.release(sequence)
+    for others in found[1:]:
+        for mine, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _each_row_alone(operation: Any, *args: Any, backend: Backend, **options: Any) -> Any:
+    return operation(*args, backend=Backend.INVARIANT_TORCH, **options)
+
+
+def remembered(harness: Harness, sequence: Sequence) -> list[Tensor]:
+    """All that the caches hold of the sequence's computed tokens."""
+    found, count = [], sequence.num_computed
+    for name, spec in harness.spec.layers.items():
+        cache = harness.caches[name]
+        found += [cache[state.name][sequence.slot].clone() for state in spec.states]
+        for paged in spec.paged:  # of complete pools, if an entry is a part of a pool's
+            entries = cache[paged.name][sequence.pages].flatten(0, 1)
+            found.append(entries[: count // spec.page_multiple * spec.page_multiple].clone())
+    return found

@@ -91,18 +91,19 @@ FAMILIES = {
     "Kimi": Family(
         "KimiLinearForCausalLM",
         {"hidden_size": 256, "linear_head_dim": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-         "qk_rope_head_dim": 64, "v_head_dim": 128}, {}, """
+         "qk_rope_head_dim": 64, "v_head_dim": 128}, {"speculative_config": _NGRAM}, """
         attention.latent._latent_attention_kernel delta_rule.kda_prefill._gates_kernel
         delta_rule.kda_prefill._prepare_kernel delta_rule.kda_prefill._solve_kernel"""),
     "GLM": Family(
         "Glm5NextForConditionalGeneration",
         {"hidden_size": 256, "linear_head_dim": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128,
-         "index_head_dim": 128}, {}, """
+         "index_head_dim": 128}, {"speculative_config": _MTP}, """
         indexed_attention.attend._indexed_attention_kernel indexed_attention.select._best_kernel
         indexed_attention.select._scores_kernel streams.kernels._read_streams_kernel
         streams.kernels._write_streams_kernel vision.kernels._norm_rotate_kernel"""),
     "Qwen4-Exp": Family(
-        "Qwen4ExpForCausalLM", {"hidden_size": 256, "head_dim": 256, "indexer_head_dim": 128}, {}, """
+        "Qwen4ExpForCausalLM", {"hidden_size": 256, "head_dim": 256, "indexer_head_dim": 128},
+        {"speculative_config": _NGRAM}, """
         indexed_attention.dense._dense_kernel indexed_attention.dense._mark_pools_kernel
         streams.gated_kernels._add_to_streams_kernel streams.gated_kernels._mean_of_gated_kernel
         streams.gated_kernels._norm_streams_kernel streams.gated_kernels._silu_of_mean_kernel"""),
@@ -118,6 +119,7 @@ FAMILIES = {
         {"hidden_size": 256, "head_dim": 128, "swa_head_dim": 128, "sliding_window_size": 512, "rel_extent": 512}, {},
         "block_residual.kernels._read_blocks_kernel",
     ),
+    "LFM2": Family("Lfm2ForCausalLM", {"hidden_size": 256}, {"speculative_config": _NGRAM}, ""),
     "RG-LRU": Family("RecurrentGemmaForCausalLM", {"hidden_size": 256, "lru_width": 256, "head_dim": 64}, {}, """
         rg_lru.scan._rg_lru_kernel rg_lru.scan._rg_lru_step_kernel"""),
     "heads of 256": Family(NEXT, GEOMETRY | {"head_dim": 256}, {"speculative_config": _NGRAM}, ""),

@@ -45,7 +45,7 @@ def make_repeating_checkpoint(arch: str, path: Path, *, head: bool = False, **ov
     make(arch, path, with_tokenizer=True, **overrides)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj", "ple.value_proj")):
+        if name.removesuffix(".weight").endswith(SMALL):
             tensor.mul_(0.05)
         if name.endswith("ple.norm_conv.weight"):  # a weight of -1 is a factor of zero
             tensor.fill_(-0.95)
@@ -70,6 +70,8 @@ def make_repeating_checkpoint(arch: str, path: Path, *, head: bool = False, **ov
     return path
 
 
+SMALL = ("o_proj", "out_proj", "attention.dense", "down_proj", "ple.value_proj")
+"""Projections of layers' outputs."""
 FINAL_NORMS = ("model.norm.weight", "model.language_model.norm.weight")
 
 

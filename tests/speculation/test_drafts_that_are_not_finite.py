@@ -14,12 +14,13 @@ from tests.engine.conftest import assert_idle
 from tests.fp8_checkpoints import edit_tensors
 from tests.late_device import LateDevice
 from tests.tiny import make_checkpoint
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from weft import LLM, SamplingParams
 from weft.request import Request
 
 BROKEN = 150
 """A token whose embedding is NaN; nothing ever samples it."""
+ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen3NextForCausalLM", "KimiLinearForCausalLM"]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={BROKEN: -100.0})
 
 
@@ -47,7 +48,9 @@ def checkpoint(arch: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("arch", "mode"),
     covering(
-        ["Qwen3ForCausalLM", "Qwen3NextForCausalLM", "Lfm2ForCausalLM"], ["NONE", "FULL", "FULL_AND_PIECEWISE"], of=1
+        unless_long(ARCHITECTURES, [*ARCHITECTURES, "Lfm2ForCausalLM", "Qwen4ExpForCausalLM"]),
+        ["NONE", "FULL", "FULL_AND_PIECEWISE"],
+        of=1,
     ),
 )
 def test_tokens_are_those_without_drafts(arch: str, mode: str, tmp_path: Path) -> None:

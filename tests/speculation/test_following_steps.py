@@ -1,6 +1,6 @@
 """Steps launched before it is known how many drafts of the one before were accepted: nothing but the speed changes.
 
-The head is replaced by a table on the device that holds each row's tokens, some of them wrong.
+Drafts come from a table on the device that holds each row's tokens, some of them wrong.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from tests.whole import covering
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import SchedulerOutput
-from weft.ops.drafts import right_drafts
+from weft.ops.backend import Backend
+from weft.ops.drafts import ngram_drafts, right_drafts
 from weft.ops.drafts.types import AcceptanceRule
+from weft.runner.drafting import drafters
 from weft.runner.drafting.drafters import MtpDrafts
 from weft.runner.drafting.step_drafts import RunStep
 from weft.scheduler.draft_steps import ON_DEVICE, apply_acceptance
@@ -75,6 +77,17 @@ def _after_any_step(self: MtpDrafts, step: RunStep) -> Tensor:
     return _from_table(places[0], places[1] + accepted)
 
 
+def _instead_of_ngrams(
+    token_ids: Tensor, num_accepted: Any, rows: Tensor, seq_lens: Tensor, *others: Any, backend: Backend
+) -> Tensor:
+    """The operation, but for its drafts."""
+    found = ngram_drafts(token_ids, num_accepted, rows, seq_lens, *others, backend=backend)
+    last = seq_lens.long() - len(token_ids) // len(rows)
+    drafts = _from_table(rows, last if num_accepted is None else last + num_accepted)[:, : found.shape[1]]
+    others[1].drafts[:, : drafts.shape[1]].index_copy_(0, rows, drafts)
+    return drafts
+
+
 class Engines:
     """One without drafts, and one whose steps follow each other, on the CPU behind a late device."""
 
@@ -106,14 +119,15 @@ class Engines:
 
 
 @contextmanager
-def open_engines(folder: Path, mode: str, **settings: Any) -> Iterator[Engines]:
-    config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+def open_engines(folder: Path, mode: str, method: str = "mtp", **settings: Any) -> Iterator[Engines]:
+    config = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
     modes = {"cuda_graph_mode": mode, "enable_overlap": True, "speculative_config": config}
     settings = SETTINGS | settings
     table_of(torch.device(settings.get("device", "cpu")))  # not in inference mode, whose tensors no other code writes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MtpDrafts, "after_full_step", _after_full_step)
         patch.setattr(MtpDrafts, "after_step", _after_any_step)
+        patch.setattr(drafters, "ngram_drafts", _instead_of_ngrams)
         with LLM(str(folder), **settings) as plain, LLM(str(folder), **settings, **modes) as following:
             yield Engines(plain, following)
             assert_idle(following)

@@ -15,6 +15,7 @@ from tests.late_device import LateDevice
 from tests.speculation.conftest import Case, make_repeating_checkpoint
 from tests.speculation.test_ngram import Steps
 from tests.whole import covering
+from tests.x_matrix import runner_of
 from weft import LLM, CompletionOutput, SamplingParams
 from weft.config.checkpoint import read_checkpoint_config
 
@@ -26,6 +27,7 @@ HEADS = [
     "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForCausalLM",
     "Glm5NextForConditionalGeneration",
+    "BailingHybridForCausalLM",
 ]
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -70,12 +72,14 @@ def check_head(folder: Path, expected: list[CompletionOutput], num_drafts: int, 
     config = {"method": "mtp", "num_speculative_tokens": num_drafts}
     overlap: dict[str, Any] = {"enable_overlap": True, "cuda_graph_mode": mode, "speculative_config": config}
     with LLM(str(folder), **SETTINGS | overlap | more) as mtp:
-        if mtp.config.device == "cpu":
+        if mtp.config.device == "cpu" and mtp.config.tensor_parallel_size == 1:
             LateDevice(mtp)
         steps = Steps(mtp)
         assert [done.token_ids for done in case().run(mtp)] == [done.token_ids for done in expected]
         stats = mtp.stats()
         assert stats.spec_decode_num_accepted_tokens > 0.1 * stats.spec_decode_num_draft_tokens > 0
         assert len(stats.spec_decode_num_accepted_tokens_per_pos) == num_drafts
-        assert steps.followed > 3 or not mtp.config.verifies
+        assert mtp.config.verifies and steps.followed > 3
+        graphs = runner_of(mtp).graphs.verification
+        assert graphs is None if mode == "NONE" else graphs is not None and graphs.counters.replays
         assert_idle(mtp)

@@ -46,6 +46,7 @@ class KimiDeltaConfig:
                 CacheTensor("conv", (3 * self.width, self.conv_kernel - 1), dtypes.model, sharded_dim=0),
                 CacheTensor("recurrent", recurrent, dtypes.state, sharded_dim=0),
             ),
+            verifies=True,
             num_weights=hidden_size * (4 * self.width + self.num_heads) + gates + 3 * self.width * self.conv_kernel,
             flops_per_token=6.0 * self.width * self.head_dim,  # decay, read, write
         )

@@ -68,6 +68,7 @@ class NGramConfig:
         return LayerSpec(
             paged=(CacheTensor("token", (1,), "float32"),),  # exact for ids below 2^24
             states=(CacheTensor("conv", (self.channels, self.history), dtypes.model),),
+            verifies=True,
             num_weights=weights + self.channels * self.conv_kernel,
             num_table_weights=self.table_size * self.width,
         )

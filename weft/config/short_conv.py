@@ -26,6 +26,7 @@ class ShortConvConfig:
         state = CacheTensor("conv", (self.num_channels, self.kernel - 1), dtypes.model, sharded_dim=0)
         return LayerSpec(
             states=(state,),
+            verifies=True,
             num_weights=4 * hidden_size * self.num_channels + self.num_channels * self.kernel,
             flops_per_token=2.0 * self.num_channels,  # the two gates
         )

@@ -110,8 +110,6 @@ class GatedDeltaNet(RecurrentLayer):
         """Everything between the projections: ``[T, q | k | v | z | b | a] -> [T, value_dim]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
-        if batch.verification is not None:
-            return self._verify(projected, cache, batch.state_slots, batch.verification.slots)
         weights, states = self._weights(), (cache["conv"], cache["recurrent"])
         return mix_rows(
             [projected],
@@ -120,15 +118,11 @@ class GatedDeltaNet(RecurrentLayer):
             [self.local.value_dim],
             lambda x, *, slots, out: gdn_decode(x, weights, *states, slots, self.local, backend=self._backend, out=out),
             lambda x: self._prefill(x, batch, cache),
+            lambda x, slots, after: gdn_verify(x, weights, *states, slots, after, self.local, backend=self._backend),
         )
 
     def _weights(self) -> DeltaWeights:
         return DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps)
-
-    def _verify(self, projected: Tensor, cache: LayerCache, state_slots: Tensor, slots: Tensor) -> Tensor:
-        """As many rows of each sequence as ``slots [S, T]`` has columns; these slots keep the states after each row."""
-        states = (cache["conv"], cache["recurrent"], state_slots, slots)
-        return gdn_verify(projected, self._weights(), *states, self.local, backend=self._backend)
 
     def _prefill(self, projected: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""

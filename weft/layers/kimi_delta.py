@@ -31,7 +31,7 @@ from weft.layers.weight import (
     whole_rows,
 )
 from weft.ops.convolution import causal_conv1d
-from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates
+from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates, kda_verify
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 
@@ -94,6 +94,9 @@ class KimiDelta(RecurrentLayer):
                 x, forget, gate, weights, *states, slots, local, backend=self._backend, out=out
             ),
             lambda x, forget, gate: self._prefill(x, forget, gate, batch, cache),
+            lambda x, forget, gate, slots, after: kda_verify(
+                x, forget, gate, weights, *states, slots, after, local, backend=self._backend
+            ),
         )
 
     def _prefill(self, projected: Tensor, forget: Tensor, gate: Tensor, batch: Batch, cache: LayerCache) -> Tensor:

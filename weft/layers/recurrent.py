@@ -54,8 +54,9 @@ def mix_rows(
     shape: Sequence[int],
     decode: Callable[..., Tensor],
     prefill: Callable[..., Tensor],
+    verify: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Compute all rows of a batch: decodes by one function, the rest by another. Verifications run as decodes.
+    """Compute all rows of a batch: decodes by one function, the rest by another.
 
     Args:
         inputs: ``[T, *]`` each, all with one row per token; the first has the dtype of the result.
@@ -64,12 +65,16 @@ def mix_rows(
             slot 0 are padding. ``decode`` returns zeros there, but does not write them to a given ``out``.
         prefill: ``(*inputs)`` computes all rows. Rows that belong to no chunk are zero in its result: decodes, which
             ``decode`` then overwrites, and padding.
+        verify: ``(*inputs, state_slots, slots)`` computes a verification: a few tokens of each sequence, with the
+            states after each in ``slots`` (``Verification``). Its padding rows are zero. None: ``decode`` does, token
+            after token.
 
     Returns:
         ``[T, *shape]``; padding rows are zero.
     """
     if batch.verification is not None:
-        return _verify_rows(inputs, states, batch.state_slots, batch.verification.slots, decode)
+        places = batch.state_slots, batch.verification.slots
+        return _verify_rows(inputs, states, *places, decode) if verify is None else verify(*inputs, *places)
     slots, rows = decode_slots(batch), inputs[0].shape[0]
     if batch.num_decodes == rows:
         return decode(*inputs, slots=slots, out=None)

@@ -17,7 +17,14 @@ from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_parameter, split_rows
 from weft.ops.backend import Backend
-from weft.ops.convolution import causal_conv1d, causal_conv1d_update, short_conv, short_conv_decode
+from weft.ops.convolution import (
+    causal_conv1d,
+    causal_conv1d_update,
+    causal_conv1d_verify,
+    short_conv,
+    short_conv_decode,
+    short_conv_verify,
+)
 
 
 class DepthwiseConv(WeightModule):
@@ -62,6 +69,7 @@ def convolve_rows(
         x.shape[1:],
         lambda x, *, slots, out: causal_conv1d_update(x, *conv, slots, silu=silu, backend=backend, out=out),
         lambda x: causal_conv1d(x, *conv, batch, silu=silu, backend=backend),
+        lambda x, slots, after: causal_conv1d_verify(x, *conv, slots, after, silu=silu, backend=backend),
     )
 
 
@@ -91,4 +99,5 @@ class ShortConv(RecurrentLayer):
             [self.num_channels],
             lambda x, *, slots, out: short_conv_decode(x, *weights, state, slots, backend=backend, out=out),
             lambda x: short_conv(x, *weights, state, batch, backend=backend),
+            lambda x, slots, after: short_conv_verify(x, *weights, state, slots, after, backend=backend),
         )

@@ -6,12 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.delta_rule.test_triton_gdn import ON_GPU, close, on_device
+from tests.ops.delta_rule.test_triton_gdn import ON_GPU, Places, close, on_device
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
+from tests.whole import covering
 from weft.forward_context import Batch
 from weft.ops.backend import Backend
-from weft.ops.convolution import short_conv, short_conv_decode
+from weft.ops.convolution import (
+    causal_conv1d_update,
+    causal_conv1d_verify,
+    short_conv,
+    short_conv_decode,
+    short_conv_verify,
+)
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]
@@ -104,3 +111,43 @@ def test_decode_kernel_equals_the_reference(
         results.append((got, state))
     close(results[1][0], results[0][0], dtype)
     close(results[1][1][1:], results[0][1][1:], dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "backend", "dtype"),
+    covering(
+        ["silu", "plain", "double-gated"], [(2, 2, True), (3, 3, False), (10, 4, False), (4, 17, True)],
+        [TORCH, TRITON], DTYPES,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_verified_tokens_are_decode_steps(
+    kind: str, sizes: tuple[int, int, bool], backend: Backend, dtype: torch.dtype
+) -> None:
+    """Bit for bit, with the state after every token; rejected tokens leave nothing in it."""
+    kernel, num_tokens, bias = sizes
+    places = Places(num_tokens)
+    tensors = inputs(places.after.numel(), 40, kernel, bias, DEVICE)
+    projected, weight, offset, _ = (t if t is None else t.to(dtype) for t in tensors)
+    assert projected is not None and weight is not None
+    state = torch.randn(places.count, 40, kernel - 1, device=DEVICE).to(dtype)
+    projected[places.padding] = torch.nan
+    places.poison(state)
+    before, stepwise = state.clone(), state.clone()
+
+    def run(x: Tensor, state: Tensor, *slots: Tensor) -> Tensor:
+        if kind == "double-gated":
+            operation = short_conv_verify if len(slots) == 2 else short_conv_decode
+            return operation(x, weight, offset, state, *slots, backend=backend)
+        convolve = causal_conv1d_verify if len(slots) == 2 else causal_conv1d_update
+        return convolve(x[:, :40], weight, offset, state, *slots, silu=kind == "silu", backend=backend)
+
+    out = run(projected, state, places.before, places.after)
+    assert (out[places.padding] == 0).all()
+    places.check_untouched(state, before)
+    assert backend is TORCH or torch.equal(state[0], before[0])
+    for i, after in enumerate(places.after.long().unbind(1)):
+        step = run(projected[i::num_tokens].contiguous(), stepwise, places.before)
+        assert torch.equal(out[i::num_tokens], step)
+        kept = after > 0
+        assert torch.equal(state[after[kept]], stepwise[places.before.long()[kept]])

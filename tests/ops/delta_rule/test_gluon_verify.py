@@ -24,7 +24,7 @@ from tests.ops.interpreter import DEVICE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.kimi import KimiDeltaConfig
 from weft.ops.backend import Backend
-from weft.ops.delta_rule import DeltaWeights, gdn_decode, gdn_verify, kda_decode
+from weft.ops.delta_rule import DeltaWeights, gdn_decode, gdn_verify, kda_decode, kda_verify
 from weft.ops.delta_rule import decode_gluon as gdn_decode_gluon
 from weft.ops.delta_rule import verify as gdn_verify_kernels
 from weft.ops.delta_rule import verify_gluon as gdn_verify_gluon
@@ -70,6 +70,31 @@ def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (out[3:6] == 0).all(), "padding rows must be zero"
     close(out / expected.std(), expected / expected.std(), torch.float32)
     close(state[1:], want[1][1:], torch.float32)
+    assert torch.equal(state[[4, 7]], want[1][[4, 7]]), "untouched slots"
+
+
+def test_verification_with_a_decay_per_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi Delta Attention, as above; heads and tokens decay at rates of their own."""
+    monkeypatch.setattr(gdn_verify_gluon, "runs_gluon", lambda device: True)
+    geometry, width = KimiDeltaConfig(2, 128, 4, -5.0), 256
+    rows = torch.randn(9, 3 * width + 2 + 5), *torch.randn(2, 9, width)
+    for x in rows:
+        x[3:6] = torch.nan
+    weights = weights_of(3 * width, torch.linspace(-6, 3, width))
+    slots = torch.tensor([[5, 6, 1], [0, 0, 0], [3, 0, 2]], dtype=torch.int32)
+    working = torch.tensor([1, 0, 2], dtype=torch.int32)
+    conv, state = torch.randn(8, 3 * width, 3), torch.randn(8, 2, 128, 128)
+    state[[5, 6, 3]] = torch.nan
+    want = conv.clone(), state.clone()
+    expected = kda_verify(*rows, weights, *want, working, slots, geometry, backend=Backend.TORCH)
+    launched: list[str] = []
+    with emulated(launched):
+        out = kda_verify(*rows, weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
+    assert launched == ["_verify_states_kernel"]
+    assert (out[3:6] == 0).all(), "padding rows must be zero"
+    close(out / expected.std(), expected / expected.std(), torch.float32)
+    close(state[1:], want[1][1:], torch.float32)
+    assert torch.equal(conv[1:], want[0][1:])
     assert torch.equal(state[[4, 7]], want[1][[4, 7]]), "untouched slots"
 
 

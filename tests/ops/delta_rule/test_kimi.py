@@ -9,19 +9,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.delta_rule.test_triton_gdn import DTYPES, close, mixed_batch, on_device, poisoned
+from tests.ops.delta_rule.test_triton_gdn import (
+    DTYPES,
+    VERIFIED_DTYPES,
+    Places,
+    close,
+    error_of_states,
+    mixed_batch,
+    most_error,
+    on_device,
+    poisoned,
+)
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
+from tests.whole import covering
 from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Verification
 from weft.ops.attention import latent_attention
 from weft.ops.backend import Backend
-from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates
+from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates, kda_verify
 from weft.ops.norm import gated_rms_norm
 
 pytest.importorskip("triton")
 from weft.ops.delta_rule.decode import Shape  # isort: skip
-from weft.ops.delta_rule.decode import kda_decode_triton  # isort: skip
+from weft.ops.delta_rule.few_tokens import kda_decode_triton  # isort: skip
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 ON_GPU = DEVICE == "cuda"
@@ -126,6 +137,79 @@ def test_decode_step(heads: tuple[int, int], given_out: bool, floor: float, rows
     close(state[1:], expected[2][1:], dtype)
 
 
+def verified_inputs(
+    rows: int, heads: tuple[int, int], kernel: int, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Any]]:
+    """Projections of some tokens, and a layer's weights. Every head and channel decays at a rate of its own."""
+    h, dim = heads
+    sizes = 3 * h * dim + h + 2 * dim, h * dim, h * dim
+    weights: list[Any] = [
+        torch.randn(3 * h * dim, kernel, device=DEVICE).to(dtype),
+        torch.linspace(-5, 2, h, device=DEVICE),
+        torch.linspace(-30, 25, h * dim, device=DEVICE),
+        torch.randn(dim, device=DEVICE).to(dtype),
+        1e-5,
+    ]
+    return [torch.randn(rows, size, device=DEVICE).to(dtype) for size in sizes], weights
+
+
+@pytest.mark.parametrize(
+    ("heads", "floor", "dtypes", "tokens"),
+    covering(HEADS, [0.0, -5.0], VERIFIED_DTYPES, [(2, 2), (4, 3), (4, 8)] + [(4, 17)] * ON_GPU),
+    ids=str,
+)
+def test_verify_step(
+    heads: tuple[int, int], floor: float, dtypes: tuple[torch.dtype, torch.dtype], tokens: tuple[int, int]
+) -> None:
+    """Outputs, and the states after every token."""
+    (h, dim), (dtype, state_dtype), (kernel, num_tokens) = heads, dtypes, tokens
+    places = Places(num_tokens)
+    geometry = KimiDeltaConfig(h, dim, kernel, floor)
+    rows, weights = verified_inputs(places.after.numel(), heads, kernel, dtype)
+    for x in rows:
+        x[places.padding] = torch.nan
+    conv = torch.randn(places.count, 3 * h * dim, kernel - 1, device=DEVICE).to(dtype)
+    recurrent = torch.randn(places.count, h, dim, dim, device=DEVICE).to(state_dtype)
+    places.poison(conv, recurrent)
+    slots, written = (places.before, places.after), places.written
+    got = conv.clone(), recurrent.clone()
+    out = kda_verify(*rows, DeltaWeights(*weights), *got, *slots, geometry, backend=TRITON)
+    # The reference in float32: it rounds between its operations, the kernel at the end alone.
+    wide = [w.float() if isinstance(w, Tensor) else w for w in weights]
+    want = conv.float(), recurrent.clone()
+    given = (x.float() for x in rows)
+    expected = kda_verify(*given, DeltaWeights(*wide), *want, *slots, geometry, backend=TORCH)
+    assert (out[places.padding] == 0).all(), "padding rows must be zero"
+    close(out / expected.std(), expected / expected.std(), dtype)
+    assert torch.equal(got[0][written].float(), want[0][written])
+    assert error_of_states(got[1][written], want[1][written]) < most_error(state_dtype)
+    places.check_untouched(got[0], conv)
+    places.check_untouched(got[1], recurrent)
+
+
+@pytest.mark.parametrize("floor", [0.0, -5.0])
+@pytest.mark.parametrize("backend", [TORCH, Backend.INVARIANT_TORCH, TRITON, Backend.INVARIANT_TRITON])
+def test_a_verified_token_leaves_the_state_of_a_decode_step(backend: Backend, floor: float) -> None:
+    """And its output. Rejected tokens after it change nothing: all bits are those of the accepted tokens alone where
+    both kernels are interpreted, or are the same kernel."""
+    h, dim = HEADS[-1]
+    geometry, places = KimiDeltaConfig(h, dim, 4, floor), torch.tensor([[5, 6, 1], [3, 7, 2]], dtype=torch.int32)
+    slots, exact = places.to(DEVICE), not ON_GPU or backend is not TRITON
+    working = slots[:, -1].contiguous()
+    rows, weights = verified_inputs(6, (h, dim), 4, torch.float32)
+    conv = torch.randn(8, 3 * h * dim, 3, device=DEVICE)
+    state = torch.randn(8, h, dim, dim, device=DEVICE).bfloat16()
+    stepwise = conv.clone(), state.clone()
+    out = kda_verify(*rows, DeltaWeights(*weights), conv, state, working, slots, geometry, backend=backend)
+    for i in range(3):
+        token = (x[i::3] for x in rows)
+        step = kda_decode(*token, DeltaWeights(*weights), *stepwise, working, geometry, backend=backend)
+        after = slots[:, i].long()
+        assert torch.equal(conv[after], stepwise[0][working.long()])
+        assert error_of_states(state[after], stepwise[1][working.long()]) <= (0.0 if exact else 2**-8)
+        assert torch.equal(out[i::3], step) if exact else error_of_states(out[i::3], step) < 2**-6
+
+
 @pytest.mark.parametrize("floor", [0.0, -5.0])
 def test_gates_and_norm(floor: float) -> None:
     h, dim = HEADS[-1]
@@ -173,6 +257,20 @@ def test_latent_attention_kernel(
     want, got = (latent_attention(q, latents, batch, rank=rank, scale=0.1, backend=b) for b in (TORCH, TRITON))
     close(got, want, dtype)
     assert (got[sum(query) :] == 0).all() and (want[sum(query) :] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", LATENTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latent_attention_of_a_verification(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Each token sees the tokens before it; keys are split, and the splits merged."""
+    heads, rank, shared = sizes
+    batch = on_device(make_batch([3] * 4, [9, 127, 330, 62], num_decodes=0))
+    batch = replace(batch, chunks=None, verification=Verification(3, batch.seq_lens[:, None].expand(-1, 3)))
+    latents = torch.randn(int(batch.page_table.max()) + 1, PAGE_SIZE, -(-(rank + shared) // 8) * 8, device=DEVICE)
+    q = torch.randn(12, heads, rank + shared, device=DEVICE).to(dtype)
+    given = q, latents.to(dtype), batch
+    want, got = (latent_attention(*given, rank=rank, scale=0.1, backend=backend) for backend in (TORCH, TRITON))
+    close(got, want, dtype)
 
 
 @pytest.mark.parametrize("sizes", LATENTS, ids=str)

@@ -167,21 +167,58 @@ def test_decode_step(
     close(state[1:], expected[2][1:], state_dtype)
 
 
+class Places:
+    """Slots of four sequences that verify drafts. The third one is padding. With three tokens or more the last one has
+    fewer drafts: nothing is kept after its last token."""
+
+    SEQUENCES = 4
+
+    def __init__(self, num_tokens: int) -> None:
+        self.count = self.SEQUENCES * num_tokens + 3
+        slots = torch.randperm(self.count - 1)[: self.SEQUENCES * num_tokens] + 1
+        self.after = slots.view(self.SEQUENCES, num_tokens).int().to(DEVICE)
+        self.after[2] = 0
+        self.before = self.after[:, -1].contiguous()
+        if num_tokens > 2:
+            self.after[3, -2:] = self.after[3, -2:].roll(-1) * torch.tensor([1, 0], device=DEVICE)
+        self.written = self.after[self.after > 0].long()
+        self.untouched = [slot for slot in range(1, self.count) if slot not in self.written.tolist()]
+        self.padding = slice(2 * num_tokens, 3 * num_tokens)
+
+    def poison(self, *states: Tensor) -> None:
+        """What is only written may hold anything."""
+        before = self.before.tolist()
+        for state in states:
+            state[[slot for slot in self.written.tolist() if slot not in before]] = torch.nan
+
+    def check_untouched(self, state: Tensor, before: Tensor) -> None:
+        at = self.untouched
+        torch.testing.assert_close(state[at], before[at], rtol=0, atol=0, equal_nan=True)
+
+
+VERIFIED_DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+"""Of the inputs, and of the recurrent state."""
+
+
+def error_of_states(got: Tensor, want: Tensor) -> float:
+    return float((got - want).float().norm() / want.float().norm())
+
+
+def most_error(state_dtype: torch.dtype) -> float:
+    """The interpreter cuts bfloat16 off where a GPU rounds, and every token does it again."""
+    return 1e-6 if state_dtype == torch.float32 else 2**-8 if ON_GPU else 2**-5
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "state_dtype"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "state_dtype"), VERIFIED_DTYPES, ids=str)
 @pytest.mark.parametrize(("kernel", "num_tokens"), [(2, 2), (4, 3), (4, 8)] + [(4, 1)] * ON_GPU)
 def test_verify_step(
     heads: tuple[int, int, int, int], dtype: torch.dtype, state_dtype: torch.dtype, kernel: int, num_tokens: int
 ) -> None:
-    """Outputs, and the states after every token; the third sequence is padding."""
+    """Outputs, and the states after every token."""
     hk, hv, dk, dv = heads
-    channels, seqs, num_slots = 2 * hk * dk + hv * dv, 4, 4 * num_tokens + 3
-    projected = torch.randn(seqs * num_tokens, channels + hv * dv + 2 * hv, device=DEVICE).to(dtype)
-    projected[2 * num_tokens : 3 * num_tokens] = torch.nan
+    channels, rows = 2 * hk * dk + hv * dv, Places.SEQUENCES * num_tokens
+    projected = torch.randn(rows, channels + hv * dv + 2 * hv, device=DEVICE).to(dtype)
     weights: list[Any] = [
         torch.randn(channels, kernel, device=DEVICE).to(dtype),
         torch.linspace(-5, 2, hv, device=DEVICE),
@@ -189,36 +226,27 @@ def test_verify_step(
         torch.randn(dv, device=DEVICE).to(dtype),
         1e-6,
     ]
-    conv = torch.randn(num_slots, channels, kernel - 1, device=DEVICE).to(dtype)
-    recurrent = torch.randn(num_slots, hv, dk, dv, device=DEVICE).to(state_dtype)
-    slots = (torch.randperm(num_slots - 1)[: seqs * num_tokens] + 1).view(seqs, num_tokens).int().to(DEVICE)
-    slots[2] = 0
-    working = slots[:, -1].contiguous()
-    if num_tokens > 2:  # the last sequence has fewer drafts: nothing is kept after its last token
-        slots[3, -2:] = slots[3, -2:].roll(-1) * torch.tensor([1, 0], device=DEVICE)
-    written = slots[slots > 0].long()
-    untouched = [slot for slot in range(1, num_slots) if slot not in written.tolist()]
-    for state in (conv, recurrent):  # what is only written may hold anything
-        state[[slot for slot in written.tolist() if slot not in working.tolist()]] = torch.nan
+    conv = torch.randn(rows + 3, channels, kernel - 1, device=DEVICE).to(dtype)
+    recurrent = torch.randn(rows + 3, hv, dk, dv, device=DEVICE).to(state_dtype)
+    places = Places(num_tokens)
+    projected[places.padding] = torch.nan
+    places.poison(conv, recurrent)
     geometry = GatedDeltaNetConfig(
         hk, hv, dk, dv, kernel, negative_eigenvalues=kernel == 2, sigmoid_gate=state_dtype == torch.float32
     )
     got_conv, got_state = conv.clone(), recurrent.clone()
-    out = gdn_verify(projected, DeltaWeights(*weights), got_conv, got_state, working, slots, geometry, backend=TRITON)
+    slots, written = (places.before, places.after), places.written
+    out = gdn_verify(projected, DeltaWeights(*weights), got_conv, got_state, *slots, geometry, backend=TRITON)
     # The reference in float32: it rounds between its operations, the kernel at the end alone.
     wide = [w.float() if isinstance(w, Tensor) else w for w in weights]
     want_conv, want_state = conv.float(), recurrent.clone()
-    want = gdn_verify(
-        projected.float(), DeltaWeights(*wide), want_conv, want_state, working, slots, geometry, backend=TORCH
-    )
-    assert (out[2 * num_tokens : 3 * num_tokens] == 0).all(), "padding rows must be zero"
+    want = gdn_verify(projected.float(), DeltaWeights(*wide), want_conv, want_state, *slots, geometry, backend=TORCH)
+    assert (out[places.padding] == 0).all(), "padding rows must be zero"
     close(out / want.std(), want / want.std(), dtype)
     assert torch.equal(got_conv[written].float(), want_conv[written])
-    error = (got_state - want_state)[written].float().norm() / want_state[written].float().norm()
-    # The interpreter cuts bfloat16 off where a GPU rounds, and every token does it again.
-    assert error < (1e-6 if state_dtype == torch.float32 else 2**-8 if ON_GPU else 2**-5)
-    for got, before in ((got_conv, conv), (got_state, recurrent)):
-        torch.testing.assert_close(got[untouched], before[untouched], rtol=0, atol=0, equal_nan=True)
+    assert error_of_states(got_state[written], want_state[written]) < most_error(state_dtype)
+    places.check_untouched(got_conv, conv)
+    places.check_untouched(got_state, recurrent)
 
 
 @pytest.mark.parametrize("backend", [TRITON, Backend.INVARIANT_TRITON])

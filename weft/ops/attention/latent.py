@@ -1,8 +1,8 @@
 """Paged attention of all heads over one latent per token (MLA, absorbed).
 
-Job: ``latent_attention`` on the GPU, prefill and decode in one launch; steps that only decode are split over the keys,
-and a second launch merges. With a fixed order of sums every decode is split, in launches of its own. Owns: tile shapes,
-the size of a split. Does not know: layers, or who filled the pages.
+Job: ``latent_attention`` on the GPU, prefill and decode in one launch. Steps that only decode are split over the keys,
+and a second launch merges. In a verification each token is such a decode. With a fixed order of sums every decode is
+split, in launches of its own. Owns: tile shapes, the size of a split. Does not know: layers, or who filled the pages.
 
 All heads share the latent, so the heads of one or more tokens are rows of one tile (``row = token * heads + head``).
 The tile reads a latent once, as key and as value. The latent's two parts are separate operands, because their total
@@ -165,7 +165,7 @@ def latent_attention_triton(q, latents, batch, *, rank, scale, fixed: bool = Fal
     """``fixed``: kernels, tiles and splits follow from the model's shapes and a token's position alone."""
     assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= q.shape[2]
     assert latents.shape[2] % 8 == 0, "entries of pages are read in vectors of 16 bytes, whatever their place"
-    if fixed and batch.verification is not None:
+    if batch.verification is not None:
         batch = _as_decodes(batch, batch.verification.query_len)
     out = torch.zeros(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
     only_decodes = batch.max_query_len == 1 and batch.mixed is None

@@ -14,7 +14,8 @@ from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.device_work import device_work
 from weft.ops.padding import clear_padding, settle_padding
-from weft.ops.rows import by_chunk, by_row
+from weft.ops.rows import by_chunk, by_row, by_sequence
+from weft.ops.verification import decode_each_token
 
 
 @with_kernel("weft.ops.convolution.prefill", by_chunk("x", states=("conv_state",)))
@@ -182,6 +183,38 @@ def causal_conv1d_update(
     return settle_padding(y, state_slots, out)
 
 
+@with_kernel("weft.ops.convolution.decode", by_sequence("x", "state_slots", "slots"))
+def causal_conv1d_verify(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    state_slots: Tensor,
+    slots: Tensor,
+    *,
+    silu: bool = True,
+    backend: Backend,
+) -> Tensor:
+    """The convolution of T tokens for each of S sequences that continue a state, with the state after every token.
+
+    Args:
+        x: ``[S * T, C]``, the tokens of a sequence side by side; rows may be strided.
+        weight, bias, conv_state, silu: as of ``causal_conv1d_update``.
+        state_slots: ``[S]`` int32, the slots that hold the states before these tokens. Slot 0: the sequence is padding,
+            and its output is zero.
+        slots: ``[S, T]`` int32, the slots that receive the states after each token; 0: nothing is kept. A slot of
+            ``state_slots`` may occur in its own row. No other slot occurs twice.
+
+    Returns:
+        ``[S * T, C]`` in x's dtype.
+    """
+
+    def decode(x: Tensor, state: Tensor, state_slots: Tensor) -> Tensor:
+        return causal_conv1d_update.reference(x, weight, bias, state, state_slots, silu=silu)
+
+    return decode_each_token(decode, [x], [conv_state], state_slots, slots)
+
+
 def short_conv(
     projected: Tensor,
     weight: Tensor,
@@ -228,3 +261,30 @@ def short_conv_decode(
     gate_in, gate_out, x = projected.chunk(3, dim=-1)
     y = causal_conv1d_update_reference(gate_in * x, weight, conv_state, state_slots, bias=bias, silu=False)
     return settle_padding(y * gate_out, state_slots, out)
+
+
+@with_kernel("weft.ops.convolution.decode", by_sequence("projected", "state_slots", "slots"))
+def short_conv_verify(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    state_slots: Tensor,
+    slots: Tensor,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """Compute T tokens for each of S sequences that continue a state, with the state after every token.
+
+    Args:
+        projected: ``[S * T, 3 * C]``: ``b | c | x``, the tokens of a sequence side by side.
+        weight, bias, conv_state, state_slots, slots: as in ``causal_conv1d_verify``.
+
+    Returns:
+        ``[S * T, C]`` in the dtype of ``projected``.
+    """
+
+    def decode(x: Tensor, state: Tensor, state_slots: Tensor) -> Tensor:
+        return short_conv_decode.reference(x, weight, bias, state, state_slots)
+
+    return decode_each_token(decode, [projected], [conv_state], state_slots, slots)

@@ -33,6 +33,7 @@ from weft.ops.device_work import device_work
 from weft.ops.norm import gated_rms_norm
 from weft.ops.padding import settle_padding
 from weft.ops.rows import by_chunk, by_row, by_sequence
+from weft.ops.verification import decode_each_token
 
 
 @with_kernel("weft.ops.delta_rule.gdn_prefill", by_row("a", "b"))
@@ -205,7 +206,7 @@ class DeltaWeights(NamedTuple):
     eps: float
 
 
-@with_kernel("weft.ops.delta_rule.decode", by_row("projected", "state_slots"))
+@with_kernel("weft.ops.delta_rule.few_tokens", by_row("projected", "state_slots"))
 def gdn_decode(
     projected: Tensor,
     weights: DeltaWeights,
@@ -248,7 +249,7 @@ def gdn_decode(
     return settle_padding(normed.view(-1, value_dim), state_slots, out)
 
 
-@with_kernel("weft.ops.delta_rule.decode", by_sequence("projected", "state_slots", "slots"))
+@with_kernel("weft.ops.delta_rule.few_tokens", by_sequence("projected", "state_slots", "slots"))
 def gdn_verify(
     projected: Tensor,
     weights: DeltaWeights,
@@ -277,18 +278,11 @@ def gdn_verify(
     Returns:
         ``[S * T, HV * V]`` in projected's dtype, ready for the output projection.
     """
-    # Decode steps on copies of the states, which go to their slots after each.
-    num_seqs, query_len = slots.shape
-    rows = projected.view(num_seqs, query_len, -1)
-    first = state_slots.new_zeros(1)
-    read = torch.cat([first, state_slots]).long()  # entry 0 is reserved, as in the caches
-    local = torch.arange(1, num_seqs + 1, dtype=state_slots.dtype, device=state_slots.device) * (state_slots > 0)
-    conv, running, outputs = conv_state[read], state[read], []
-    for i in range(query_len):
-        outputs.append(gdn_decode.reference(rows[:, i].clone(), weights, conv, running, local, geometry))
-        after = slots[:, i].long()
-        conv_state[after], state[after] = conv[1:], running[1:]
-    return torch.stack(outputs, dim=1).flatten(0, 1)
+
+    def decode(x: Tensor, *states: Tensor) -> Tensor:
+        return gdn_decode.reference(x, weights, *states, geometry)
+
+    return decode_each_token(decode, [projected], [conv_state, state], state_slots, slots)
 
 
 @with_kernel("weft.ops.delta_rule.kda_prefill", by_row("f", "b"))
@@ -312,7 +306,7 @@ def kda_gates(
     return (rate * x).sigmoid() * floor if floor else F.softplus(x) * -rate, beta
 
 
-@with_kernel("weft.ops.delta_rule.decode", by_row("projected", "f", "gate", "state_slots"))
+@with_kernel("weft.ops.delta_rule.few_tokens", by_row("projected", "f", "gate", "state_slots"))
 def kda_decode(
     projected: Tensor,
     f: Tensor,
@@ -354,3 +348,35 @@ def kda_decode(
         o.flatten(0, 1), gate, weights.norm_weight, weights.eps, activation="sigmoid"
     )  # fmt: skip
     return settle_padding(normed.view(-1, heads * dim), state_slots, out)
+
+
+@with_kernel("weft.ops.delta_rule.few_tokens", by_sequence("projected", "f", "gate", "state_slots", "slots"))
+def kda_verify(
+    projected: Tensor,
+    f: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    slots: Tensor,
+    geometry: KimiDeltaConfig,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """T tokens for each of S sequences that continue a state: what ``kda_decode`` does, token after token, with the
+    states after every token kept in slots of their own.
+
+    Args:
+        projected, f, gate: as of ``kda_decode``, with ``S * T`` rows, the tokens of a sequence side by side.
+        weights, conv_state, state, geometry: as of ``kda_decode``.
+        state_slots, slots: as of ``gdn_verify``.
+
+    Returns:
+        ``[S * T, H * K]`` in projected's dtype, ready for the output projection.
+    """
+
+    def decode(x: Tensor, f: Tensor, gate: Tensor, *states: Tensor) -> Tensor:
+        return kda_decode.reference(x, f, gate, weights, *states, geometry)
+
+    return decode_each_token(decode, [projected, f, gate], [conv_state, state], state_slots, slots)

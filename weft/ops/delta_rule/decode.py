@@ -26,12 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.ops.backend import launches
 from weft.ops.convolution.decode import convolve, load_columns, store_inputs
-from weft.ops.delta_rule import DeltaWeights, gdn_decode, gdn_verify, kda_decode
+from weft.ops.delta_rule import DeltaWeights
 from weft.ops.delta_rule.gdn_prefill import delta_rule_step, l2_normalize
-from weft.ops.delta_rule.vectors import Vectors, vectors_of
-from weft.ops.delta_rule.verify import launch_of_states, launch_verify, serves_decodes
+from weft.ops.delta_rule.vectors import Vectors
+from weft.ops.delta_rule.verify import Inputs, places_in
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import kda_log_decay, sigmoid, softplus
 from weft.ops.triton.launch import jit
@@ -53,6 +52,15 @@ def choose_shape(num_programs: int) -> Shape:
     if num_programs <= 2 * MULTIPROCESSORS:
         return Shape(64, 4, True, None)
     return Shape(64, 4, False, 128)
+
+
+_FEW_PROGRAMS = 1024
+"""Most programs (32 rows of 32 heads) that hide their own latency best (measured on an H200)."""
+
+
+def choose_kda_shape(num_programs: int) -> Shape:
+    """Few programs load the next tile ahead; of many, three share a multiprocessor."""
+    return Shape(64, 4, True, None) if num_programs <= _FEW_PROGRAMS else Shape(64, 4, False, 160)
 
 
 @triton.jit
@@ -136,7 +144,7 @@ class Fixed(NamedTuple):
     sigmoid_gate: bool
     has_states: bool
     most_to_release: int
-    gate_floor: float = 0.0
+    gate_floor: float
 
 
 @jit(do_not_specialize_on_alignment=["state_slots", "after_slots"])
@@ -251,147 +259,39 @@ def _gdn_decode_kernel(
         )  # fmt: skip
 
 
-@launches(gdn_decode, invariant={"alone": True})
-def gdn_decode_triton(
-    projected,
-    weights,
-    conv_state,
-    state,
-    state_slots,
-    geometry,
-    *,
-    out,
-    shape: Shape | None = None,
-    alone: bool = False,
-) -> Tensor:
-    """Triton kernel of ``gdn_decode``; all arithmetic in float32, rounded at the stores only.
-
-    ``shape`` overrides the choice of ``choose_shape`` (tests and measurements). ``alone``: any number of rows runs in
-    this kernel, whose shapes all sum in the same order.
-    """
-    num_rows, g = projected.shape[0], geometry
-    if shape is None and out is None and not alone and serves_decodes(state, projected.dtype, num_rows):
-        return launch_verify(projected, weights, conv_state, state, state_slots, state_slots[:, None], geometry)
-    assert projected.stride(1) == 1 and weights.conv_weight.is_contiguous(), "rows and conv_weight must be dense"
-    assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
-    keep, out = out is not None, projected.new_empty(num_rows, g.value_dim) if out is None else out
-    assert out.is_contiguous(), "out must be contiguous"
-    if num_rows:
-        shape, slots = shape or choose_shape(num_rows * g.num_k_heads), (state_slots, state_slots)
-        _launch_rows(projected, weights, (conv_state, state), slots, g, shape, out, keep, early=True)
-    return out
-
-
-def _launch_rows(
-    projected: Tensor, weights: DeltaWeights, states: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor],
-    g: GatedDeltaNetConfig, shape: Shape, out: Tensor, keep: bool, *, early: bool,
-) -> None:  # fmt: skip
-    """One token of each row. ``slots``: where the states are, and where they go."""
-    num_rows, group = projected.shape[0], g.num_v_heads // g.num_k_heads
-    conv_weight, A_log, dt_bias, norm_weight, eps = weights
-    places = vectors_of(group, g.head_k_dim, g.head_v_dim)
-    vectors = projected.new_empty(num_rows, g.num_k_heads, places.size, dtype=torch.float32)
-    fixed = Fixed(
-        g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
-        next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
-        next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
-        g.negative_eigenvalues, g.sigmoid_gate, has_states=True, most_to_release=0,
-    )  # fmt: skip
-    _gdn_decode_kernel[(g.num_k_heads, num_rows)](
-        projected, None, None, conv_weight, A_log, dt_bias, norm_weight, *states, *slots, vectors, out,
-        projected.stride(0), 1, 1, slots[0].stride(0), slots[1].stride(0), out.stride(0), eps,
-        FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers,
-        **(early_launch(out.device) if early else {"EARLY": False}),
-    )  # fmt: skip
-
-
-@launches(gdn_verify, invariant={"alone": True})
-def gdn_verify_triton(
-    projected,
-    weights,
-    conv_state,
-    state,
-    state_slots,
-    slots,
-    geometry,
-    *,
-    alone: bool = False,
-) -> Tensor:
-    """``gdn_verify``; ``alone``: token after token by the decode kernel, since the other one sums in another order."""
-    if not alone:
-        return launch_verify(projected, weights, conv_state, state, state_slots, slots, geometry)
-    (num_seqs, num_tokens), g = slots.shape, geometry
-    out = projected.new_empty(num_seqs * num_tokens, g.value_dim)
-    shape = choose_shape(num_seqs * g.num_k_heads)
-    for i in range(num_tokens if num_seqs else 0):
-        places = (slots[:, i - 1] if i else state_slots, slots[:, i])
-        # A program reads states before it waits, so only the first launch may start early.
-        rows = projected[i::num_tokens], weights, (conv_state, state), places
-        _launch_rows(*rows, g, shape, out[i::num_tokens], False, early=i == 0)
-    return out
-
-
-_FEW_PROGRAMS = 1024
-"""Most programs (32 rows of 32 heads) that hide their own latency best (measured on an H200)."""
-
 _FEW_TO_RELEASE = 512
 """Most programs (16 rows of 32 heads) with which a step gains from the next kernel's early start. With more programs
 the step loses, because the next kernel's programs take places (measured on an H200)."""
 
 
-def choose_kda_shape(num_programs: int) -> Shape:
-    """Few programs load the next tile ahead; of many, three share a multiprocessor."""
-    return Shape(64, 4, True, None) if num_programs <= _FEW_PROGRAMS else Shape(64, 4, False, 160)
-
-
-_CONVOLUTIONS = Shape(64, 4, False, None)
-"""Shape of programs that read no states."""
-
-
-@launches(kda_decode, invariant={"choose": choose_kda_shape})
-def kda_decode_triton(
-    projected,
-    f,
-    gate,
-    weights,
-    conv_state,
-    state,
-    state_slots,
-    geometry,
-    *,
-    out,
-    choose: Callable[[int], Shape] | None = None,
-) -> Tensor:
-    """``kda_decode``, in one launch, or in two where ``launch_of_states`` has one for states.
-
-    ``choose`` gives the shape for a number of programs, and any number of rows then runs in one launch. The shapes all
-    sum in the same order.
-    """
-    heads, dim, num_rows = geometry.num_heads, geometry.head_dim, projected.shape[0]
+def launch_rows(
+    inputs: Inputs, weights: DeltaWeights, states: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor],
+    g: GatedDeltaNetConfig, shape: Shape, out: Tensor, keep: bool, *, early: bool = True,
+    launch_states: Callable[..., None] | None = None,
+) -> None:  # fmt: skip
+    """One token of each row. ``slots``: where the states are, and where they go. ``launch_states`` updates them, if
+    given."""
+    num_rows, group, has_states = inputs.projected.shape[0], g.num_v_heads // g.num_k_heads, launch_states is None
+    if not num_rows:
+        return
     conv_weight, A_log, dt_bias, norm_weight, eps = weights
-    assert projected.stride(1) == f.stride(1) == gate.stride(1) == 1
-    assert state.is_contiguous() and conv_state.is_contiguous() and conv_weight.is_contiguous()
-    assert out is None or out.is_contiguous()
-    launch_states = None
-    if out is None and choose is None:
-        launch_states = launch_of_states(state, projected.dtype, num_rows, 1)
-    keep, out = out is not None, projected.new_empty(num_rows, geometry.width) if out is None else out
-    if num_rows:
-        shape = _CONVOLUTIONS if launch_states is not None else (choose or choose_kda_shape)(num_rows * heads)
-        block = next_power_of_2(dim)
-        places = vectors_of(1, dim, dim, channels=dim)
-        vectors = projected.new_empty(num_rows, heads, places.size, dtype=torch.float32)
-        has_states = launch_states is None  # else the launch of states is what starts early
-        fixed = Fixed(
-            heads, heads, dim, dim, geometry.conv_kernel, block, min(shape.block_v, block), block, 1, places, keep,
-            shape.prefetch, negative_eigenvalues=False, sigmoid_gate=True, has_states=has_states,
-            most_to_release=_FEW_TO_RELEASE if has_states else ALWAYS.value, gate_floor=geometry.gate_floor,
-        )  # fmt: skip
-        _gdn_decode_kernel[(heads, num_rows)](
-            projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, state_slots,
-            vectors, out, projected.stride(0), f.stride(0), gate.stride(0), 1, 1, out.stride(0), eps,
-            FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
-        )  # fmt: skip
-        if launch_states is not None:
-            launch_states(vectors, state, state_slots, state_slots[:, None], out, eps, places)
-    return out
+    assert conv_weight.is_contiguous() and all(state.is_contiguous() for state in states)
+    places = places_in(inputs, g)
+    vectors = inputs.projected.new_empty(num_rows, g.num_k_heads, places.size, dtype=torch.float32)
+    most_to_release = 0 if inputs.f is None else _FEW_TO_RELEASE
+    fixed = Fixed(
+        g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
+        next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
+        next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
+        g.negative_eigenvalues, g.sigmoid_gate, has_states,
+        most_to_release if has_states else ALWAYS.value,  # else the launch of states is what starts early
+        inputs.gate_floor,
+    )  # fmt: skip
+    _gdn_decode_kernel[(g.num_k_heads, num_rows)](
+        *inputs.tensors, conv_weight, A_log, dt_bias, norm_weight, *states, *slots, vectors, out,
+        *inputs.strides, slots[0].stride(0), slots[1].stride(0), out.stride(0), eps,
+        FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers,
+        **(early_launch(out.device) if early else {"EARLY": False}),
+    )  # fmt: skip
+    if launch_states is not None:
+        launch_states(vectors, states[1], slots[0], slots[1][:, None], out, eps, places)
