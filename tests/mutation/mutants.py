@@ -20,6 +20,7 @@ from tests.mutation.settings_and_reuse import SETTINGS_AND_REUSE
 from tests.mutation.slices_and_blocks import SLICES_AND_BLOCKS
 from tests.mutation.steps_and_images import STEPS_AND_IMAGES
 from tests.mutation.tiers import TIERS
+from tests.mutation.verification import VERIFICATION
 from tests.mutation.waits_and_leaks import WAITS_AND_LEAKS
 
 MUTANTS = (
@@ -509,5 +510,6 @@ MUTANTS = (
     *CONVOLUTIONAL_ATTENTION,
     *DETERMINISM,
     *FIELDS_AND_FIGURES,
+    *VERIFICATION,
     *WAITS_AND_LEAKS,
 )  # fmt: skip
