@@ -50,7 +50,10 @@ GLM_TOP = {
     "video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END,
 }  # fmt: skip
 INKLING2 = "Inkling2ForConditionalGeneration"
-IMAGES_ALONE = (INKLING2,)
+INKLING = "InklingForConditionalGeneration"
+INKLING_VISION = {"n_layers": 3, "patch_size": 8, "temporal_patch_size": 2, "rms_norm_eps": 1e-2}
+INKLING_TOP = {"image_token_id": IMAGE, "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8}}
+IMAGES_ALONE = (INKLING2, INKLING)
 """Architectures without videos."""
 INKLING2_VISION = {
     "num_hidden_layers": 3, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "patch_size": 4,
@@ -73,6 +76,8 @@ def overrides(arch: str) -> dict[str, Any]:
     """Keys for ``make_checkpoint`` and ``make_model``."""
     if arch == GLM:
         return {"vision": GLM_VISION, "top": GLM_TOP}
+    if arch == INKLING:
+        return {"vision": INKLING_VISION, "top": INKLING_TOP}
     if arch == INKLING2:
         return {"vision": INKLING2_VISION, "top": {"image_token_id": IMAGE}}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
@@ -141,8 +146,10 @@ class Prompt:
 def item(
     modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[tuple[int, int]], arch: str = VL
 ) -> MediaItem:
-    """An image or video of random pixels."""
+    """An image or video of random pixels. Inkling has a patch in place of ``MERGE`` times ``MERGE``."""
     content = pixels(seed, grid, PATCH_DIM // 2 if arch == INKLING2 else PATCH_DIM).tobytes()
+    if arch == INKLING:
+        grid = grid[0], grid[1] // MERGE, grid[2] // MERGE
     return MediaItem(modality, hashlib.sha256(f"{grid}".encode() + content).digest(), runs, grid, content)
 
 
@@ -174,9 +181,13 @@ def reference_inputs(reference: Any, tokens: Sequence[int], media: Sequence[Medi
 
 
 def _inkling_inputs(reference: Any, tokens: Sequence[int], media: Sequence[MediaItem]) -> dict[str, Any]:
-    """As in ``reference_inputs``. Inkling 2 takes the pixels of a square of patches together, and counts squares."""
+    """As in ``reference_inputs``. Inkling 2 takes the pixels of a square of patches together, and counts squares;
+    Inkling takes patches."""
     given: dict[str, Any] = {"input_ids": torch.tensor([list(tokens)], device=reference.device), "use_cache": False}
-    if media:
+    if media and type(reference).__name__ == INKLING:
+        patches = torch.cat([torch.from_numpy(item.patches().copy()) for item in media])
+        given["pixel_values"] = patches.view(-1, 2, 8, 8, 3).to(reference.device, reference.dtype)
+    elif media:
         patches = torch.cat([torch.from_numpy(item.patches().copy()) for item in media])
         squares = patches.view(-1, MERGE, MERGE, PATCH, PATCH, 3).transpose(2, 3)
         squares = squares.reshape(-1, MERGE * PATCH, MERGE * PATCH, 3)

@@ -30,6 +30,9 @@ INKLING2_VISION = replace(
     VISION, temporal_patch_size=1, mrope_section=None, processor="inkling2", tokens=VisionTokens(image=4),
     class_token=True,
 )  # fmt: skip
+INKLING_VISION = replace(
+    INKLING2_VISION, patch_size=8, temporal_patch_size=2, spatial_merge_size=1, processor="inkling", class_token=False
+)
 
 
 def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
@@ -81,6 +84,15 @@ def save_inkling2_processor(folder: Path) -> None:
     save_tokenizer(folder, media="inkling")
     settings = {"image_processor_type": "Inkling2ImageProcessor", "size": {"height": 8, "width": 8}}
     settings |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def save_inkling_processor(folder: Path, **changes: Any) -> None:
+    """``save_processor`` as for Inkling: one token for 8 x 8 pixels, of images of twice the size up to 60 pixels."""
+    save_tokenizer(folder, media="inkling")
+    settings = {"image_processor_type": "InklingImageProcessor", "size": {"height": 8, "width": 8}, "resample": 1}
+    settings |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2], "rescale_image_frac": 2.0}
+    settings |= {"rescale_image_max_upscaled_long_edge": 60} | changes
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 

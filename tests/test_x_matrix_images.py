@@ -25,6 +25,7 @@ from tests.media import (
     HYBRID_MOE,
     IMAGE,
     INDEXED,
+    INKLING,
     INKLING2,
     MERGE,
     START,
@@ -63,14 +64,16 @@ COLUMNS = [
     (INDEXED, "FULL", "overlap", "exact"),
     (GLM, "FULL", "overlap", "exact"),
     *unless_long([], [(INKLING2, "FULL", "overlap", "exact"), (INKLING2, "FULL_AND_PIECEWISE", "in turn", "aligned")]),
+    *unless_long([], [(INKLING, "FULL", "overlap", "exact")]),
 ]
 """Model, graph mode, overlap, checkpoint policy."""
 DRAFTING = [(VL, "FULL", "in turn", "exact"), (HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact")]
 DRAFTING += [(INDEXED, "FULL", "overlap", "exact"), (GLM, "FULL", "overlap", "exact")]
-DRAFTING += unless_long([], [(INKLING2, "FULL", "overlap", "exact")])
+DRAFTING += unless_long([], [(arch, "FULL", "overlap", "exact") for arch in (INKLING2, INKLING)])
 ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact"), (HYBRID_MOE, "NONE", "in turn", "exact")]
 ON_TWO_RANKS += [(INDEXED, "FULL_AND_PIECEWISE", "overlap", "exact"), (GLM, "FULL", "overlap", "exact")]
 ON_TWO_RANKS += [(INKLING2, "FULL", "overlap", "exact")]
+ON_TWO_RANKS += unless_long([], [(INKLING, "FULL", "overlap", "exact")])
 ARCHITECTURES = {column[0] for column in (*COLUMNS, *ON_TWO_RANKS)}
 CASES = [
     ("cold", "prefill", 3), ("cold", "mixed", 1), ("cold", "decode", 0),
@@ -172,7 +175,8 @@ def open_column(
     arch, mode, overlap, policy = column
     settings: dict[str, Any] = {"encoder_cache_size": LARGE + 4, "state_checkpoint_policy": policy}
     if mode != "NONE":
-        settings["encoder_cuda_graph_patches"] = [64, 4 * LARGE]
+        patches = 1 if arch == INKLING else MERGE**2  # of a token
+        settings["encoder_cuda_graph_patches"] = [16 * patches, LARGE * patches]
     with open_engine(arch, mode, overlap, "capture", references, PoisonedImages, **settings | more) as engine:
         engine.policy = policy
         yield engine

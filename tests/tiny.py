@@ -406,6 +406,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "InklingForCausalLM": ("InklingTextConfig", _BASE | _INKLING),
     "Inkling2ForCausalLM": ("Inkling2TextConfig", _BASE | _INKLING2),
     "Inkling2ForConditionalGeneration": ("Inkling2Config", _BASE | _INKLING2),
+    "InklingForConditionalGeneration": ("InklingConfig", _BASE | _INKLING),
     "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
     "BailingHybridForCausalLM": ("BailingHybridConfig", _LING),
     "Glm5NextForConditionalGeneration": ("Glm5NextConfig", _GLM5_NEXT),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import model_context
-from tests.media import GLM, HYBRID, INDEXED, INKLING2, VL, VL_MOE, overrides
+from tests.media import GLM, HYBRID, INDEXED, INKLING, INKLING2, VL, VL_MOE, overrides
 from tests.tiny import make_config
 from weft.cli.config import capacity
 from weft.config import resolve, vision_settings
@@ -163,7 +163,52 @@ def test_refused_towers_of_inkling_2(
         read_checkpoint_config(write(tmp_path, INKLING2, vision))
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID, GLM, INKLING2])
+@pytest.mark.parametrize("side", [4, 6, 20, 40])
+def test_layers_of_inklings_tower(side: int, tmp_path: Path) -> None:
+    """As transformers plans them, with fewer layers than sizes of cells and with more."""
+    from transformers.models.inkling.modeling_inkling import plan_out_scales
+
+    for depth in (1, 2, 3, 4, 5, 6, 9, 24):
+        given = {"patch_size": side, "n_layers": depth, "text_hidden_size": 1}
+        vision = read_checkpoint_config(write(tmp_path, INKLING, given)).vision
+        assert vision is not None and vision.inkling is not None and vision.out_hidden_size == 48
+        cells = [[1, 1, 3]]
+        for fold in vision.inkling.folds:
+            assert fold.in_channels == cells[-1][2]
+            cells.append([cells[-1][0] * fold.frames, cells[-1][1] * fold.side, fold.out_channels])
+        wanted = [[t, h, channels] for t, h, _, channels in plan_out_scales(2, side, depth, 3).tolist()]
+        assert cells == [*wanted[:-1], [2, side, 48]]
+        assert (vision.depth, vision.merge_unit, vision.num_class_rows, vision.patch_dim) == (depth, 1, 0, 6 * side**2)
+
+
+def test_the_tower_of_inkling(tmp_path: Path) -> None:
+    """Defaults are those of transformers."""
+    import transformers
+
+    reference: Any = transformers.InklingConfig()
+    text = json.loads(reference.to_json_string())["text_config"]
+    top = {"architectures": [INKLING], "text_config": text}
+    theirs, found = reference.vision_config, []
+    for given in ({}, json.loads(theirs.to_json_string())):
+        (tmp_path / "config.json").write_text(json.dumps(top | {"vision_config": given}))
+        vision = read_checkpoint_config(tmp_path).vision
+        assert vision is not None and vision.inkling is not None and vision.mrope_section is None
+        assert (vision.depth, vision.patch_size) == (theirs.num_hidden_layers, theirs.patch_size)
+        assert (vision.tokens.image, vision.tokens.video) == (reference.image_token_id, None)
+        found.append(vision)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n_channels", 1), ("temporal_patch_size", 4), ("vision_encoder_type", "vit"), ("use_vision_norm", False)],
+)
+def test_refused_towers_of_inkling(key: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r" is not supported; supported is "):
+        read_checkpoint_config(write(tmp_path, INKLING, {key: value}))
+
+
+@pytest.mark.parametrize("arch", [VL, HYBRID, GLM, INKLING2, INKLING])
 def test_weights_of_a_tower(arch: str, tmp_path: Path) -> None:
     """Those of all matrices of a tower that was built."""
     config = read_checkpoint_config(write(tmp_path, arch))

@@ -20,6 +20,7 @@ from tests.media import (
     HYBRID,
     HYBRID_MOE,
     INDEXED,
+    INKLING,
     INKLING2,
     VL,
     VL_MOE,
@@ -92,6 +93,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM, pieces": (GLM, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS}),
     "Inkling 2, chunks, overlap": (INKLING2, {"max_num_batched_tokens": 9, "enable_overlap": True}),
     "Inkling 2, graphs": (INKLING2, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS}),
+    "Inkling, chunks, overlap": (INKLING, {"max_num_batched_tokens": 9, "enable_overlap": True}),
+    "Inkling, graphs": (INKLING, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS,
+                                  "encoder_cuda_graph_patches": (8, 25)}),
 }
 
 
@@ -108,7 +112,8 @@ def test_batches_of_text_and_images(way: str, made: Callable[[str], Made], monke
     check(made(arch)[1], few, again)
     stats = engine.core.stats()
     assert stats.num_encoder_queries > stats.num_encoder_hits == (0 if way == "one image at a time" else 1)
-    assert stats.encoder_seconds > 0 and bool(left) == (arch not in (INDEXED, GLM, INKLING2))  # they take whole sums
+    whole_sums = (INDEXED, GLM, INKLING2, INKLING)
+    assert stats.encoder_seconds > 0 and bool(left) == (arch not in whole_sums)
     if "cuda_graph_mode" in settings:
         assert sum(stats.steps_by_mode.get(mode, 0) for mode in ("FULL", "PIECEWISE")) > 2
         assert_encoder_graphs(engine)
@@ -122,7 +127,7 @@ def assert_encoder_graphs(engine: Engine) -> None:
     assert counters.missed
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM, INKLING2])
+@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM, INKLING2, INKLING])
 def test_every_prompt_position(arch: str, made: Callable[[str], Made]) -> None:
     """Chunk borders everywhere in turn: logits within 1e-4 at every position, and far into the answer."""
     prompt, reference = prompts_of(arch)[3], made(arch)[1]
@@ -148,7 +153,7 @@ def test_preempted_requests_go_on(arch: str, made: Callable[[str], Made]) -> Non
     check(made(arch)[1], prompts, requests)
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM, INKLING2])
+@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM, INKLING2, INKLING])
 def test_the_prefix_cache_knows_images(arch: str, made: Callable[[str], Made]) -> None:
     """Equal text with another image of the same size never hits beyond it; the same image does, at any token."""
     reference, engine = made(arch)[1], engine_of(made(arch))

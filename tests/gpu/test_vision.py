@@ -14,6 +14,7 @@ from tests.media import (
     HYBRID,
     HYBRID_MOE,
     INDEXED,
+    INKLING,
     INKLING2,
     VL,
     VL_MOE,
@@ -94,7 +95,7 @@ def test_features(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "PIECEWISE"])
-@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM, INKLING2])
+@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM, INKLING2, INKLING])
 def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
     """All prompts at once, in chunks that cut images, and then each again: the same tokens, no kernel compiled."""
     folder, reference = make_vision_checkpoint(arch, tmp_path)
@@ -126,7 +127,7 @@ def test_drafts_behind_images(arch: str, tmp_path: Path) -> None:
     engine.core.shutdown()
 
 
-@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE, INDEXED, GLM, INKLING2])
+@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE, INDEXED, GLM, INKLING2, INKLING])
 def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -> None:
     """Prompts of text and images, every place of them: as ``test_precision.py`` has it for text."""
     check_bfloat16(arch, tmp_path, "cuda")

@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.media import GLM, HYBRID_MOE, INDEXED, INKLING2, VL, Engine, Prompt, make_vision_checkpoint, reference_logits
+from tests.media import (
+    GLM,
+    HYBRID_MOE,
+    INDEXED,
+    INKLING,
+    INKLING2,
+    VL,
+    Engine,
+    Prompt,
+    make_vision_checkpoint,
+    reference_logits,
+)
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -29,7 +40,8 @@ def prompts_of(arch: str) -> list[Prompt]:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize(
-    ("arch", "mode"), [(VL, "FULL"), (HYBRID_MOE, "NONE"), (INDEXED, "FULL"), (GLM, "FULL"), (INKLING2, "FULL")]
+    ("arch", "mode"),
+    [(HYBRID_MOE, "NONE"), *((arch, "FULL") for arch in (VL, INDEXED, GLM, INKLING2, INKLING))],
 )
 def test_two_ranks_with_images(arch: str, mode: str, tmp_path: Path) -> None:
     folder, reference = make_vision_checkpoint(arch, tmp_path)

@@ -1,4 +1,4 @@
-"""The image processor of Inkling 2 against transformers' own."""
+"""The image processors of Inkling and Inkling 2 against transformers' own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,19 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.pictures import INKLING2_VISION, encoded, picture, save_inkling2_processor
+from tests.pictures import (
+    INKLING2_VISION,
+    INKLING_VISION,
+    encoded,
+    picture,
+    save_inkling2_processor,
+    save_inkling_processor,
+)
 from weft.config.media_limits import MediaLimits
 from weft.config.transport import decode_other, encode_other
+from weft.config.vision import VisionConfig
 from weft.errors import ConfigError, RequestError
+from weft.multimodal.inkling import Inkling2ImageProcessorPil, InklingImageProcessorPil
 from weft.multimodal.media import ReadLimits
 from weft.multimodal.patch_maker import PatchMaker
 from weft.multimodal.placeholders import expand
@@ -76,6 +85,10 @@ def _replace_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -> torch.Tensor:
         return (image - torch.as_tensor(mean).view(-1, 1, 1)) / torch.as_tensor(std).view(-1, 1, 1)
 
+    def resize(self: Any, image: torch.Tensor, size: Any, resample: Any, **_: Any) -> torch.Tensor:
+        whole = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((size.width, size.height), resample)
+        return torch.from_numpy(np.array(whole)).permute(2, 0, 1)
+
     module: Any = ModuleType("torchvision.transforms.v2")
     module.functional = SimpleNamespace(
         pad=pad,
@@ -87,6 +100,7 @@ def _replace_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", module)
     monkeypatch.setattr(backends, "tvF", module.functional, raising=False)
+    monkeypatch.setattr(backends.TorchvisionBackend, "resize", resize)
 
 
 def translucent(width: int, height: int, seed: int, mode: str = "RGBA") -> Image.Image:
@@ -96,9 +110,9 @@ def translucent(width: int, height: int, seed: int, mode: str = "RGBA") -> Image
     return image.convert(mode)
 
 
-def expanded(folder: Path, text: str, processed: list[Any]) -> Any:
+def expanded(folder: Path, text: str, processed: list[Any], vision: VisionConfig = INKLING2_VISION) -> Any:
     tokenizer = Tokenizer.load(folder)
-    return expand(tokenizer.encode(text), [], processed, INKLING2_VISION, tokenizer.encode, PARAM)
+    return expand(tokenizer.encode(text), [], processed, vision, tokenizer.encode, PARAM)
 
 
 def of_reference(squares: Any) -> np.ndarray:
@@ -125,6 +139,42 @@ def test_images_as_transformers(folder: Path, processor: MediaProcessor, referen
     for item in prompt.media:
         ((offset, length),) = item.placeholders
         assert set(prompt.token_ids[offset : offset + length]) == {4} and length == item.num_tokens
+
+
+@pytest.mark.parametrize("fraction", [2.0, 0.4, None])
+def test_images_of_inkling_as_transformers(fraction: float | None, tmp_path: Path, monkeypatch: Any) -> None:
+    """Images that grow, grow no further than the longest side, stay and shrink; a column more than is needed."""
+    if find_spec("torchvision") is None:
+        _replace_torchvision(monkeypatch)
+    kind = import_module("transformers.models.inkling.image_processing_inkling").InklingImageProcessor
+    save_inkling_processor(tmp_path, rescale_image_frac=fraction)
+    sizes = [(24, 16), (3, 5), (47, 9), (31, 97), (64, 64), (8, 50)]
+    images = [picture(*size, seed=i) for i, size in enumerate(sizes)]
+    wanted = kind.from_dict(json.loads((tmp_path / "preprocessor_config.json").read_text()))(images)
+    processed = make(tmp_path, vision=INKLING_VISION).process({"image": images}, ROOM, PARAM)
+    assert [item.grid[1] * item.grid[2] for item in processed] == [int(count) for count in wanted["num_patches"]]
+    prompt = expanded(tmp_path, IMAGE * len(images), processed, INKLING_VISION)
+    assert [item.num_tokens for item in prompt.media] == [int(count) for count in wanted["num_patches"]]
+    pixels = np.concatenate([item.patches() for item in prompt.media])
+    np.testing.assert_allclose(pixels, np.stack(wanted["pixel_values"]).reshape(len(pixels), -1), atol=1e-6)
+
+
+def test_defaults_of_inkling_are_those_of_transformers(tmp_path: Path, monkeypatch: Any) -> None:
+    if find_spec("torchvision") is None:
+        _replace_torchvision(monkeypatch)
+    for name, own in (("inkling", InklingImageProcessorPil), ("inkling2", Inkling2ImageProcessorPil)):
+        theirs = import_module(f"transformers.models.{name}.image_processing_{name}")
+        kind = next(value for key, value in vars(theirs).items() if key.endswith("ImageProcessor") and "ling" in key)
+        for key in ("image_mean", "image_std", "size", "do_rescale", "do_normalize", "rescale_image_frac",
+                    "rescale_image_max_upscaled_long_edge", *(["resample"] if name == "inkling" else [])):  # fmt: skip
+            ours, wanted = (getattr(each, key, None) for each in (own, kind))
+            assert (list(ours) == list(wanted)) if isinstance(ours, (list, tuple)) else (ours == wanted), (name, key)
+
+
+def test_an_image_of_inkling_that_shrinks_to_nothing_is_refused(tmp_path: Path) -> None:
+    save_inkling_processor(tmp_path, rescale_image_frac=0.1)
+    with pytest.raises(RequestError, match=r"40 x 3 pixels cannot be processed \(0\.1 times its size has no"):
+        make(tmp_path, vision=INKLING_VISION).process({"image": [picture(40, 3)]}, ROOM, PARAM)
 
 
 def test_encoded_images_have_the_same_background(processor: MediaProcessor) -> None:

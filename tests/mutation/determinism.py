@@ -126,7 +126,7 @@ DETERMINISM = (
     ),
     mutant(
         "images-together", "an image is encoded alone", "weft/runner/media_inputs.py",
-        "spatial_merge_size, config.deterministic", "spatial_merge_size, False", f"{MATRIX}::test_images",
+        "self._one_by_one = config.deterministic", "self._one_by_one = False", f"{MATRIX}::test_images",
     ),
     mutant(
         "silent-operations", "an operation that states nothing refuses the mode", "weft/ops/backend.py",

@@ -184,6 +184,26 @@ STEPS_AND_IMAGES = (
         "        if batch.may_have_media:\n            places.index_copy_(0, slots, self.table", ENGINES,
     ),
     mutant(
+        "inkling-normed-images", "embeddings of images enter Inkling without a norm", "weft/models/inkling.py",
+        "index == 0 and get_forward_context()", "index < 0 and get_forward_context()",
+        "tests/engine/test_images.py::test_every_prompt_position[Inkling2ForConditionalGeneration]",
+    ),
+    mutant(
+        "inkling-class-rows-read", "the square of class tokens is no embedding", "weft/runner/media_inputs.py",
+        "start = end + self._class_rows // self._vision.merge_unit", "start = end",
+        "tests/engine/test_images.py::test_every_prompt_position[Inkling2ForConditionalGeneration]",
+    ),
+    mutant(
+        "inkling-unsorted-heads", "neighbouring channels of a head rotate together", "weft/models/inkling2_vision.py",
+        "(self._paired, self._paired, whole)", "(whole, whole, whole)",
+        "tests/engine/test_images.py::test_every_prompt_position[Inkling2ForConditionalGeneration]",
+    ),
+    mutant(
+        "inkling-cells-in-columns", "cells of a patch fold row by row", "weft/models/inkling_vision.py",
+        "(0, 1, 3, 5, 2, 4, 6, 7)", "(0, 1, 3, 5, 2, 6, 4, 7)",
+        "tests/engine/test_images.py::test_every_prompt_position[InklingForConditionalGeneration]",
+    ),
+    mutant(
         "media-ids-hashed", "n-grams hash the placeholders of images", "weft/models/ngram.py",
         "if not get_forward_context().batch.may_have_media:", "if True:", ENGINES,
     ),

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,25 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.media import VL, overrides
+from tests.media import INKLING, INKLING2, VL, overrides
 from tests.multimodal.test_media import HOSTILE
 from tests.patience import GUARD_S, stretched
-from tests.pictures import TOP, data_uri, encoded, image_part, picture, save_processor
+from tests.pictures import (
+    INKLING_TOP,
+    TOP,
+    data_uri,
+    encoded,
+    image_part,
+    picture,
+    save_inkling2_processor,
+    save_inkling_processor,
+    save_processor,
+)
 from tests.server.browser import Browser, needs_chromium
 from tests.server.running import RunningServer
 from tests.tiny import make_checkpoint
 from tests.tiny_tokenizer import VOCAB_SIZE
+from tests.whole import takes_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.engine.chat_messages import template_messages
@@ -372,3 +383,36 @@ def test_a_tiny_picture_does_not_wait_for_a_huge_one(seeing: RunningServer) -> N
         assert [each.result() for each in (small, *large)] == [200] * 4
     assert ended["tiny"] < min(ended[f"huge {number}"] for number in range(3))
     assert late < stretched(0.25), late
+
+
+@takes_long
+@pytest.mark.parametrize(("arch", "save"), [(INKLING2, save_inkling2_processor), (INKLING, save_inkling_processor)])
+def test_inkling(arch: str, save: Callable[[Path], None], tmp_path: Path) -> None:
+    """Images through the workers are those of the engine alone; videos, audio and damaged pictures are refused."""
+    top = overrides(arch)["top"] | INKLING_TOP
+    keys = overrides(arch) | {"top": top, "vocab_size": VOCAB_SIZE, "unpadded_vocab_size": VOCAB_SIZE}
+    folder = make_checkpoint(arch, tmp_path, **keys)
+    save(folder)
+    with LLM(str(folder), cpu_cache_gib=0.1, max_model_len=500) as llm:
+        shown = question("what ", {"type": "image", "image": FILES["png"]}, " is it?")
+        wanted = llm.chat(shown, SamplingParams(**GREEDY), use_tqdm=False)[0]
+    flags = ["--cpu-cache-gib", "0.1", "--max-model-len", "500"]
+    server = RunningServer("--model", str(folder), "--served-model-name", "eyes", *flags, module="weft")
+    try:
+        client = openai.OpenAI(base_url=f"{server.wait_ready().url}/v1", api_key="none", max_retries=0)
+        asked: Any = question("what ", image_part(FILES["png"]), " is it?")
+        answer = client.chat.completions.create(model="eyes", messages=asked, **GREEDY)
+        assert answer.choices[0].message.content == wanted.outputs[0].text
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        tokens = answer.usage.prompt_tokens_details.model_dump()["image_tokens"]
+        assert tokens == wanted.prompt_token_ids.count(4) > 20
+        frames = "data:video/jpeg;base64," + ",".join([data_uri(FILES["jpeg"], "jpeg").partition(",")[2]] * 4)
+        for part, error in (
+            ({"type": "video_url", "video_url": {"url": frames}}, "reads images and no videos"),
+            ({"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}, "audio is not supported"),
+            (image_part(FILES["png"][:-40]), "damaged or cut off"),
+        ):
+            body = {"model": "eyes", "messages": question(part)}
+            assert error in refused(server, "/v1/chat/completions", body)
+    finally:
+        server.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family
+from weft.config.inkling_vision import read_inkling_vision
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.model import Multipliers
@@ -150,6 +151,7 @@ INKLING = Family(
     norm_placement=dict.fromkeys(("hybrid", "hybrid_sliding"), "convolved"),
     multipliers=inkling_multipliers,
     moe=read_inkling_moe,
+    vision=read_inkling_vision,
     intermediate_size=inkling_intermediate_size,
     keys={
         "sliding_window_size": "sliding_window",

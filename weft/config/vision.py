@@ -11,7 +11,7 @@ from math import isqrt
 from typing import Any, Literal
 
 from weft.config.json_object import JsonObject
-from weft.config.vision_towers import GlmTowerConfig, Inkling2TowerConfig
+from weft.config.vision_towers import GlmTowerConfig, Inkling2TowerConfig, InklingTowerConfig
 from weft.errors import UnsupportedModelError
 
 _DEFAULTS: dict[str, Any] = {
@@ -68,8 +68,8 @@ class VisionConfig:
             length. All others are temporal. None: the decoder has no rotary positions.
         processor: the family whose processor prepares pictures (``multimodal/rules.py``).
         class_token: each image begins with a token that is no patch. Its patches attend to this token.
-        glm, inkling2: numbers of the towers of GLM-5.3 and of Inkling 2; None: the tower is another one. Without any
-            the tower is that of Qwen3-VL.
+        glm, inkling2, inkling: numbers of the towers of these families; None: the tower is another one. Without any the
+            tower is that of Qwen3-VL.
     """
 
     depth: int
@@ -88,9 +88,10 @@ class VisionConfig:
     mrope_section: tuple[int, int, int] | None
     deepstack_indexes: tuple[int, ...] = ()
     class_token: bool = False
-    processor: Literal["qwen", "glm", "inkling2"] = "qwen"
+    processor: Literal["qwen", "glm", "inkling2", "inkling"] = "qwen"
     glm: GlmTowerConfig | None = None
     inkling2: Inkling2TowerConfig | None = None
+    inkling: InklingTowerConfig | None = None
 
     @property
     def patch_dim(self) -> int:
@@ -114,13 +115,17 @@ class VisionConfig:
     @property
     def num_weights(self) -> int:
         """Number of weights in the tower's matrices."""
-        size, merged, out = self.hidden_size, self.hidden_size * self.merge_unit, self.out_hidden_size
-        tables = (self.patch_dim + self.num_position_embeddings) * size
-        own = self.glm or self.inkling2
+        own = self.glm or self.inkling2 or self.inkling
         if own is not None:
-            return own.num_weights(self) + tables
+            return own.num_weights(self)
+        size, merged, out = self.hidden_size, self.hidden_size * self.merge_unit, self.out_hidden_size
         blocks = self.depth * (4 * size**2 + 2 * size * self.intermediate_size)
-        return blocks + self.num_features * merged * (merged + out) + tables
+        return blocks + self.num_features * merged * (merged + out) + self.num_table_weights
+
+    @property
+    def num_table_weights(self) -> int:
+        """Number of weights that embed patches and their positions."""
+        return (self.patch_dim + self.num_position_embeddings) * self.hidden_size
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Number of placeholder tokens of an item of ``grid`` patches."""

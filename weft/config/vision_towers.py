@@ -26,10 +26,10 @@ class GlmTowerConfig:
     bias: bool
 
     def num_weights(self, vision: VisionConfig) -> int:
-        """Number of weights in the matrices of blocks and merger."""
+        """Number of weights in the tower's matrices."""
         size, out = vision.hidden_size, vision.out_hidden_size
         merger = out * (size * vision.merge_unit + out + 3 * self.merger_size)
-        return vision.depth * (4 * size**2 + 3 * size * vision.intermediate_size) + merger
+        return vision.depth * (4 * size**2 + 3 * size * vision.intermediate_size) + merger + vision.num_table_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,42 @@ class Inkling2TowerConfig:
     norm_eps: float
 
     def num_weights(self, vision: VisionConfig) -> int:
-        """Number of weights in the matrices of blocks and projector."""
+        """Number of weights in the tower's matrices."""
         size, unit = vision.hidden_size, vision.merge_unit
         projector = self.projector_size * (size * unit + vision.out_hidden_size)
-        return vision.depth * (4 * size**2 + 2 * size * vision.intermediate_size) + projector
+        return vision.depth * (4 * size**2 + 2 * size * vision.intermediate_size) + projector + vision.num_table_weights
+
+
+@dataclass(frozen=True, slots=True)
+class InklingFold:
+    """One layer of the tower of Inkling: neighbouring cells of a patch become one, and a matrix follows.
+
+    Attributes:
+        frames, side: cells that become one, along time, and along height and width.
+        in_channels, out_channels: of a cell before and after.
+    """
+
+    frames: int
+    side: int
+    in_channels: int
+    out_channels: int
+
+    @property
+    def in_features(self) -> int:
+        """Channels of all cells that become one."""
+        return self.in_channels * self.frames * self.side**2
+
+
+@dataclass(frozen=True, slots=True)
+class InklingTowerConfig:
+    """The tower of Inkling, which looks at each patch alone.
+
+    Attributes:
+        folds: the layers. The last one leaves one cell of a patch, with the decoder's hidden size.
+    """
+
+    folds: tuple[InklingFold, ...]
+
+    def num_weights(self, vision: VisionConfig) -> int:
+        """Number of weights in the tower's matrices."""
+        return sum(fold.in_features * fold.out_channels for fold in self.folds)

@@ -76,7 +76,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Lfm3VlForConditionalGeneration": Wrapper(
         {"lfm3": "Lfm3ForCausalLM"}, others=("model.vision_tower.*", "model.multi_modal_projector.*"), tied=True
     ),
-    # Inkling behind an audio and a vision tower, in the names of published files.
+    # Inkling with its vision tower, behind an audio tower, in the names of published files.
     "InklingForConditionalGeneration": Wrapper(
         {"inkling_text": "InklingForCausalLM"},
         others=("model.visual.*", "model.vision_tower.*", "model.audio.*", "model.audio_tower.*", "model.mtp.*"),

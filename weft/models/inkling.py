@@ -12,7 +12,7 @@ from weft.layers.context import ModelContext
 from weft.layers.norm import output_norm, residual_norm
 from weft.layers.residual_conv import OutputConv
 from weft.models.decoder import CausalLM, Decoder, DecoderLayer, LayerPlace
-from weft.models.vision_language import VisionDecoder
+from weft.models.vision_language import VisionDecoder, VisionLanguageModel
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -92,3 +92,9 @@ class InklingModel(CausalLM):
 
     def _whole_logits(self, hidden_states: Tensor) -> Tensor:
         return super().compute_logits(hidden_states)
+
+
+class InklingVisionModel(InklingModel, VisionLanguageModel):
+    """``InklingModel`` that reads images."""
+
+    decoder = InklingVisionDecoder

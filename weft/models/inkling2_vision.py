@@ -3,8 +3,8 @@
 Job: embed patches and class tokens, run blocks whose halves are scaled by channel, and project squares of patches.
 Owns: module names, which are mostly the published ones. Does not know: files, requests, where embeddings are kept.
 
-A class token precedes the patches of an image. They attend to it, and it attends to them. It has a whole square of
-rows, so that squares of patches stay squares of rows. All rows of the square hold the token. The last one alone is
+A class token precedes the patches of an image, and patches and token attend to each other. The token has a whole square
+of rows, so that squares of patches stay squares of rows. All rows of the square hold the token. The last one alone is
 attended to, and the square's embedding is not read.
 """
 

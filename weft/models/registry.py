@@ -8,7 +8,7 @@ from weft.config.ngram import NGramConfig
 from weft.config.shared_block import SharedBlockConfig
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM
-from weft.models.inkling import InklingModel
+from weft.models.inkling import InklingModel, InklingVisionModel
 from weft.models.inkling2 import Inkling2Model, Inkling2VisionModel
 from weft.models.mtp import MultiTokenPredictor, StreamsPredictor
 from weft.models.ngram import NGramModel, NGramVisionModel
@@ -24,7 +24,8 @@ _MODELS: dict[type, type[CausalLM]] = {
 """Models with a decoder of their own, by the geometry of their layers' mixers."""
 
 _VISION_MODELS: dict[type, type[CausalLM]] = {
-    NGramConfig: NGramVisionModel, ClippedAttentionConfig: Inkling2VisionModel,
+    NGramConfig: NGramVisionModel, RelativeAttentionConfig: InklingVisionModel,
+    ClippedAttentionConfig: Inkling2VisionModel,
 }  # fmt: skip
 """Models of ``_MODELS`` that read images."""
 

@@ -25,8 +25,9 @@ from weft.layers.indexer import PoolPlaces
 from weft.models.decoder import CausalLM, Decoder
 from weft.models.glm_vision import GlmVisionTower
 from weft.models.inkling2_vision import Inkling2VisionTower
+from weft.models.inkling_vision import InklingVisionTower
 from weft.models.qwen_vision import QwenVisionTower
-from weft.models.vision_tower import VisionTower
+from weft.models.vision_tower import Tower
 from weft.ops.vision import add_media_features
 
 
@@ -43,7 +44,7 @@ class VisionDecoder(Decoder):
         assert config.vision is not None
         # The tower encodes one item at a time where bits must not depend on others (``MediaInputs.encode``).
         tower = _tower_class(config.vision)
-        self.visual: VisionTower = tower(config.vision, replace(context, backend=context.backend.plain))
+        self.visual: Tower = tower(config.vision, replace(context, backend=context.backend.plain))
         self._backend = context.backend
         shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
         self.features = torch.zeros(shape, dtype=context.dtype, device=context.device)
@@ -67,9 +68,11 @@ class VisionDecoder(Decoder):
         return add_media_features(residual, ids, features, first_id, backend=self._backend)
 
 
-def _tower_class(vision: VisionConfig) -> type[VisionTower]:
+def _tower_class(vision: VisionConfig) -> type[Tower]:
     if vision.glm is not None:
         return GlmVisionTower
+    if vision.inkling is not None:
+        return InklingVisionTower
     return QwenVisionTower if vision.inkling2 is None else Inkling2VisionTower
 
 

@@ -43,25 +43,19 @@ class PatchEmbedding(nn.Module):
         return out
 
 
-class VisionTower(nn.Module):
+class Tower(nn.Module):
     """Encodes images and videos.
 
     Attributes:
-        embedding: class of the layer that embeds patches.
         config: the geometry.
         dtype: of what it computes.
     """
 
-    embedding: ClassVar[type[PatchEmbedding]] = PatchEmbedding
-
     def __init__(self, config: VisionConfig, context: ModelContext) -> None:
         super().__init__()
         self.config, self.dtype, self._backend = config, context.dtype, context.backend
-        self.patch_embed = self.embedding(config, context)
-        quarter = config.hidden_size // config.num_heads // 4
-        exponents = torch.arange(quarter, dtype=torch.float32) / quarter
-        self._frequencies = (1.0 / config.rope_theta**exponents).to(context.device)
 
+    @abstractmethod
     def forward(self, patches: Tensor, places: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Encode items together.
 
@@ -77,6 +71,25 @@ class VisionTower(nn.Module):
             ``[N / merge_unit, num_features, out_hidden_size]``: each token's embedding, and then its features for the
             decoder's first layers. Arbitrary for padding, and for the rows before an item.
         """
+
+
+class VisionTower(Tower):
+    """A tower of blocks with attention, rotated by rows and columns.
+
+    Attributes:
+        embedding: class of the layer that embeds patches.
+    """
+
+    embedding: ClassVar[type[PatchEmbedding]] = PatchEmbedding
+
+    def __init__(self, config: VisionConfig, context: ModelContext) -> None:
+        super().__init__(config, context)
+        self.patch_embed = self.embedding(config, context)
+        quarter = config.hidden_size // config.num_heads // 4
+        exponents = torch.arange(quarter, dtype=torch.float32) / quarter
+        self._frequencies = (1.0 / config.rope_theta**exponents).to(context.device)
+
+    def forward(self, patches: Tensor, places: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         attend: Attend = partial(bounded_attention, bounds=places[:, 4:], backend=self._backend)
         if lengths is not None:
             attend = partial(frame_attention, lengths=lengths, first_key=max(0, self.config.num_class_rows - 1))

@@ -52,7 +52,7 @@ class PatchMaker:
 
     Attributes:
         vision, limits, max_tokens, dtype: see ``MediaProcessor``.
-        size: fewest and most pixels of a resized image.
+        size: see ``ProcessorRules.image_limits``.
         resample: Pillow's number of the filter.
         values: ``[3, 256]``: each 8-bit number of each channel as the encoder gets it, as bits of ``dtype``.
         padding: ``[3, 1]``: the same of -1, for pixels outside an image.
@@ -64,7 +64,7 @@ class PatchMaker:
     limits: ReadLimits
     max_tokens: int
     dtype: str
-    size: tuple[int, int]
+    size: tuple[float, int]
     resample: int
     values: bytes
     padding: bytes
@@ -104,7 +104,7 @@ class PatchMaker:
             ) from error
         self._check_tokens("an image", math.prod(fit.canvas) // factor**2, image.size, param)
         if rules.padded_canvas is not None:
-            return image
+            fit = Fit(fit.content, fit.content)
         return on_canvas(image, fit, self.resample)
 
     def patches(self, image: Image, content_hash: bytes) -> Processed:

@@ -74,9 +74,10 @@ class ProcessorRules:
     Attributes:
         image_class: module and class of the image processor in its Pillow form.
         image_defaults: settings of published checkpoints, for a folder without processor files.
-        image_limits: fewest and most pixels of a resized image, of an image processor.
-        image_fit: sizes of an image, from its height and width, the multiple of sides, and fewest and most pixels.
-            Raises ValueError.
+        image_limits: fewest and most pixels of a resized image, of an image processor; or what ``image_fit`` takes in
+            their place.
+        image_fit: sizes of an image, from its height and width, the multiple of sides, and the two limits. Raises
+            ValueError.
         video: None: the family reads no videos.
         sizes: settings of the image processor that follow from ``config.json``.
         padded_canvas: height and width of the canvas of an image, from its own and the multiple of sides. Pixels of -1
@@ -86,15 +87,15 @@ class ProcessorRules:
 
     image_class: tuple[str, str]
     image_defaults: dict[str, Any]
-    image_limits: Callable[[Any], tuple[int, int]]
-    image_fit: Callable[[int, int, int, int, int], Fit]
+    image_limits: Callable[[Any], tuple[float, int]]
+    image_fit: Callable[[int, int, int, float, int], Fit]
     video: VideoRules | None
     sizes: Callable[[VisionConfig], dict[str, Any]]
     padded_canvas: Callable[[int, int, int], tuple[int, int]] | None = None
     background: Background = "white"
 
 
-def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def resized_size(height: int, width: int, factor: int, min_pixels: float, max_pixels: int) -> tuple[int, int]:
     """Return the size to which transformers' ``smart_resize`` of Qwen2-VL resizes, without importing transformers.
 
     Both sides are multiples of ``factor``, and there are ``min_pixels`` to ``max_pixels``. Raises ValueError for an
@@ -113,7 +114,7 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return new_height, new_width
 
 
-def _qwen_image_fit(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> Fit:
+def _qwen_image_fit(height: int, width: int, factor: int, min_pixels: float, max_pixels: int) -> Fit:
     size = resized_size(height, width, factor, min_pixels, max_pixels)
     return Fit(size, size)
 
@@ -144,7 +145,7 @@ def _qwen_sample(total: int, fps: float, settings: VideoLimits) -> list[int]:
 
 
 def glm_fit(
-    num_frames: int, height: int, width: int, *, step: int, factor: int, min_pixels: int, max_pixels: int
+    num_frames: int, height: int, width: int, *, step: int, factor: int, min_pixels: float, max_pixels: int
 ) -> Fit:
     """Return the sizes of a picture of GLM-5.3, which keeps its aspect ratio on a canvas.
 
@@ -188,7 +189,7 @@ def _largest_canvas(height: int, width: int, factor: int, max_pixels: int) -> tu
     return canvas(fitting) if fitting else (factor, factor)
 
 
-def _glm_image_fit(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> Fit:
+def _glm_image_fit(height: int, width: int, factor: int, min_pixels: float, max_pixels: int) -> Fit:
     return glm_fit(
         _GLM_STEP, height, width, step=_GLM_STEP, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels
     )
@@ -258,9 +259,30 @@ def _whole_squares(height: int, width: int, factor: int) -> tuple[int, int]:
     return _aligned(height, factor), _aligned(width, factor)
 
 
-def _inkling2_fit(height: int, width: int, factor: int, *_: int) -> Fit:
+def _inkling2_fit(height: int, width: int, factor: int, *_: float) -> Fit:
     """Images keep their size."""
     return Fit((height, width), _whole_squares(height, width, factor))
+
+
+def _inkling_canvas(height: int, width: int, factor: int) -> tuple[int, int]:
+    """One column more than whole squares, also where these suffice."""
+    return _aligned(height, factor), (width // factor + 1) * factor
+
+
+def _inkling_limits(processor: Any) -> tuple[float, int]:
+    """The factor of an image's size, and the longest side to which an image grows; 0: any."""
+    fraction, longest = processor.rescale_image_frac, processor.rescale_image_max_upscaled_long_edge
+    return (1.0 if fraction is None else float(fraction)), (0 if longest is None else int(longest))
+
+
+def _inkling_fit(height: int, width: int, factor: int, fraction: float, longest: int) -> Fit:
+    """The image scaled by a factor, and not beyond the longest side; sides are rounded half up. Raises ValueError."""
+    edge = max(height, width)
+    wanted = min(edge * fraction, max(longest, edge)) if longest else edge * fraction
+    height, width = (math.floor(side * (wanted / edge) + 0.5) for side in (height, width))
+    if not height or not width:
+        raise ValueError(f"{fraction} times its size has no pixels")
+    return Fit((height, width), _inkling_canvas(height, width, factor))
 
 
 RULES = {
@@ -307,5 +329,14 @@ RULES = {
         sizes=_square_size,
         padded_canvas=_whole_squares,
         background="checkerboard",
+    ),
+    "inkling": ProcessorRules(
+        image_class=("weft.multimodal.inkling", "InklingImageProcessorPil"),
+        image_defaults={},
+        image_limits=_inkling_limits,
+        image_fit=_inkling_fit,
+        video=None,
+        sizes=_square_size,
+        padded_canvas=_inkling_canvas,
     ),
 }

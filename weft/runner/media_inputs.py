@@ -22,7 +22,7 @@ from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.messages import Encoding, ScheduledRequest
 from weft.models.vision_language import VisionDecoder, VisionLanguageModel
-from weft.models.vision_tower import NUM_PLACES, Grid, VisionTower, frame_lengths, patch_places
+from weft.models.vision_tower import NUM_PLACES, Grid, Tower, frame_lengths, patch_places
 from weft.multimodal.items import MediaItem
 from weft.ops.rotary.axes import frequency_axes, rotary_rows
 from weft.runner.buffers import to_device
@@ -41,7 +41,7 @@ class EncoderGraphs:
         graphs: what was captured; None before.
     """
 
-    def __init__(self, tower: VisionTower, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, tower: Tower, sizes: Sequence[int], device: torch.device) -> None:
         self._tower, self._sizes, self._device = tower, sizes, device
         most = max(sizes, default=0)
         self._patches = torch.zeros(most, tower.config.patch_dim, dtype=tower.dtype, device=device)
@@ -143,7 +143,8 @@ class MediaInputs:
         assert isinstance(decoder, VisionDecoder) and vision is not None
         assert config.encoder_cache_size is not None and config.max_num_encoder_input_tokens is not None
         self._decoder, self._vision = decoder, vision
-        self._table, self._places = model.rotary_table, model.pool_places
+        self._table = model.rotary_table if vision.mrope_section is not None else None
+        self._places = model.pool_places
         self._device, self._base, self._step_tokens = (
             decoder.features.device, config.max_model_len, config.max_num_encoder_input_tokens,
         )  # fmt: skip
