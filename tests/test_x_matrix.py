@@ -181,7 +181,7 @@ def test_tokens_with_drafts(drafting_engine: Poisoned, path: str, length: int) -
 
 
 @pytest.mark.skipif(not WHOLE, reason="a part of the whole matrix")
-@pytest.mark.parametrize(("path", "length"), product(["cold", "hit", "branch hit"], part(1, 65)))
+@pytest.mark.parametrize(("path", "length"), covering(["cold", "hit", "branch hit"], part(1, 65)))
 def test_tokens_with_drafts_of_two_ranks(sharded_drafting_engine: Poisoned, path: str, length: int) -> None:
     check_drafts(sharded_drafting_engine, path, length)
 
