@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.conftest import compiled_kernels
-from tests.gpu.test_precision import SEEDS, divergence
+from tests.gpu.test_precision import SEEDS, divergence, in_bfloat16
 from tests.media import (
     GLM,
     HYBRID,
@@ -145,7 +145,7 @@ def three_logits(arch: str, folder: Path, seed: int, device: str) -> tuple[torch
     """Log probabilities of one checkpoint at every prompt position but the last: float32, transformers in bfloat16,
     Weft in bfloat16."""
     _, exact = make_vision_checkpoint(arch, folder, seed)
-    theirs = make_vision_checkpoint(arch, folder, seed)[1].bfloat16().to(device)
+    theirs = in_bfloat16(make_vision_checkpoint(arch, folder, seed)[1]).to(device)
     engine = Engine(folder, device=device, dtype="bfloat16", max_num_seqs=4, max_model_len=300, cpu_cache_gib=0.05)
     empty = Prompt.of(arch)
     prompts = [empty.text(20, n).image(4, 6 + 2 * n, n).text(40, n + 50).image(8, 4, n + 100).text(40, n + 150)
