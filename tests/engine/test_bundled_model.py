@@ -68,6 +68,7 @@ def distance(exact: list[RequestOutput], rounded: list[RequestOutput]) -> tuple[
     return same / count, divergence / count, count
 
 
+@takes_long
 def test_bfloat16_hardly_changes_the_distribution(float32: LLM, problems: list[dict[str, Any]]) -> None:
     """Argmax agreement above 99% and KL divergence below 1e-3 (over the likeliest 20 tokens) on whole conversations."""
     prompts = [p["messages"] for p in problems[:6]]
@@ -86,7 +87,7 @@ def test_bfloat16_hardly_changes_the_distribution(float32: LLM, problems: list[d
         pytest.param({"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [64, 300]}, marks=takes_long),
         {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1, 4], "piecewise_cuda_graph_tokens": [64, 300]},
         pytest.param({"enable_prefix_caching": False}, marks=takes_long),
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=takes_long),
     ],
     ids=lambda settings: next(iter(map(str, settings.items()))),
 )

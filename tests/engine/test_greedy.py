@@ -14,7 +14,7 @@ from tests.engine.conftest import HYBRID, assert_idle
 from tests.test_x_matrix_layers import COLUMNS, VARIANTS
 from tests.tiny import ARCHITECTURES, make_model
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
-from tests.whole import unless_long
+from tests.whole import takes_long, unless_long
 from weft.engine.llm import LLM
 from weft.outputs import RequestOutput
 from weft.sampling_params import SamplingParams
@@ -99,7 +99,7 @@ def test_the_smallest_budgets(folder: Path, llm: LLM, seqs: int, budget: int) ->
         assert tokens(small.generate(prompts, GREEDY, use_tqdm=False)) == want
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", pytest.param("priority", marks=takes_long)])
 def test_a_cache_far_too_small_for_the_load(folder: Path, llm: LLM, policy: str) -> None:
     prompts = [prompt(5 + 7 * i, seed=3) for i in range(12)]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -57,7 +57,7 @@ def folder(compiled: tuple[Path, Pieces, CompileCounters]) -> Path:
     return compiled[0]
 
 
-@pytest.mark.parametrize("name", ["capture", "eager", pytest.param("inductor", marks=takes_long)])
+@pytest.mark.parametrize("name", ["capture", *(pytest.param(name, marks=takes_long) for name in ("eager", "inductor"))])
 def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model, name: str, folder: Path) -> None:
     pieces, rng = prepared_pieces(model, make(name, folder) if name != "capture" else None), random.Random(4)
     kept = []

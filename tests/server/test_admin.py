@@ -197,6 +197,7 @@ def of_each(server: RunningServer) -> list[list[int]]:
         return list(threads.map(lambda _: token_ids(server), range(4)))
 
 
+@takes_long
 def test_replicas(folders: list[Path]) -> None:
     """Commands reach both; one that is started with the checkpoint's weights serves nobody before an update."""
     server = start(folders[0], "--data-parallel-size", "2")
@@ -231,6 +232,7 @@ def test_replicas(folders: list[Path]) -> None:
         server.close()
 
 
+@takes_long
 def test_replicas_in_a_group(folders: list[Path]) -> None:
     """Each is a rank of the trainer's group."""
     server = start(folders[0], "--data-parallel-size", "2")

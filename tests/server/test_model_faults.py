@@ -41,5 +41,6 @@ def test_five_times_too_many() -> None:
     faults.overload(150)
 
 
+@takes_long
 def test_a_nan_fails_its_request_alone() -> None:
     faults.not_a_number(1)
