@@ -183,10 +183,8 @@ class MediaProcessor:
 
     def read_video(self, source: Any, reader: SourceReader) -> tuple[list[Any], tuple[float, ...]]:
         """Read the frames that are used of a video, and the times of its temporal patches. Raises RequestError."""
-        video, settings = (
-            source if isinstance(source, Video) else Video.of(source, reader.param),
-            self.patch_maker.videos,
-        )
+        video = source if isinstance(source, Video) else Video.of(source, reader.param)
+        settings = self.patch_maker.videos
         assert settings is not None, "check_counts refused the video"
         indices = sample_frames(video, settings, reader.param)
         frames = self._encoded_frames([video.frames[index] for index in indices], reader)
