@@ -6,21 +6,20 @@ from typing import Any
 
 from tests.deterministic import Alone, Bits, InCompany, check
 from tests.media import END, IMAGE, START
-from tests.test_x_matrix_images import LARGE, PROMPTS, PoisonedImages, media_of
+from tests.test_x_matrix_images import LARGE, PROMPTS, PoisonedImages, prepare_images
 from tests.x_matrix import open_engine, prompt_of, runner_of
-from weft.engine.prompts import PreparedPrompt
 from weft.request import Request
 
 
 class AloneWithImages(Alone):
     def __call__(self, prompt: list[int]) -> Bits:
-        self.llm._inputs.prepare_prompt = lambda *_: PreparedPrompt(None, prompt, [], "", media_of(prompt))  # type: ignore[method-assign]
+        prepare_images(self.llm, prompt, "")
         return super().__call__(prompt)
 
 
 class ImagesInCompany(InCompany, PoisonedImages):
     def add(self, prompt: list[int], count: int, salt: str) -> Request:
-        self.llm._inputs.prepare_prompt = lambda *_: PreparedPrompt(None, prompt, [], salt, media_of(prompt))  # type: ignore[method-assign]
+        prepare_images(self.llm, prompt, salt)
         return InCompany.add(self, prompt, count, salt)
 
 

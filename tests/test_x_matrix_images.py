@@ -39,6 +39,7 @@ from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint, make_model
 from tests.whole import unless_long
 from tests.x_matrix import Poisoned, Reference, check, check_drafts, open_engine, prompt_of, runner_of
+from weft.engine.llm import LLM
 from weft.engine.prompts import PreparedPrompt
 from weft.messages import SchedulerOutput
 from weft.models.ngram import NGramVisionDecoder
@@ -96,6 +97,12 @@ def media_of(token_ids: list[int], arch: str) -> list[MediaItem]:
     return found
 
 
+def prepare_images(llm: LLM, prompt: list[int], salt: str) -> None:
+    """Let the next request of ``llm`` be ``prompt``, with images for its placeholders."""
+    media = media_of(prompt, llm.config.model_config.wrapper or VL)
+    llm._inputs.prepare_prompt = lambda *_: PreparedPrompt(None, prompt, [], salt, media)  # type: ignore[method-assign]
+
+
 class ImageReference(Reference):
     """``Reference`` of prompts with images."""
 
@@ -110,8 +117,7 @@ class PoisonedImages(Poisoned):
         return PROMPTS[length]
 
     def add(self, prompt: list[int], count: int, salt: str) -> Request:
-        prepared = PreparedPrompt(None, prompt, [], salt, media_of(prompt, self.llm.config.model_config.wrapper or VL))
-        self.llm._inputs.prepare_prompt = lambda *_: prepared  # type: ignore[method-assign]
+        prepare_images(self.llm, prompt, salt)
         return super().add(prompt, count, salt)
 
     @torch.inference_mode()

@@ -97,7 +97,7 @@ def test_images_come_back(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         engine.run(tokens, 2, salt)
         engine.evict_all()
         make = images.item
-        monkeypatch.setattr(images, "item", lambda kind, grid, seed, runs: make(kind, grid, seed + 1, runs))
+        monkeypatch.setattr(images, "item", lambda kind, grid, seed, *more: make(kind, grid, seed + 1, *more))
         num_cached = engine.run(tokens, 2, salt).num_cached_tokens
         assert num_cached is not None and num_cached <= tokens.index(images.IMAGE)
 

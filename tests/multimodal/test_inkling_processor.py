@@ -30,7 +30,7 @@ from weft.config.media_limits import MediaLimits
 from weft.config.transport import decode_other, encode_other
 from weft.config.vision import VisionConfig
 from weft.errors import ConfigError, RequestError
-from weft.multimodal.inkling import Inkling2ImageProcessorPil, InklingImageProcessorPil
+from weft.multimodal.inkling import inkling2_processor, inkling_processor
 from weft.multimodal.media import ReadLimits
 from weft.multimodal.patch_maker import PatchMaker
 from weft.multimodal.placeholders import expand
@@ -162,7 +162,7 @@ def test_images_of_inkling_as_transformers(fraction: float | None, tmp_path: Pat
 def test_defaults_of_inkling_are_those_of_transformers(tmp_path: Path, monkeypatch: Any) -> None:
     if find_spec("torchvision") is None:
         _replace_torchvision(monkeypatch)
-    for name, own in (("inkling", InklingImageProcessorPil), ("inkling2", Inkling2ImageProcessorPil)):
+    for name, own in (("inkling", inkling_processor()), ("inkling2", inkling2_processor())):
         theirs = import_module(f"transformers.models.{name}.image_processing_{name}")
         kind = next(value for key, value in vars(theirs).items() if key.endswith("ImageProcessor") and "ling" in key)
         for key in ("image_mean", "image_std", "size", "do_rescale", "do_normalize", "rescale_image_frac",

@@ -4,6 +4,7 @@ from typing import Any
 
 from weft.config.json_object import JsonObject
 from weft.config.vision import (
+    GlmTowerConfig,
     VisionConfig,
     VisionTokens,
     check_rotation,
@@ -11,7 +12,6 @@ from weft.config.vision import (
     read_tokens,
     with_defaults,
 )
-from weft.config.vision_towers import GlmTowerConfig
 
 _DEFAULTS: dict[str, Any] = {
     "depth": 24,

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 from weft.config.json_object import JsonObject
 from weft.config.vision import (
     ACTIVATIONS,
+    Inkling2TowerConfig,
+    InklingFold,
+    InklingTowerConfig,
     VisionConfig,
     VisionTokens,
     check_rotation,
     read_sizes,
     with_defaults,
 )
-from weft.config.vision_towers import Inkling2TowerConfig, InklingFold, InklingTowerConfig
 
 _DEFAULTS: dict[str, Any] = {
     "depth": 23,

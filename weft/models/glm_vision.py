@@ -8,8 +8,7 @@ are kept.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.config.vision import VisionConfig
-from weft.config.vision_towers import GlmTowerConfig
+from weft.config.vision import GlmTowerConfig, VisionConfig
 from weft.layers.context import ModelContext
 from weft.layers.norm import ResidualRMSNorm, RMSNorm
 from weft.layers.vision import VisionGateUp, VisionLayerNorm, VisionLinear

@@ -11,8 +11,7 @@ attended to, and the square's embedding is not read.
 import torch
 from torch import Tensor, nn
 
-from weft.config.vision import VisionConfig
-from weft.config.vision_towers import Inkling2TowerConfig
+from weft.config.vision import Inkling2TowerConfig, VisionConfig
 from weft.layers.context import ModelContext
 from weft.layers.vision import PositionGrid, VisionLayerNorm, VisionLinear
 from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, whole

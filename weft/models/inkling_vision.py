@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.config.vision import VisionConfig
-from weft.config.vision_towers import InklingFold
+from weft.config.vision import InklingFold, VisionConfig
 from weft.layers.context import ModelContext
 from weft.layers.norm import RMSNorm
 from weft.layers.vision import VisionLinear

@@ -11,7 +11,6 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +219,7 @@ def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:
     """Load the checkpoint's image processor in its Pillow form, or that of the family's published checkpoints if the
     folder has none."""
     rules = RULES[vision.processor]
-    module, name = rules.image_class
-    kind = getattr(import_module(module), name)
-    sizes = rules.sizes(vision)
+    kind, sizes = rules.image_class(), rules.sizes(vision)
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         return kind(**rules.image_defaults, **sizes)
     try:

@@ -10,9 +10,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from weft.config.vision import VisionConfig
+from weft.multimodal.inkling import inkling2_processor, inkling_processor
 from weft.multimodal.items import Modality
 from weft.multimodal.media import Background
 
@@ -72,7 +74,7 @@ class ProcessorRules:
     """How one family prepares pictures.
 
     Attributes:
-        image_class: module and class of the image processor in its Pillow form.
+        image_class: imports the class of the image processor in its Pillow form.
         image_defaults: settings of published checkpoints, for a folder without processor files.
         image_limits: fewest and most pixels of a resized image, of an image processor; or what ``image_fit`` takes in
             their place.
@@ -85,7 +87,7 @@ class ProcessorRules:
         background: what is under transparent pixels.
     """
 
-    image_class: tuple[str, str]
+    image_class: Callable[[], Any]
     image_defaults: dict[str, Any]
     image_limits: Callable[[Any], tuple[float, int]]
     image_fit: Callable[[int, int, int, float, int], Fit]
@@ -242,6 +244,10 @@ _CLIP = {
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
+def _named(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(import_module(module), name)
+
+
 def _patch_sizes(vision: VisionConfig) -> dict[str, Any]:
     return {
         "patch_size": vision.patch_size,
@@ -287,7 +293,7 @@ def _inkling_fit(height: int, width: int, factor: int, fraction: float, longest:
 
 RULES = {
     "qwen": ProcessorRules(
-        image_class=("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        image_class=_named("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
         image_defaults=_HALF | {"size": {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}},
         image_limits=_qwen_image_limits,
         image_fit=_qwen_image_fit,
@@ -304,7 +310,7 @@ RULES = {
         sizes=_patch_sizes,
     ),
     "glm": ProcessorRules(
-        image_class=("transformers.models.glm5_next.image_processing_pil_glm5_next", "Glm5NextImageProcessorPil"),
+        image_class=_named("transformers.models.glm5_next.image_processing_pil_glm5_next", "Glm5NextImageProcessorPil"),
         image_defaults={},
         image_limits=_glm_image_limits,
         image_fit=_glm_image_fit,
@@ -321,7 +327,7 @@ RULES = {
         sizes=_patch_sizes,
     ),
     "inkling2": ProcessorRules(
-        image_class=("weft.multimodal.inkling", "Inkling2ImageProcessorPil"),
+        image_class=inkling2_processor,
         image_defaults={},
         image_limits=lambda processor: (0, 0),
         image_fit=_inkling2_fit,
@@ -331,7 +337,7 @@ RULES = {
         background="checkerboard",
     ),
     "inkling": ProcessorRules(
-        image_class=("weft.multimodal.inkling", "InklingImageProcessorPil"),
+        image_class=inkling_processor,
         image_defaults={},
         image_limits=_inkling_limits,
         image_fit=_inkling_fit,
