@@ -1,4 +1,4 @@
-"""What a step with drafts costs as a verification, and as the prefill that it was without an operation for one.
+"""Times of a step with drafts as a verification and as a short prefill.
 
     python benchmarks/verification.py --json FILE [--models kimi-linear-12l:ngram qwen4-exp-12l:mtp] [--drafts 1 3]
                                       [--batches 1 8 32] [--device cuda]

@@ -1,4 +1,4 @@
-"""What it costs to verify drafts: the kernels for a few tokens per sequence beside those for one.
+"""Times of kernels that verify drafts, beside the decode kernels.
 
     python -m benchmarks.kernels.verify [--json FILE] [--seqs 1 8 32 128] [--drafts 1 2 3] [--rules gdn kda]
 

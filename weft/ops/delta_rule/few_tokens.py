@@ -53,12 +53,16 @@ def gdn_decode_triton(
     return out
 
 
-def _token_by_token(
+def _verify(
     inputs: Inputs, weights: DeltaWeights, states: tuple[Tensor, Tensor], state_slots: Tensor, slots: Tensor,
-    g: GatedDeltaNetConfig, shape: Shape,
+    g: GatedDeltaNetConfig, choose: Callable[[int], Shape], alone: bool,
 ) -> Tensor:  # fmt: skip
-    """A verification by the decode kernel, since the other one sums in another order."""
+    """A verification. ``alone``: by the decode kernel, token after token, since the other one sums in another order.
+    ``choose`` gives its shape for a number of programs."""
+    if not alone:
+        return launch_verify(inputs, weights, *states, state_slots, slots, g)
     num_seqs, num_tokens = slots.shape
+    shape = choose(num_seqs * g.num_k_heads)
     out = inputs.projected.new_empty(num_seqs * num_tokens, g.value_dim)
     for i in range(num_tokens):
         places = (slots[:, i - 1] if i else state_slots, slots[:, i])
@@ -70,22 +74,11 @@ def _token_by_token(
 
 @launches(gdn_verify, invariant={"alone": True})
 def gdn_verify_triton(
-    projected,
-    weights,
-    conv_state,
-    state,
-    state_slots,
-    slots,
-    geometry,
-    *,
-    alone: bool = False,
+    projected, weights, conv_state, state, state_slots, slots, geometry, *, alone: bool = False
 ) -> Tensor:
-    """``gdn_verify``; ``alone``: by ``_token_by_token``."""
-    inputs = Inputs(projected)
-    if not alone:
-        return launch_verify(inputs, weights, conv_state, state, state_slots, slots, geometry)
-    shape = choose_shape(slots.shape[0] * geometry.num_k_heads)
-    return _token_by_token(inputs, weights, (conv_state, state), state_slots, slots, geometry, shape)
+    """``gdn_verify``; ``alone``: see ``_verify``."""
+    states = (conv_state, state)
+    return _verify(Inputs(projected), weights, states, state_slots, slots, geometry, choose_shape, alone)
 
 
 @launches(kda_decode, invariant={"choose": choose_kda_shape})
@@ -122,21 +115,8 @@ def kda_decode_triton(
 
 @launches(kda_verify, invariant={"alone": True})
 def kda_verify_triton(
-    projected,
-    f,
-    gate,
-    weights,
-    conv_state,
-    state,
-    state_slots,
-    slots,
-    geometry,
-    *,
-    alone: bool = False,
+    projected, f, gate, weights, conv_state, state, state_slots, slots, geometry, *, alone: bool = False
 ) -> Tensor:
-    """``kda_verify``; ``alone``: by ``_token_by_token``."""
+    """``kda_verify``; ``alone``: see ``_verify``."""
     inputs, g = Inputs(projected, f, gate, geometry.gate_floor), as_delta_net(geometry)
-    if not alone:
-        return launch_verify(inputs, weights, conv_state, state, state_slots, slots, g)
-    shape = choose_kda_shape(slots.shape[0] * geometry.num_heads)
-    return _token_by_token(inputs, weights, (conv_state, state), state_slots, slots, g, shape)
+    return _verify(inputs, weights, (conv_state, state), state_slots, slots, g, choose_kda_shape, alone)
