@@ -99,7 +99,9 @@ def test_features(dtype: torch.dtype) -> None:
 def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
     """All prompts at once, in chunks that cut images, and then each again: the same tokens, no kernel compiled."""
     folder, reference = make_vision_checkpoint(arch, tmp_path)
-    reference, prompts = reference.double(), prompts_of(arch)
+    if arch != INKLING2:  # transformers routes its tokens in float32
+        reference = reference.double()
+    prompts = prompts_of(arch)
     engine = Engine(folder, device="cuda", dtype="float32", cuda_graph_mode=mode, max_model_len=200,
                     max_num_batched_tokens=16, max_num_seqs=4)  # fmt: skip
     with compiled_kernels() as compiled:

@@ -55,9 +55,9 @@ def table_of(device: torch.device) -> Tensor:
 
 
 def _from_table(rows: Tensor, last: Tensor) -> Tensor:
-    """What follows the token after position ``last [N]`` of ``rows [N]``."""
+    """What follows the token after position ``last [N]`` of ``rows [N]``; padding may have negative positions."""
     places = last[:, None] + torch.arange(2, 2 + NUM_DRAFTS, device=last.device)
-    return table_of(last.device).index_select(0, rows).gather(1, places.clamp(max=LONGEST - 1))
+    return table_of(last.device).index_select(0, rows).gather(1, places.clamp(0, LONGEST - 1))
 
 
 def _after_full_step(self: MtpDrafts, inputs: Any, hidden_states: Tensor, token_ids: Tensor, acceptance: Any) -> Tensor:
