@@ -76,7 +76,9 @@ def test_a_model_diverges_no_more_than_its_dtype(kind: str, tmp_path: Path) -> N
 def test_graphs_give_the_tokens_of_eager_steps(tmp_path: Path) -> None:
     """INT4 in an engine: prompts and decodes, with graphs and without."""
     folder = make_coded_checkpoint(NEXT, "int4 g128", tmp_path)
-    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 512, "num_kv_pages": 400}
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 512, "num_kv_pages": 400,
+    }  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     found = []
     for eager in (True, False):

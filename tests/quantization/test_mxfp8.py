@@ -79,11 +79,13 @@ def test_inkling2(saved: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_files_as_transformers_reads_them(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers, which dequantises on a CPU, computes the same of the same files."""
+    """transformers, which dequantises where there is no GPU, computes the same of the same files."""
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda *_: True)  # not on one device
     folder = make_coded_checkpoint(arch, "fp8 mx", tmp_path)
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = getattr(transformers, arch).from_pretrained(folder, dtype=torch.float32, **settings).eval()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        model = getattr(transformers, arch).from_pretrained(folder, dtype=torch.float32, **settings).eval()
     sequence = (harness := Harness(folder)).sequence(prompt(65))
     want = logits_of(model, sequence.tokens)
     torch.testing.assert_close(harness.run([(sequence, 65)])[0], want, rtol=1e-3, atol=1e-3)

@@ -114,7 +114,9 @@ def _decode(call: AttentionCall, query_len: int = 1) -> None:
     while begin < count:
         end = begin + max(1, _BLOCK_ELEMENTS // (lengths[begin] * token_size))
         rows = order[begin:end]
-        tokens = rows if query_len == 1 else (rows[:, None] * query_len + torch.arange(query_len)).flatten()
+        tokens = rows
+        if query_len > 1:
+            tokens = (rows[:, None] * query_len + torch.arange(query_len, device=rows.device)).flatten()
         pages, seq_lens = batch.page_table[rows], batch.seq_lens[rows, None]
         own = {name: x[tokens] for name in ("bias", "sinks") if (x := getattr(call, name)) is not None and x.dim() > 1}
         some = call._replace(q=call.q[tokens], **own)
