@@ -37,7 +37,8 @@ STEPS, PROMPT = 40, 512
 
 
 def step_ms(llm: LLM, batch_size: int) -> dict[str, Any]:
-    """Median milliseconds between two steps in which the whole batch got tokens, and how they ran."""
+    """Median milliseconds between two steps in which the whole batch got tokens, and how they ran. Calls that give no
+    result do not count: the step is still under way."""
     rng, vocab = random.Random(batch_size), llm.config.model_config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(PROMPT)] for _ in range(batch_size)]
     modes = dict(llm.stats().steps_by_mode)
@@ -46,9 +47,11 @@ def step_ms(llm: LLM, batch_size: int) -> dict[str, Any]:
         llm.add_request({"prompt_token_ids": prompt}, params)
     intervals: list[float] = []
     previous: float | None = None
-    for _ in range(STEPS + 40):
-        whole = len(llm.step()) == batch_size
-        now = time.perf_counter()
+    for _ in range(3 * STEPS + 40):
+        num_outputs = len(llm.step())
+        if not num_outputs:
+            continue
+        whole, now = num_outputs == batch_size, time.perf_counter()
         if whole and previous is not None:
             intervals.append(1e3 * (now - previous))
         previous = now if whole else None
