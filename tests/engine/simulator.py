@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,8 +16,14 @@ import torch
 
 def next_logits(model: Any, tokens: Sequence[int]) -> list[float]:
     """The reference's logits after ``tokens``."""
+    return list(_next_logits(model, tuple(tokens)))
+
+
+@lru_cache(maxsize=5000)
+def _next_logits(model: Any, tokens: tuple[int, ...]) -> list[float]:
+    """Options are compared on one prompt, so most prefixes come several times."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].tolist()
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].tolist()
 
 
 def log_probs(model: Any, tokens: Sequence[int]) -> torch.Tensor:

@@ -91,7 +91,7 @@ def test_equals_transformers_generate_with_its_end_of_text(arch: str, folder_of:
     assert min(len(output) for output in got) < 24
 
 
-@pytest.mark.parametrize(("seqs", "budget"), [(1, 1), (1, 64), (3, 3), (4, 5)])
+@pytest.mark.parametrize(("seqs", "budget"), unless_long([(1, 1), (4, 5)], [(1, 1), (1, 64), (3, 3), (4, 5)]))
 def test_the_smallest_budgets(folder: Path, llm: LLM, seqs: int, budget: int) -> None:
     prompts = [prompt(n, seed=4) for n in (1, 17, 3, 9, 2)]
     want = tokens(llm.generate(prompts, GREEDY, use_tqdm=False))
@@ -101,11 +101,12 @@ def test_the_smallest_budgets(folder: Path, llm: LLM, seqs: int, budget: int) ->
 
 @pytest.mark.parametrize("policy", ["fcfs", pytest.param("priority", marks=takes_long)])
 def test_a_cache_far_too_small_for_the_load(folder: Path, llm: LLM, policy: str) -> None:
-    prompts = [prompt(5 + 7 * i, seed=3) for i in range(12)]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    count, num_tokens = unless_long([(8, 24)], [(12, 40)])[0]
+    prompts = [prompt(5 + 7 * i, seed=3) for i in range(count)]
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     want = tokens(llm.generate(prompts, params, use_tqdm=False))
     with LLM(str(folder), page_size=8, num_kv_pages=20, max_num_seqs=8, schedule_policy=policy) as small:
-        outputs = small.generate(prompts, params, use_tqdm=False, priority=[i % 3 for i in range(12)])
+        outputs = small.generate(prompts, params, use_tqdm=False, priority=[i % 3 for i in range(count)])
         assert tokens(outputs) == want
         assert small.stats().num_preemptions > 0
         assert sum(o.metrics.num_preemptions for o in outputs) == small.stats().num_preemptions
@@ -124,7 +125,7 @@ def test_requests_are_served_in_order_of_arrival_also_after_a_preemption(folder:
     assert ended == sorted(ended)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", unless_long([0], range(3)))
 def test_fuzz_of_arrivals_and_aborts(cramped: LLM, llm: LLM, seed: int) -> None:
     """Random arrivals, lengths and aborts, checked after every step; whoever ends gives what it gives alone."""
     rng = random.Random(seed)

@@ -30,6 +30,7 @@ from tests.media import (
     make_vision_checkpoint,
     reference_logits,
 )
+from tests.whole import unless_long
 from weft.errors import ConfigError
 from weft.forward_context import get_forward_context
 from weft.multimodal.items import pixel_bytes
@@ -98,8 +99,13 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
                                   "encoder_cuda_graph_patches": (8, 25)}),
 }
 
+QUICK = ("chunks that cut images", "one image at a time", "full graphs", "pieces", "hybrid, chunks, overlap",
+         "hybrid, graphs", "indexed, graphs", "GLM, full graphs", "Inkling 2, graphs",
+         "Inkling, chunks, overlap")  # fmt: skip
+"""The ways that ``make test`` runs: every family, and every kind of step."""
 
-@pytest.mark.parametrize("way", WAYS)
+
+@pytest.mark.parametrize("way", unless_long(QUICK, WAYS))
 def test_batches_of_text_and_images(way: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
     """With sums left to the norms that follow, as on a GPU."""
     left = leave_parts(monkeypatch)
@@ -131,7 +137,7 @@ def assert_encoder_graphs(engine: Engine) -> None:
 def test_every_prompt_position(arch: str, made: Callable[[str], Made]) -> None:
     """Chunk borders everywhere in turn: logits within 1e-4 at every position, and far into the answer."""
     prompt, reference = prompts_of(arch)[3], made(arch)[1]
-    for budget in (4, 5):
+    for budget in unless_long([5], [4, 5]):
         engine = engine_of(made(arch), max_num_batched_tokens=budget, max_num_seqs=1)
         (request,) = engine.run(prompt, max_tokens=12, logprobs=ALL, prompt_logprobs=0)
         check(reference, [prompt], [request])
@@ -142,7 +148,7 @@ def test_every_prompt_position(arch: str, made: Callable[[str], Made]) -> None:
             assert abs(want[position, token].item() - entry.logprobs[entry.token_ids.index(token)]) < 1e-4
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID, INDEXED, GLM, INKLING2])
+@pytest.mark.parametrize("arch", unless_long([VL, INKLING2], [VL, HYBRID, INDEXED, GLM, INKLING2]))
 def test_preempted_requests_go_on(arch: str, made: Callable[[str], Made]) -> None:
     settings = {"num_kv_pages": 24, "page_size": 4, "max_num_seqs": 4, "enable_overlap": True}
     sizes = {"encoder_cache_size": 24, "max_num_encoder_input_tokens": 16, "max_num_batched_tokens": 12}
@@ -153,7 +159,7 @@ def test_preempted_requests_go_on(arch: str, made: Callable[[str], Made]) -> Non
     check(made(arch)[1], prompts, requests)
 
 
-@pytest.mark.parametrize("arch", [VL, HYBRID_MOE, INDEXED, GLM, INKLING2, INKLING])
+@pytest.mark.parametrize("arch", unless_long([VL, HYBRID_MOE], [VL, HYBRID_MOE, INDEXED, GLM, INKLING2, INKLING]))
 def test_the_prefix_cache_knows_images(arch: str, made: Callable[[str], Made]) -> None:
     """Equal text with another image of the same size never hits beyond it; the same image does, at any token."""
     reference, engine = made(arch)[1], engine_of(made(arch))
@@ -274,7 +280,7 @@ def test_a_request_that_has_ended_keeps_no_pixels(made: Callable[[str], Made]) -
     assert not engine.core._executor._runner.steps.rows.rope_positions  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("arch", [HYBRID, INDEXED])
+@pytest.mark.parametrize("arch", unless_long([HYBRID], [HYBRID, INDEXED]))
 def test_random_conversations_with_few_images(arch: str, made: Callable[[str], Made]) -> None:
     """Branching prompts over three images, several at a time, in small pools: cached or not, the same tokens."""
     rng, engine = random.Random(1), engine_of(

@@ -16,6 +16,7 @@ from tests.engine import simulator
 from tests.engine.conftest import HYBRID, assert_idle
 from tests.tiny import make_checkpoint, make_model
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
+from tests.whole import RUNS_LONG
 from weft.engine.llm import LLM
 from weft.sampling_params import SamplingParams
 
@@ -120,12 +121,17 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all_whoever_is_in_the_batch(small: 
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_company(llm: LLM, cramped: LLM) -> None:
-    prompts = [list(range(3 + i, 40 + 3 * i)) for i in range(8)]
+    count, num_tokens = (8, 30) if RUNS_LONG else (6, 20)
+    prompts = [list(range(3 + i, 40 + 3 * i)) for i in range(count)]
     params = [
         options(
-            temperature=0.9, seed=100 + i, max_tokens=30, top_p=(1.0, 0.8)[i % 2], frequency_penalty=(0.0, 0.5)[i // 4]
+            temperature=0.9,
+            seed=100 + i,
+            max_tokens=num_tokens,
+            top_p=(1.0, 0.8)[i % 2],
+            frequency_penalty=(0.0, 0.5)[i // 4],
         )
-        for i in range(8)
+        for i in range(count)
     ]
     alone = [run(llm, p, q)[0] for p, q in zip(prompts, params, strict=True)]
     assert run(llm, prompts, params) == alone
@@ -133,7 +139,7 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(llm: LLM, cramped: L
     before = cramped.stats().num_preemptions
     assert run(cramped, prompts, params) == alone
     assert cramped.stats().num_preemptions > before
-    assert len({tuple(output) for output in alone}) == 8
+    assert len({tuple(output) for output in alone}) == count
 
 
 def test_samples_of_one_prompt_differ_and_the_first_is_that_of_n_1(llm: LLM) -> None:
@@ -205,15 +211,17 @@ def test_edits_of_the_logits_equal_a_plain_computation(llm: LLM, reference: Any,
 def test_edits_keep_to_their_row(llm: LLM, reference: Any) -> None:
     edits = [({}, {}), *EDITS.values(), ({}, {})]
     prompts = [[(7 * i + row) % VOCAB_SIZE for i in range(30)] for row in range(len(edits))]
-    want = [simulator.greedy(reference, p, 16, **plain) for p, (_, plain) in zip(prompts, edits, strict=True)]
-    assert run(llm, prompts, [options(max_tokens=16, **fields) for fields, _ in edits]) == want
+    count = 16 if RUNS_LONG else 8
+    want = [simulator.greedy(reference, p, count, **plain) for p, (_, plain) in zip(prompts, edits, strict=True)]
+    assert run(llm, prompts, [options(max_tokens=count, **fields) for fields, _ in edits]) == want
 
 
 def test_histories_survive_preemption(llm: LLM, cramped: LLM) -> None:
     """A request that was thrown out goes on with the counts and recent tokens that it had."""
     edits = [fields for fields, _ in EDITS.values()] + [{"bad_words": ["ab", "fd", "c"], "allowed_token_ids": LETTERS}]
-    prompts = [[(7 * i + row) % VOCAB_SIZE for i in range(30)] for row in range(2 * len(edits))]
-    params = [options(max_tokens=48, **fields) for fields in edits * 2]
+    edits *= 2 if RUNS_LONG else 1
+    prompts = [[(7 * i + row) % VOCAB_SIZE for i in range(30)] for row in range(len(edits))]
+    params = [options(max_tokens=48, **fields) for fields in edits]
     want = run(llm, prompts, params)
     outputs = cramped.generate(prompts, params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == want

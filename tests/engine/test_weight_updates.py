@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.media import VL, Engine, Prompt, make_vision_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
-from tests.whole import takes_long, unless_long
+from tests.whole import RUNS_LONG, covering, takes_long, unless_long
 from tests.x_matrix import runner_of
 from weft import LLM, RequestOutput, SamplingParams
 from weft.errors import ConfigError, EngineDeadError, UnavailableError, WeightsError
@@ -168,9 +169,11 @@ def test_answers_are_those_of_a_fresh_engine(case: str, tmp_path: Path) -> None:
         assert answers(llm) == want
         assert llm.update_weights_from_path(old) == 2
         assert answers(llm) == before
-        assert llm.update_weights(iter(tensors_of(new, 1).items())) == 3
-        assert answers(llm) == want
-        assert num_replayed(llm) >= 4 * replayed and (replayed > 0) == ("cuda_graph_mode" in settings)
+        if RUNS_LONG or case == "bf16":
+            assert llm.update_weights(iter(tensors_of(new, 1).items())) == 3
+            assert answers(llm) == want
+        assert (replayed > 0) == ("cuda_graph_mode" in settings)
+        assert num_replayed(llm) >= (4 if RUNS_LONG else 3) * replayed
         llm._core.scheduler.check()
 
 
@@ -282,8 +285,11 @@ def test_mode_abort_ends_requests_with_what_they_have(pair: tuple[Path, Path], l
     assert len(done[ids[0]].outputs[0].token_ids) >= 3 and not done[ids[-1]].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("settings", [{}, FULL, {"tensor_parallel_size": 2}, {"kv_offloading_size": 0.05}],
-                         ids=["plain", "full", "ranks", "tier"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param(FULL, marks=takes_long), {"tensor_parallel_size": 2}, {"kv_offloading_size": 0.05}],
+    ids=["plain", "full", "ranks", "tier"],
+)
 def test_mode_keep_goes_on_with_the_new_weights(pair: tuple[Path, Path], settings: dict[str, Any]) -> None:
     """The tokens after the update are those that the new weights give to the prompt and the tokens before it."""
     with engine(pair[0], **settings) as llm:
@@ -316,12 +322,15 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["known", "streamed"])
 @pytest.mark.parametrize(
-    ("bad", "tp"),
-    [*((bad, 1) for bad in BAD), pytest.param("unknown", 2, marks=takes_long), ("no pair", 2)],
-)
-def test_bad_tensors_leave_the_old_weights(bad: str, tp: int, streamed: bool, pair: tuple[Path, Path]) -> None:
+    ("bad", "streamed", "tp"),
+    [
+        *((bad, streamed, 1) for bad, streamed in covering(BAD, [False, True], of=1)),
+        *((bad, streamed, 2) for bad, streamed in unless_long(
+            [("no pair", True)], product(["unknown", "no pair"], [False, True]))),
+    ],
+)  # fmt: skip
+def test_bad_tensors_leave_the_old_weights(bad: str, streamed: bool, tp: int, pair: tuple[Path, Path]) -> None:
     change, message = BAD[bad]
     given = change(tensors_of(pair[1]))
     items = list(given.items()) if isinstance(given, dict) else given
