@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, wait_until
 
 if TYPE_CHECKING:
     from selenium.webdriver.remote.webdriver import WebDriver
@@ -34,6 +34,23 @@ def mini() -> Iterator[RunningServer]:
     )
     try:
         yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def open_mini() -> Iterator[RunningServer]:
+    """The bundled model, for everybody. It ends here and in no test: the order of tests is the runner's to choose."""
+    running = RunningServer("--cpu-cache-gib", "0.1", "--max-num-seqs", "16", module="weft")
+    try:
+        yield running.wait_ready()
+
+        def is_idle() -> bool:  # a client has its last byte a moment before the server has forgotten the request
+            load = running.client.get("/load").json()
+            return (load["server_load"], load["num_running"], load["num_waiting"]) == (0, 0, 0)
+
+        wait_until(is_idle, 30)
+        assert running.stop() == 0, "".join(running.log[-20:])
     finally:
         running.close()
 

@@ -54,7 +54,7 @@ class RunningServer:
                 self._urls.put(found.group(1))
 
     def wait_ready(self) -> RunningServer:
-        wait_until(lambda: self.client.get("/ready").status_code == 200, START_LIMIT_S)
+        wait_until(lambda: self.client.get("/ready").status_code == 200, START_LIMIT_S, pause_s=0.05)
         return self
 
     @property
@@ -97,12 +97,13 @@ def chat_body(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-def wait_until(condition: Any, limit_s: float) -> float:
-    """Poll until ``condition()`` holds. Returns the seconds it took. ``limit_s``: on an idle machine."""
+def wait_until(condition: Any, limit_s: float, *, pause_s: float = 0.01) -> float:
+    """Ask every ``pause_s`` whether ``condition()`` holds. Returns the seconds it took. ``limit_s``: if nothing else
+    runs."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < stretched(limit_s), f"not within {limit_s} s, or as much longer as is fair"
-        time.sleep(0.01)
+        time.sleep(pause_s)
     return time.monotonic() - start
 
 

@@ -40,7 +40,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def server(folders: list[Path]) -> Iterator[RunningServer]:
     flags = ["--model", str(folders[0]), "--enable-admin-api", "--admin-key", "admin", "--enable-sleep-mode",
-             "--max-num-seqs", "4", "--cpu-cache-gib", "0.05", "--device", "cpu", "--api-key", "caller"]  # fmt: skip
+             "--max-num-seqs", "4", "--cpu-cache-gib", "0.05", "--device", "cpu", "--api-key", "caller",
+             "--restart-engine"]  # fmt: skip
     running = RunningServer(*flags, module="weft")
     try:
         running.client.headers.update(KEY)
@@ -98,33 +99,6 @@ def test_update_and_sleep(server: RunningServer, folders: list[Path]) -> None:
     assert lost.status_code == 503 and "update all of them" in lost.json()["error"]["message"]
     post(server, "/update_weights_from_disk", json={"model_path": str(folders[0])})
     assert token_ids(server) == old
-
-
-@pytest.mark.parametrize("api_processes", ["1", pytest.param("2", marks=takes_long)])
-def test_a_restarted_engine_serves_no_old_weights(api_processes: str, folders: list[Path]) -> None:
-    flags = ["--model", str(folders[0]), "--enable-admin-api", "--admin-key", "admin", "--restart-engine",
-             "--api-server-count", api_processes, "--max-num-seqs", "4", "--cpu-cache-gib", "0.05",
-             "--device", "cpu"]  # fmt: skip
-    running = RunningServer(*flags, module="weft")
-    try:
-        running.client.headers.update(KEY)
-        server = running.wait_ready()
-        old = token_ids(server)
-        post(server, "/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": 6})
-        new = token_ids(server)
-        assert old != new
-        for version in range(7, 7 + int(api_processes)):
-            os.kill(server.engine_pid, signal.SIGKILL)
-            wait_until(lambda: server.client.get("/ready").status_code == 503, GUARD_S)
-            wait_until(lambda: server.client.get("/ready").status_code == 200, GUARD_S)
-            for response in (complete(server), complete(server)):
-                assert response.status_code == 503 and int(response.headers["Retry-After"]) > 0
-                refusal = response.json()["error"]["message"]
-                assert f"weights of version {version - 1} are expected; update all of them" in refusal
-            found = post(server, "/update_weights_from_disk", json={"model_path": str(folders[1])})
-            assert found["weight_version"] == version and token_ids(server) == new
-    finally:
-        running.close()
 
 
 def test_pause_and_resume(server: RunningServer) -> None:
@@ -294,3 +268,34 @@ def test_without_the_setting(folders: list[Path], capsys: pytest.CaptureFixture[
         assert running.wait_ready().client.post("/sleep").status_code == 404
     finally:
         running.close()
+
+
+def test_a_restarted_engine_serves_no_old_weights(server: RunningServer, folders: list[Path]) -> None:
+    """The last test of the shared server: its weights are then others."""
+    check_restarts(server, folders, count=1)
+
+
+@takes_long
+def test_a_restarted_engine_of_two_api_processes(folders: list[Path]) -> None:
+    running = start(folders[0], "--restart-engine", "--api-server-count", "2", "--cpu-cache-gib", "0.05")
+    try:
+        check_restarts(running.wait_ready(), folders, count=2)
+    finally:
+        running.close()
+
+
+def check_restarts(server: RunningServer, folders: list[Path], count: int) -> None:
+    old = token_ids(server)
+    post(server, "/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": 6})
+    new = token_ids(server)
+    assert old != new
+    for version in range(7, 7 + count):
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda: server.client.get("/ready").status_code == 503, GUARD_S)
+        wait_until(lambda: server.client.get("/ready").status_code == 200, GUARD_S)
+        for response in (complete(server), complete(server)):
+            assert response.status_code == 503 and int(response.headers["Retry-After"]) > 0
+            refusal = response.json()["error"]["message"]
+            assert f"weights of version {version - 1} are expected; update all of them" in refusal
+        found = post(server, "/update_weights_from_disk", json={"model_path": str(folders[1])})
+        assert found["weight_version"] == version and token_ids(server) == new

@@ -80,7 +80,7 @@ class Call(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(httpx.TransportError):
-            response = httpx.post(self._ask[0], json=self._ask[1], timeout=GUARD_S)
+            response = httpx.post(self._ask[0], json=self._ask[1], timeout=GUARD_S, verify=False)
             self.status, self.answer = response.status_code, response.json()
 
 
@@ -96,7 +96,7 @@ def load(server: RunningServer) -> int:
 
 def get(server: RunningServer, path: str) -> httpx.Response:
     """Over a new connection, so by whichever process."""
-    return httpx.get(server.url + path, timeout=GUARD_S)
+    return httpx.get(server.url + path, timeout=GUARD_S, verify=False)  # loading certificates takes 20 ms
 
 
 def value(server: RunningServer, name: str) -> float:

@@ -69,18 +69,6 @@ class Reader(threading.Thread):
         return json.loads(self.lines[-2].removeprefix("data: "))["error"]
 
 
-def test_a_killed_engine_ends_streams_and_server(start: Start) -> None:
-    server = start()
-    readers = [Reader(server) for _ in range(3)]
-    killed = time.monotonic()
-    os.kill(server.engine_pid, signal.SIGKILL)
-    for reader in readers:
-        assert reader.error()["type"] == "server_error"
-        assert reader.ended_at - killed < stretched(1.0)
-    assert server.process.wait(GUARD_S) == 1
-    assert any("signal 9" in line for line in server.log)
-
-
 def test_restart_engine(start: Start) -> None:
     server = start("--restart-engine")
     first = server.engine_pid
@@ -135,13 +123,6 @@ def test_a_frozen_engine_takes_no_calls_and_then_goes_on(start: Start) -> None:
     wait_until(lambda: server.client.get("/load").json()["server_load"] == 1, 5.0)
 
 
-def test_a_killed_server_leaves_no_child(start: Start) -> None:
-    server = start()
-    pid = server.engine_pid
-    server.process.kill()
-    wait_until(lambda: not is_alive(pid), 3.0)
-
-
 def test_sigterm_lets_open_requests_finish(start: Start) -> None:
     server = start()
     answers: list[httpx.Response] = []
@@ -187,7 +168,7 @@ def test_callers_that_leave_are_aborted(server: RunningServer) -> None:
     wait_until(lambda: server.client.get("/load").json()["num_running"] == 0, 2)
 
 
-def test_over_the_queue_is_429_at_once(start: Start) -> None:
+def test_over_the_queue_is_429_at_once_and_a_killed_engine_ends_streams_and_server(start: Start) -> None:
     server = start("--max-queue-size", "1")
     readers = [Reader(server) for _ in range(9)]
     began = time.monotonic()
@@ -195,9 +176,13 @@ def test_over_the_queue_is_429_at_once(start: Start) -> None:
     assert time.monotonic() - began < stretched(0.5)
     assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
     assert refused.json()["error"]["type"] == "rate_limit_error"
+    killed = time.monotonic()
     os.kill(server.engine_pid, signal.SIGKILL)
     for reader in readers:
-        reader.join(GUARD_S)
+        assert reader.error()["type"] == "server_error"
+        assert reader.ended_at - killed < stretched(1.0)
+    assert server.process.wait(GUARD_S) == 1
+    assert any("signal 9" in line for line in server.log)
 
 
 @takes_long
@@ -211,7 +196,7 @@ def test_a_request_that_takes_too_long(start: Start) -> None:
     wait_until(lambda: server.client.get("/load").json()["server_load"] == 0, 2)
 
 
-def test_keys(start: Start) -> None:
+def test_keys_and_a_killed_server_leaves_no_child(start: Start) -> None:
     server = start("--api-key", "first", "--strict", WEFT_API_KEY="second")
     post = server.client.post
     for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer wrong"}, {"x-api-key": "firs"}):
@@ -222,6 +207,9 @@ def test_keys(start: Start) -> None:
         assert post("/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 200
     strict = post("/v1/completions", json={"prompt": "x", "odd": 1}, headers={"x-api-key": "first"})
     assert strict.status_code == 400 and strict.json()["error"]["param"] == "odd"
+    pid = server.engine_pid
+    server.process.kill()
+    wait_until(lambda: not is_alive(pid), 3.0)
 
 
 @takes_long

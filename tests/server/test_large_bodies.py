@@ -15,6 +15,7 @@ import pytest
 
 from tests.patience import GUARD_S, stretched
 from tests.server.running import RunningServer
+from tests.whole import RUNS_LONG
 from weft.config import resolve
 from weft.engine.chat_prompts import ChatPrompts
 from weft.errors import RequestError
@@ -33,6 +34,8 @@ CONTEXT = 200_000
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CHAT = "/v1/chat/completions"
 LONG = "word and, more 'words' \n" * 16_000
+MANY = 20 if RUNS_LONG else 8
+"""Times that the largest bodies hold it: they take seconds to read."""
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +176,8 @@ def test_large_bodies_of_every_path(server: RunningServer) -> None:
         (CHAT, {"messages": [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(200_000)]}, 1, 400),
         (CHAT, {"messages": user("x"), "tools": [TOOL] * 60_000}, 1, 400),
         ("/v1/completions", {"prompt": list(range(100, 1100)) * 1500}, 1, 400),
-        ("/tokenize", {"prompt": LONG * 20}, 1, 200),
-        (CHAT, {"messages": user(LONG * 20)}, 4, 400),
+        ("/tokenize", {"prompt": LONG * MANY}, 1, 200),
+        (CHAT, {"messages": user(LONG * MANY)}, 4 if RUNS_LONG else 2, 400),
     ],
     ids=["messages", "tools", "ids", "tokenize", "prompts"],
 )

@@ -11,7 +11,7 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.patience import GUARD_S
-from tests.server.running import RunningServer, wait_until
+from tests.server.running import RunningServer
 
 SCHEMA = {
     "type": "object",
@@ -26,26 +26,9 @@ QUESTION = "What is 12 + 30?"
 CORRUPTED = "vllm:corrupted_requests_total"
 
 
-@pytest.fixture(scope="module")
-def mini() -> Iterator[RunningServer]:
-    """The module's server. It ends here and in no test: the order of tests is the runner's to choose."""
-    running = RunningServer("--cpu-cache-gib", "0.1", "--max-num-seqs", "16", module="weft")
-    try:
-        yield running.wait_ready()
-
-        def is_idle() -> bool:  # a client has its last byte a moment before the server has forgotten the request
-            load = running.client.get("/load").json()
-            return (load["server_load"], load["num_running"], load["num_waiting"]) == (0, 0, 0)
-
-        wait_until(is_idle, 30)
-        assert running.stop() == 0, "".join(running.log[-20:])
-    finally:
-        running.close()
-
-
 @pytest.fixture
-def client(mini: RunningServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{mini.url}/v1", api_key="none", max_retries=0, timeout=GUARD_S) as client:
+def client(open_mini: RunningServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{open_mini.url}/v1", api_key="none", max_retries=0, timeout=GUARD_S) as client:
         yield client
 
 
@@ -98,11 +81,11 @@ def test_it_answers_and_the_second_time_from_the_cache(client: OpenAI) -> None:
     assert streamed == first.choices[0].message.content
 
 
-def test_many_at_once(mini: RunningServer) -> None:
+def test_many_at_once(open_mini: RunningServer) -> None:
     import asyncio
 
     async def main() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{mini.url}/v1", api_key="none", timeout=GUARD_S) as client:
+        async with AsyncOpenAI(base_url=f"{open_mini.url}/v1", api_key="none", timeout=GUARD_S) as client:
             calls = [
                 client.completions.create(model="weft-mini", prompt=f"{i} + 1 =", max_tokens=8, temperature=0)
                 for i in range(40)
@@ -111,7 +94,7 @@ def test_many_at_once(mini: RunningServer) -> None:
 
     together = asyncio.run(main())
     body = {"prompt": "7 + 1 =", "max_tokens": 8, "temperature": 0}
-    assert mini.client.post("/v1/completions", json=body).json()["choices"][0]["text"] == together[7]
+    assert open_mini.client.post("/v1/completions", json=body).json()["choices"][0]["text"] == together[7]
 
 
 @pytest.mark.parametrize(
@@ -128,11 +111,11 @@ def test_json_schema(client: OpenAI, fields: dict[str, Any], temperature: float)
     assert isinstance(value["answer"], int) and isinstance(value["sure"], bool) and len(value) == 2
 
 
-def test_schemas_of_other_protocols(mini: RunningServer, client: OpenAI) -> None:
+def test_schemas_of_other_protocols(open_mini: RunningServer, client: OpenAI) -> None:
     from tests.server.claude_code import HEADERS, PATH, title_call
 
     body = title_call() | {"stream": False, "temperature": 0, "max_tokens": 60}
-    message = mini.client.post(PATH, json=body, headers=HEADERS).json()
+    message = open_mini.client.post(PATH, json=body, headers=HEADERS).json()
     if message["stop_reason"] == "end_turn":
         assert set(json.loads(message["content"][0]["text"])) == {"title"}
     assert message["content"][0]["text"].lstrip().startswith("{")
@@ -155,14 +138,16 @@ def test_other_constraints(client: OpenAI) -> None:
         assert isinstance(json.loads(whole.choices[0].message.content), dict)
 
 
-def test_options_that_leave_no_token(client: OpenAI, mini: RunningServer) -> None:
+def test_options_that_leave_no_token(client: OpenAI, open_mini: RunningServer) -> None:
     fields = {"structured_outputs": {"choice": ["a"]}, "bad_words": ["a"]}
     message = "after 0 generated tokens, the structured output and bad_words leave no token"
     with pytest.raises(BadRequestError, match=message):
         ask(client, extra_body=fields)
     with pytest.raises(APIError, match=message):
         list(ask(client, extra_body=fields, stream=True))
-    (broken,) = (line for line in mini.client.get("/metrics").text.splitlines() if line.startswith(f"{CORRUPTED}{{"))
+    (broken,) = (
+        line for line in open_mini.client.get("/metrics").text.splitlines() if line.startswith(f"{CORRUPTED}{{")
+    )
     assert broken.endswith(" 0.0"), "neither the model nor its step broke"
 
 

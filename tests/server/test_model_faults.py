@@ -18,7 +18,7 @@ def mini() -> Iterator[RunningServer]:
 
 
 def test_callers_that_leave_at_every_stage(mini: RunningServer) -> None:
-    faults.aborts(mini, 100 if RUNS_LONG else 50)
+    faults.aborts(mini, 100 if RUNS_LONG else 30)
 
 
 def test_an_engine_that_stands_still_goes_on_afterwards(mini: RunningServer) -> None:
@@ -29,7 +29,7 @@ def test_memory_is_flat(mini: RunningServer, server: RunningServer) -> None:
     """The engine's and its server's. Long tests send many more requests to a server whose engine costs nothing."""
     if RUNS_LONG:
         faults.steady_memory(server, 1200, is_model=False)
-    faults.steady_memory(mini, 300 if RUNS_LONG else 180)
+    faults.steady_memory(mini, 300 if RUNS_LONG else 90)
 
 
 def test_a_killed_engine_is_replaced(mini: RunningServer) -> None:

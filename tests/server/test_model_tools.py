@@ -49,14 +49,9 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[OpenAI]:
-    running = RunningServer("--cpu-cache-gib", "0.1", "--max-num-seqs", "16", module="weft")
-    try:
-        running.wait_ready()
-        with OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=GUARD_S) as client:
-            yield client
-    finally:
-        running.close()
+def client(open_mini: RunningServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{open_mini.url}/v1", api_key="none", max_retries=0, timeout=GUARD_S) as client:
+        yield client
 
 
 def ask(client: OpenAI, messages: list[dict[str, Any]], **fields: Any) -> Any:
