@@ -55,7 +55,7 @@ fuzz-engine: $(INSTALLED)
 fuzz-options: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_options
 
-# Random traffic with images and videos at as many engines as IMAGES says, against transformers (half a minute).
+# Random traffic with images and videos at as many engines as IMAGES says, against transformers (two minutes).
 fuzz-images: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_images --count $(IMAGES) --seconds 900
 

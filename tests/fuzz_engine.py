@@ -154,13 +154,13 @@ class Episode:
 
     def _poison(self, step: SchedulerOutput) -> None:
         """What nobody owns is NaN when a step runs, however late that is."""
-        manager = self.llm._core.manager
+        manager, runner = self.llm._core.manager, self.llm._core._executor._runner  # type: ignore[attr-defined]
         pages, slots = torch.tensor([0, *manager.pages._free]), torch.tensor([0, *manager.slots._free])
-        for cache in self.llm._core._executor._runner.caches.values():  # type: ignore[attr-defined]
-            unowned = pages if "k" in cache else slots
-            for tensor in cache.values():
-                with torch.inference_mode():
-                    tensor.index_fill_(0, unowned, float("nan"))
+        for name, spec in runner.spec.layers.items():
+            for tensors, unowned in ((spec.paged, pages), (spec.states, slots)):
+                for tensor in tensors:
+                    with torch.inference_mode():
+                        runner.caches[name][tensor.name].index_fill_(0, unowned, float("nan"))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 

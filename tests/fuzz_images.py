@@ -13,31 +13,49 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from tests import fuzz_engine
 from tests.fuzz_engine import Sent
-from tests.media import HYBRID, VL, VL_MOE, overrides, reference_logits
-from tests.pictures import TOP, picture, save_processor
+from tests.media import GLM, HYBRID, IMAGES_ALONE, INDEXED, INKLING, INKLING2, VL, VL_MOE, overrides, reference_logits
+from tests.pictures import (
+    GLM_TOP,
+    INKLING_TOP,
+    TOP,
+    picture,
+    save_glm_processor,
+    save_inkling2_processor,
+    save_inkling_processor,
+    save_processor,
+)
 from tests.speculation.conftest import make_repeating_checkpoint
 from tests.tiny import make_checkpoint
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
+from weft import SamplingParams
 from weft.errors import RequestError
 from weft.multimodal.items import MediaItem
 from weft.request import Request
 
 REPEATING = f"{HYBRID} that repeats itself"
-MODELS = (VL, VL_MOE, HYBRID, REPEATING)
-IMAGE, VIDEO, PLAIN = TOP["image_token_id"], TOP["video_token_id"], 7
-"""The two placeholders, and a token that is embedded like them: what the model samples may be any of these."""
+MODELS = (VL, VL_MOE, HYBRID, REPEATING, INDEXED, GLM, INKLING, INKLING2)
+_PROCESSORS: dict[str, tuple[dict[str, int], Callable[[Path], None]]] = {
+    GLM: (GLM_TOP, save_glm_processor),
+    INKLING: (INKLING_TOP, partial(save_inkling_processor, rescale_image_max_upscaled_long_edge=24)),
+    INKLING2: (INKLING_TOP, save_inkling2_processor),
+}
+SPECIAL, PLAIN = range(3, 9), 9
+"""Tokens around and in place of pictures, and a token that is embedded like the placeholders. The model may sample any
+of these."""
 
 
 @dataclass(frozen=True)
@@ -76,32 +94,51 @@ class Tokens(list[int]):
 
 def _texts(tokens: Iterable[int]) -> list[int]:
     """Tokens of a text, which has no placeholders."""
-    return [PLAIN if token in TOP.values() else token for token in tokens]
+    return [PLAIN if token in SPECIAL else token for token in tokens]
 
 
 class Reference:
-    """transformers' model of one architecture, and the folder that Weft loads it from."""
+    """transformers' model of one architecture, and the folder that Weft loads it from.
+
+    ``placeholders``: of images, and of videos if the model reads them. ``are_silent``: they must not be sampled, since
+    the token in their place would have other n-grams.
+    """
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.has_head, self.folder = name == REPEATING, folder
-        keys: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
-        if self.has_head:
-            make_repeating_checkpoint(HYBRID, folder, head=True, **overrides(HYBRID) | {"top": TOP} | keys)
-        else:
-            make_checkpoint(name, folder, **overrides(name) | {"top": TOP} | keys)
-        save_processor(folder)
+        self.has_head, self.folder, self.are_silent = name == REPEATING, folder, name == INDEXED
+        self.arch = HYBRID if self.has_head else name
+        top, save = _PROCESSORS.get(name, (TOP, save_processor))
+        self.placeholders = [top[f"{kind}_token_id"] for kind in ("image", "video") if f"{kind}_token_id" in top]
+        own = overrides(self.arch)
+        keys = own | {"top": own["top"] | top, "vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
+        if name == INKLING2:
+            keys["unpadded_vocab_size"] = VOCAB_SIZE
+        keys.pop("silent", None)
+        make = partial(make_repeating_checkpoint, head=True) if self.has_head else make_checkpoint
+        make(self.arch, folder, **keys)
+        save(folder)
         tensors = load_file(folder / "model.safetensors")
         for key in tensors:
-            if key.endswith("embed_tokens.weight"):
-                tensors[key][[IMAGE, VIDEO]] = tensors[key][PLAIN].clone()
+            if key.endswith(("embed_tokens.weight", "llm.embed.weight")):
+                tensors[key][self.placeholders] = tensors[key][PLAIN].clone()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def ids(self, part: Part) -> list[int]:
+        """The tokens of a part of a prompt. GLM-5.3 knows the frames of a video by the tokens around them."""
+        if isinstance(part, int):
+            return [part]
+        if not part.num_frames:
+            return self.placeholders[:1]
+        video = self.placeholders[1:]
+        around = GLM_TOP["video_start_token_id"], GLM_TOP["video_end_token_id"]
+        return [around[0], *video, around[1]] if self.arch == GLM else video
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """``[len(tokens), V]``: after each token of ``Tokens``."""
         media = tokens.media if isinstance(tokens, Tokens) else []
         places = {i for item in media for start, n in item.placeholders for i in range(start, start + n)}
-        ids = [PLAIN if t in (IMAGE, VIDEO) and i not in places else t for i, t in enumerate(tokens)]
+        ids = [PLAIN if t in self.placeholders and i not in places else t for i, t in enumerate(tokens)]
         return reference_logits(self._model, ids, media).float()
 
 
@@ -130,20 +167,33 @@ class Episode(fuzz_engine.Episode):
 
     def _settings(self) -> dict[str, Any]:
         rng, settings = self.rng, super()._settings()
-        step = rng.choice([6, 16, 40])
+        step, arch = rng.choice([6, 16, 40]), self._reference.arch
+        if arch in (INDEXED, GLM) and settings["page_size"] == 1:  # four tokens have one pooled key
+            settings["page_size"], settings["num_kv_pages"] = 4, 1 + -(-(settings["num_kv_pages"] - 1) // 4)
         settings["max_num_encoder_input_tokens"] = step
         settings["encoder_cache_size"] = step + rng.choice([0, 1, step // 2, 3 * step])
         if settings["cuda_graph_mode"] != "NONE":
-            settings["encoder_cuda_graph_patches"] = rng.choice([[0], [4 * step], [8, 4 * step]])
-        sides = [8, 16, 24, 32, 40]
+            most = step if arch == INKLING else 4 * step
+            settings["encoder_cuda_graph_patches"] = rng.choice([[0], [most], [8, most]])
+        sides, lengths = [8, 16, 24, 32, 40], [0] if arch in IMAGES_ALONE else [0, 0, 0, 1, 2, 3]
         self.pictures = [
-            Picture(rng.choice(sides), rng.choice(sides), rng.randrange(2), rng.choice([0, 0, 0, 1, 2, 3]))
-            for _ in range(5)
+            Picture(rng.choice(sides), rng.choice(sides), rng.randrange(2), rng.choice(lengths)) for _ in range(5)
         ]
         return settings
 
+    @property
+    def _reference(self) -> Reference:
+        return cast(Reference, self.reference)
+
+    def _params(self, tokens: list[int]) -> SamplingParams:
+        params = super()._params(tokens)
+        if self._reference.are_silent and params.structured_outputs is None:
+            never = dict.fromkeys(self._reference.placeholders, -100.0)
+            params = replace(params, logit_bias=(params.logit_bias or {}) | never)
+        return params
+
     def _mostly_right(self) -> Any:
-        return ByModel(cast(Reference, self.reference), self.rng)
+        return ByModel(self._reference, self.rng)
 
     def _send(self) -> None:
         rng, name = self.rng, f"r{len(self.sent)}"
@@ -169,7 +219,7 @@ class Episode(fuzz_engine.Episode):
         """A prompt of as many of these parts as fit, and its tokens."""
         while True:
             shown = [part for part in parts if isinstance(part, Picture)]
-            ids = [part if isinstance(part, int) else VIDEO if part.num_frames else IMAGE for part in parts]
+            ids = [token for part in parts for token in self._reference.ids(part)]
             media = {"image": [p.source() for p in shown if not p.num_frames]}
             media["video"] = [p.source() for p in shown if p.num_frames]
             prompt: dict[str, Any] = {"prompt_token_ids": ids}

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,6 @@ from tests.tiny import make_checkpoint
 from tests.tiny_tokenizer import VOCAB_SIZE
 from weft import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from weft.engine.input_processor import _sample_seed
-from weft.messages import SchedulerOutput
 from weft.outputs import LogprobsDict
 
 LONGEST = 160
@@ -90,15 +90,6 @@ class Episode(fuzz_engine.Episode):
             wrong = self.rng.choice([0.0, 0.1, 0.4])
             self.method = "mostly right"
             install(self.llm, FromOutputs(self.drafts, lambda place, rng: rng.random() < wrong, self.rng))
-
-    def _poison(self, step: SchedulerOutput) -> None:
-        """As there; which tensors are paged is seen by their length."""
-        manager, plan = self.llm._core.manager, self.llm._core.plan
-        pages, slots = torch.tensor([0, *manager.pages._free]), torch.tensor([0, *manager.slots._free])
-        for cache in self.llm._core._executor._runner.caches.values():  # type: ignore[attr-defined]
-            for tensor in cache.values() if plan.num_pages != plan.num_slots else ():
-                with torch.inference_mode():
-                    tensor.index_fill_(0, pages if len(tensor) == plan.num_pages else slots, float("nan"))
 
     # -- options -----------------------------------------------------------------------------------------------------
 
@@ -179,14 +170,15 @@ class Episode(fuzz_engine.Episode):
 
 
 def _alike(found: list[Any] | None, wanted: list[Any] | None) -> bool:
-    """The same log probabilities; where several tokens are alike, others of them may be listed."""
+    """The same log probabilities, which may be minus infinity. Where several tokens are alike, others of them may be
+    listed."""
     if found is None or wanted is None:
         return found is wanted
     pairs: list[tuple[LogprobsDict | None, LogprobsDict | None]] = list(zip(found, wanted, strict=True))
     return all(
         f is w if f is None or w is None else
         next(iter(f)) == next(iter(w)) and len(f) == len(w)
-        and all(abs(f[token].logprob - w[token].logprob) < TOLERANCE for token in f.keys() & w.keys())
+        and all(isclose(f[token].logprob, w[token].logprob, abs_tol=TOLERANCE) for token in f.keys() & w.keys())
         for f, w in pairs
     )  # fmt: skip
 

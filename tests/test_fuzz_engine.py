@@ -33,7 +33,7 @@ def test_random_options(tmp_path: Path) -> None:
 
 def test_random_images(tmp_path: Path) -> None:
     """With drafts, preemption, overlap, graphs, and images that come again."""
-    episode = fuzz_images.Episode(11, fuzz_images.references(tmp_path, [fuzz_images.VL]), always_drafts=True)
+    episode = fuzz_images.Episode(9, fuzz_images.references(tmp_path, [fuzz_images.VL]), always_drafts=True)
     episode.run()
     assert episode.num_accepted and episode.num_preemptions and episode.num_followed and episode.num_encoder_hits
 
