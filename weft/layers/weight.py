@@ -25,8 +25,8 @@ from weft.config.sharding import divide
 from weft.parallel.tensor_parallel import TensorParallel
 
 Slices = tuple[slice, ...]
-E4M3, E8M0, INT32, INT64, UINT8 = "F8_E4M3", "F8_E8M0", "I32", "I64", "U8"
-"""Dtypes of quantised tensors as safetensors writes them."""
+E4M3, E8M0, INT32, INT64, UINT8 = ("F8_E4M3",), ("F8_E8M0",), ("I32",), ("I64",), ("U8",)
+"""Dtypes of quantised tensors as safetensors writes them, as values of ``WeightPiece.stored``."""
 
 
 class CopyTarget(Protocol):
@@ -74,15 +74,14 @@ class WeightPiece:
 
     Attributes:
         shape: ``(1,)`` for a single number, which files also store without dimensions.
-        stored: the dtype that the file must have, as safetensors writes it, or several with ``" or "`` between. ``""``:
-            any float of two or more bytes.
+        stored: the dtypes that the file may have, as safetensors writes them. Empty: any float of two or more bytes.
         optional: the checkpoint may lack the tensor.
         transposable: ``[E, rows, columns]``, which files may also store as ``[E, columns, rows]`` (Qwen3-VL-MoE).
     """
 
     shape: tuple[int, ...]
     copies: tuple[tuple[Slices, CopyTarget], ...]
-    stored: str = ""
+    stored: tuple[str, ...] = ()
     transposable: bool = False
     optional: bool = False
 
@@ -200,7 +199,7 @@ class MatrixShard:
     def source_columns(self) -> slice:
         return slice(self.first_column, self.first_column + self.columns)
 
-    def piece(self, rows: RowMap, parameter: Tensor, *, stored: str = "") -> WeightPiece:
+    def piece(self, rows: RowMap, parameter: Tensor, *, stored: tuple[str, ...] = ()) -> WeightPiece:
         """The piece that fills the rows of one part of ``parameter [rows, columns]``."""
         columns = self.source_columns
         copies = tuple(((run.source_rows, columns), parameter[run.target_rows]) for run in rows.runs)

@@ -162,7 +162,7 @@ class CompressedTensors(Arrangement):
         )
 
     def _scales(self, matrix: CodedMatrix, shard: MatrixShard, rows: RowMap, groups: slice) -> WeightPiece:
-        stored = {"float": "", "e4m3": E4M3, "e8m0": f"{UINT8} or {E8M0}"}[self.scheme.scales]
+        stored = {"float": (), "e4m3": E4M3, "e8m0": UINT8 + E8M0}[self.scheme.scales]
         read = partial(torch.Tensor.view, dtype=torch.uint8) if stored else torch.Tensor.clone
         return _filled(
             rows,

@@ -225,9 +225,9 @@ def wrong_shape(stored: str, shape: tuple[int, ...], piece: WeightPiece) -> list
 
 def wrong_dtype(stored: str, dtype: str, piece: WeightPiece) -> list[str]:
     """The problem of a tensor whose dtype, as safetensors writes it, does not fit; empty if it fits."""
-    if dtype in (piece.stored.split(" or ") if piece.stored else FLOATS):
+    if dtype in (piece.stored or FLOATS):
         return []
-    return [f"{stored} is {dtype}, the config needs {piece.stored or 'F32, F16 or BF16'}"]
+    return [f"{stored} is {dtype}, the config needs {' or '.join(piece.stored) or 'F32, F16 or BF16'}"]
 
 
 def described(problems: dict[str, list[str]]) -> str:

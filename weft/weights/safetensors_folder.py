@@ -15,7 +15,7 @@ from weft.layers.weight import E4M3, E8M0, INT32, INT64, UINT8
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 FLOATS = ("F64", "F32", "F16", "BF16")
-_DTYPES = (*FLOATS, E4M3, E8M0, INT32, INT64, UINT8)
+_DTYPES = (*FLOATS, *E4M3, *E8M0, *INT32, *INT64, *UINT8)
 
 
 class SafetensorsFolder:
