@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
-from tests.pictures import GLM_VISION, encoded, picture, save_glm_processor
-from weft.config.media_limits import MediaLimits
-from weft.config.transport import decode_other, encode_other
+from tests.multimodal.processors import PARAM, ROOM, expand_text, make_processor, replace_torchvision
+from tests.pictures import GLM_VISION, picture, save_glm_processor
 from weft.errors import RequestError, UnsupportedModelError
-from weft.multimodal.media import ReadLimits
 from weft.multimodal.parts import prompt_media
-from weft.multimodal.patch_maker import PatchMaker
-from weft.multimodal.placeholders import expand
 from weft.multimodal.processor import MediaProcessor
 from weft.multimodal.rules import glm_fit
 from weft.multimodal.video import VideoSettings
-from weft.text.tokenizer import Tokenizer
 
-PARAM, ROOM = "messages", 100_000
+make, expanded = (partial(f, vision=GLM_VISION) for f in (make_processor, expand_text))
 IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
 VIDEO = "<|begin_of_video|><|video|><|end_of_video|>"
 
@@ -42,14 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(folder: Path, **changes: Any) -> MediaProcessor:
-    arguments: dict[str, Any] = {
-        "folder": folder, "vision": GLM_VISION, "limits": ReadLimits(), "limit_per_prompt": MediaLimits(),
-        "max_tokens": 500, "cache_bytes": 1 << 20,
-    }  # fmt: skip
-    return MediaProcessor(**(arguments | changes))
-
-
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> MediaProcessor:
     return make(folder)
@@ -57,52 +39,25 @@ def processor(folder: Path) -> MediaProcessor:
 
 @pytest.fixture
 def video_processing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers' module, which imports torchvision: what it calls of it stands here."""
-
-    def pad(frames: torch.Tensor, sides: Sequence[int], fill: int) -> torch.Tensor:
-        left, top, right, bottom = sides
-        return torch.nn.functional.pad(frames, (left, right, top, bottom), value=fill)
-
-    module: Any = ModuleType("torchvision.transforms.v2")
-    module.functional = SimpleNamespace(pad=pad)
-    for name in ("torchvision", "torchvision.transforms"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", module)
+    """transformers' module, which imports torchvision."""
+    replace_torchvision(monkeypatch)
     return import_module("transformers.models.glm5_next.video_processing_glm5_next")
 
 
 @pytest.fixture
 def reference(folder: Path, video_processing: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from transformers import PreTrainedTokenizerFast
-    from transformers.image_processing_backends import TorchvisionBackend
     from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
     from transformers.models.glm5_next.processing_glm5_next import Glm5NextProcessor
 
-    def resize(self: Any, frames: torch.Tensor, size: Any, resample: Any, **_: Any) -> torch.Tensor:
-        flat = frames.reshape(-1, *frames.shape[-3:]).permute(0, 2, 3, 1).numpy()
-        resized = [np.asarray(Image.fromarray(f).resize((size.width, size.height), resample=resample)) for f in flat]
-        stacked = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
-        return stacked.reshape(*frames.shape[:-2], size.height, size.width)
-
-    def normalize(self: Any, image: torch.Tensor, mean: Any, std: Any, **_: Any) -> torch.Tensor:
-        shape = (-1, 1, 1)
-        return (image - torch.as_tensor(mean).view(shape)) / torch.as_tensor(std).view(shape)
-
     kind = video_processing.Glm5NextVideoProcessor
     monkeypatch.setattr(kind, "convert_to_rgb", lambda self, video: video)
-    monkeypatch.setattr(TorchvisionBackend, "resize", resize)
-    monkeypatch.setattr(TorchvisionBackend, "normalize", normalize)
     monkeypatch.setattr(Glm5NextProcessor, "check_argument_for_proper_class", lambda self, *args: None)
     return Glm5NextProcessor(
         Glm5NextImageProcessorPil.from_pretrained(folder),
         PreTrainedTokenizerFast.from_pretrained(folder),
         kind.from_dict(kind.get_video_processor_dict(str(folder))[0]),
     )
-
-
-def expanded(folder: Path, text: str, processed: list[Any]) -> Any:
-    tokenizer = Tokenizer.load(folder)
-    return expand(tokenizer.encode(text), [], processed, GLM_VISION, tokenizer.encode, PARAM)
 
 
 def test_images_as_transformers(folder: Path, processor: MediaProcessor, reference: Any) -> None:
@@ -194,11 +149,3 @@ def test_a_folder_without_processor_files_has_the_published_settings(tmp_path: P
     assert item.grid == (1, 8, 8)
     assert processor.patch_maker.videos.longest_edge == 240_000 * 2 * 28**2
     assert processor.patch_maker.videos.image_mean[0] == 0.48145466
-
-
-def test_a_copy_for_another_process_gives_the_same(processor: MediaProcessor) -> None:
-    data, maker = encoded(picture(70, 50)), processor.patch_maker
-    again = msgspec.msgpack.decode(
-        msgspec.msgpack.encode(maker, enc_hook=encode_other), type=PatchMaker, dec_hook=decode_other
-    )
-    assert again == maker and again.image(data, False, PARAM) == maker.image(data, False, PARAM)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from tests.multimodal.processors import PARAM, ROOM, expand_text, make_processor, replace_torchvision
 from tests.pictures import (
     INKLING2_VISION,
     INKLING_VISION,
@@ -26,18 +23,11 @@ from tests.pictures import (
     save_inkling2_processor,
     save_inkling_processor,
 )
-from weft.config.media_limits import MediaLimits
-from weft.config.transport import decode_other, encode_other
-from weft.config.vision import VisionConfig
 from weft.errors import ConfigError, RequestError
 from weft.multimodal.inkling import inkling2_processor, inkling_processor
-from weft.multimodal.media import ReadLimits
-from weft.multimodal.patch_maker import PatchMaker
-from weft.multimodal.placeholders import expand
 from weft.multimodal.processor import MediaProcessor
-from weft.text.tokenizer import Tokenizer
 
-PARAM, ROOM = "messages", 100_000
+make, expanded = (partial(f, vision=INKLING2_VISION) for f in (make_processor, expand_text))
 IMAGE = "<|content_image|><|unused_200054|>"
 
 
@@ -48,14 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(folder: Path, **changes: Any) -> MediaProcessor:
-    arguments: dict[str, Any] = {
-        "folder": folder, "vision": INKLING2_VISION, "limits": ReadLimits(), "limit_per_prompt": MediaLimits(),
-        "max_tokens": 500, "cache_bytes": 1 << 20,
-    }  # fmt: skip
-    return MediaProcessor(**(arguments | changes))
-
-
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> MediaProcessor:
     return make(folder)
@@ -63,9 +45,7 @@ def processor(folder: Path) -> MediaProcessor:
 
 @pytest.fixture
 def reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers' processor. Where torchvision is not installed, the functions that it calls are written here."""
-    if find_spec("torchvision") is None:
-        _replace_torchvision(monkeypatch)
+    replace_torchvision(monkeypatch)
     from transformers import PreTrainedTokenizerFast
     from transformers.models.inkling2.processing_inkling2 import Inkling2Processor
 
@@ -75,44 +55,11 @@ def reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Inkling2Processor(kind.from_dict(settings), PreTrainedTokenizerFast.from_pretrained(folder))
 
 
-def _replace_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import image_processing_backends as backends
-
-    def pad(images: torch.Tensor, sides: Sequence[int], fill: float, padding_mode: str) -> torch.Tensor:
-        left, top, right, bottom = sides
-        return torch.nn.functional.pad(images, (left, right, top, bottom), mode=padding_mode, value=fill)
-
-    def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -> torch.Tensor:
-        return (image - torch.as_tensor(mean).view(-1, 1, 1)) / torch.as_tensor(std).view(-1, 1, 1)
-
-    def resize(self: Any, image: torch.Tensor, size: Any, resample: Any, **_: Any) -> torch.Tensor:
-        whole = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((size.width, size.height), resample)
-        return torch.from_numpy(np.array(whole)).permute(2, 0, 1)
-
-    module: Any = ModuleType("torchvision.transforms.v2")
-    module.functional = SimpleNamespace(
-        pad=pad,
-        normalize=normalize,
-        grayscale_to_rgb=lambda image: image,
-        pil_to_tensor=lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1),
-    )
-    for name in ("torchvision", "torchvision.transforms"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", module)
-    monkeypatch.setattr(backends, "tvF", module.functional, raising=False)
-    monkeypatch.setattr(backends.TorchvisionBackend, "resize", resize)
-
-
 def translucent(width: int, height: int, seed: int, mode: str = "RGBA") -> Image.Image:
     image = picture(width, height, seed).convert("RGBA")
     alpha = np.random.default_rng(seed).integers(0, 256, (height, width), dtype=np.uint8)
     image.putalpha(Image.fromarray(alpha))
     return image.convert(mode)
-
-
-def expanded(folder: Path, text: str, processed: list[Any], vision: VisionConfig = INKLING2_VISION) -> Any:
-    tokenizer = Tokenizer.load(folder)
-    return expand(tokenizer.encode(text), [], processed, vision, tokenizer.encode, PARAM)
 
 
 def of_reference(squares: Any) -> np.ndarray:
@@ -144,8 +91,7 @@ def test_images_as_transformers(folder: Path, processor: MediaProcessor, referen
 @pytest.mark.parametrize("fraction", [2.0, 0.4, None])
 def test_images_of_inkling_as_transformers(fraction: float | None, tmp_path: Path, monkeypatch: Any) -> None:
     """Images that grow, grow no further than the longest side, stay and shrink; a column more than is needed."""
-    if find_spec("torchvision") is None:
-        _replace_torchvision(monkeypatch)
+    replace_torchvision(monkeypatch)
     kind = import_module("transformers.models.inkling.image_processing_inkling").InklingImageProcessor
     save_inkling_processor(tmp_path, rescale_image_frac=fraction)
     sizes = [(24, 16), (3, 5), (47, 9), (31, 97), (64, 64), (8, 50)]
@@ -153,15 +99,14 @@ def test_images_of_inkling_as_transformers(fraction: float | None, tmp_path: Pat
     wanted = kind.from_dict(json.loads((tmp_path / "preprocessor_config.json").read_text()))(images)
     processed = make(tmp_path, vision=INKLING_VISION).process({"image": images}, ROOM, PARAM)
     assert [item.grid[1] * item.grid[2] for item in processed] == [int(count) for count in wanted["num_patches"]]
-    prompt = expanded(tmp_path, IMAGE * len(images), processed, INKLING_VISION)
+    prompt = expanded(tmp_path, IMAGE * len(images), processed, vision=INKLING_VISION)
     assert [item.num_tokens for item in prompt.media] == [int(count) for count in wanted["num_patches"]]
     pixels = np.concatenate([item.patches() for item in prompt.media])
     np.testing.assert_allclose(pixels, np.stack(wanted["pixel_values"]).reshape(len(pixels), -1), atol=1e-6)
 
 
 def test_defaults_of_inkling_are_those_of_transformers(tmp_path: Path, monkeypatch: Any) -> None:
-    if find_spec("torchvision") is None:
-        _replace_torchvision(monkeypatch)
+    replace_torchvision(monkeypatch)
     for name, own in (("inkling", inkling_processor()), ("inkling2", inkling2_processor())):
         theirs = import_module(f"transformers.models.{name}.image_processing_{name}")
         kind = next(value for key, value in vars(theirs).items() if key.endswith("ImageProcessor") and "ling" in key)
@@ -208,11 +153,3 @@ def test_a_folder_without_processor_files_has_the_published_settings(tmp_path: P
     values, counts = np.unique(np.frombuffer(item.pixel_values, np.float32), return_counts=True)
     np.testing.assert_allclose(values, [-1 - 2 / 255, 1.0], rtol=1e-6)
     assert counts.tolist() == [3 * 40 * 39, 3 * 40 * 41]
-
-
-def test_a_copy_for_another_process_gives_the_same(processor: MediaProcessor) -> None:
-    data, maker = encoded(picture(70, 50)), processor.patch_maker
-    again = msgspec.msgpack.decode(
-        msgspec.msgpack.encode(maker, enc_hook=encode_other), type=PatchMaker, dec_hook=decode_other
-    )
-    assert again == maker and again.image(data, False, PARAM) == maker.image(data, False, PARAM)

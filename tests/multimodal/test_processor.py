@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,36 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.pictures import PATCH, VISION, data_uri, encoded, picture, save_processor
+from tests.multimodal.processors import PARAM, ROOM, expand_text, make_processor, replace_torchvision
+from tests.pictures import (
+    GLM_VISION,
+    INKLING2_VISION,
+    INKLING_VISION,
+    PATCH,
+    VISION,
+    data_uri,
+    encoded,
+    picture,
+    save_glm_processor,
+    save_inkling2_processor,
+    save_inkling_processor,
+    save_processor,
+)
 from weft.config.media_limits import MediaLimits
 from weft.config.transport import decode_other, encode_other
+from weft.config.vision import VisionConfig
 from weft.errors import ConfigError, ContextLengthError, RequestError
 from weft.multimodal import patch_maker, rules
 from weft.multimodal import processor as processor_module
 from weft.multimodal.items import pixel_bytes
 from weft.multimodal.media import MediaUrl, ReadLimits, decode_image
 from weft.multimodal.parts import prompt_media
-from weft.multimodal.patch_maker import PatchMaker, Processed
+from weft.multimodal.patch_maker import PatchMaker
 from weft.multimodal.placeholders import expand
 from weft.multimodal.processor import MediaProcessor
 from weft.multimodal.video import Video
-from weft.text.tokenizer import Tokenizer
 
-PARAM = "messages"
-ROOM = 100_000
+make, expanded = partial(make_processor, vision=VISION, max_tokens=64), partial(expand_text, vision=VISION)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(folder: Path, **changes: Any) -> MediaProcessor:
-    arguments = {
-        "folder": folder, "vision": VISION, "limits": ReadLimits(), "limit_per_prompt": MediaLimits(),
-        "max_tokens": 64, "cache_bytes": 1 << 20,
-    }  # fmt: skip
-    return MediaProcessor(**(arguments | changes))
-
-
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> MediaProcessor:
     return make(folder)
@@ -53,37 +59,18 @@ def processor(folder: Path) -> MediaProcessor:
 
 @pytest.fixture
 def reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers' processor. torchvision is not installed: what its video part calls of it stands here."""
     from transformers import PreTrainedTokenizerFast
-    from transformers.image_processing_backends import TorchvisionBackend
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-    def resize(self: Any, image: torch.Tensor, size: Any, resample: Any, **_: Any) -> torch.Tensor:
-        frames = image.reshape(-1, *image.shape[-3:]).permute(0, 2, 3, 1).numpy()
-        resized = [np.asarray(Image.fromarray(f).resize((size.width, size.height), resample=resample)) for f in frames]
-        return (
-            torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2).reshape(*image.shape[:-2], size.height, size.width)
-        )
-
-    def normalize(self: Any, image: torch.Tensor, mean: Any, std: Any, **_: Any) -> torch.Tensor:
-        shape = (-1, 1, 1)
-        return (image - torch.as_tensor(mean).view(shape)) / torch.as_tensor(std).view(shape)
-
+    replace_torchvision(monkeypatch)
     monkeypatch.setattr(Qwen3VLVideoProcessor, "convert_to_rgb", lambda self, video: video)
-    monkeypatch.setattr(TorchvisionBackend, "resize", resize)
-    monkeypatch.setattr(TorchvisionBackend, "normalize", normalize)
     monkeypatch.setattr(Qwen3VLProcessor, "check_argument_for_proper_class", lambda self, *args: None)
     videos = Qwen3VLVideoProcessor.from_dict(Qwen3VLVideoProcessor.get_video_processor_dict(str(folder))[0])
     return Qwen3VLProcessor(
         Qwen2VLImageProcessorPil.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder), videos
     )
-
-
-def expanded(folder: Path, text: str, processed: list[Processed]) -> Any:
-    tokenizer = Tokenizer.load(folder)
-    return expand(tokenizer.encode(text), [], processed, VISION, tokenizer.encode, PARAM)
 
 
 IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
@@ -339,9 +326,15 @@ def test_sizes_are_those_of_the_reference() -> None:
             assert rules.resized_size(height, width, 32, *limits) == expected
 
 
-def test_a_copy_for_another_process_gives_the_same(processor: MediaProcessor) -> None:
-    data = encoded(picture(70, 50))
-    maker = processor.patch_maker
+@pytest.mark.parametrize(
+    ("save", "vision"),
+    [(save_processor, VISION), (save_glm_processor, GLM_VISION), (save_inkling_processor, INKLING_VISION),
+     (save_inkling2_processor, INKLING2_VISION)],
+    ids=["qwen", "glm", "inkling", "inkling2"],
+)  # fmt: skip
+def test_a_copy_for_another_process_gives_the_same(save: Any, vision: VisionConfig, tmp_path: Path) -> None:
+    save(tmp_path)
+    data, maker = encoded(picture(70, 50)), make(tmp_path, vision=vision, max_tokens=500).patch_maker
     sent = msgspec.msgpack.encode(maker, enc_hook=encode_other)
     again = msgspec.msgpack.decode(sent, type=PatchMaker, dec_hook=decode_other)
     assert again == maker and again.image(data, False, PARAM) == maker.image(data, False, PARAM)
