@@ -36,13 +36,29 @@ FEW: dict[str, dict[str, Any]] = {
         },
     },
     "ling-3.0-flash-12l": {"num_hidden_layers": 3, "layer_group_size": 3, "num_experts": 64, "model_max_length": 1200},
+    "inkling": {
+        "architectures": ["InklingForCausalLM"],
+        "model_type": "inkling_text",
+        "num_hidden_layers": 4,
+        "local_layer_ids": [0, 2],
+        "hidden_size": 2048,
+        "dense_intermediate_size": 4096,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 768,
+        "n_routed_experts": 16,
+        "log_scaling_n_floor": 400,
+    },
+    "zaya1": {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "num_hidden_layers": 4},
 }
+"""What differs from the configuration of this name. There is none of Inkling and ZAYA1: other keys have their
+defaults."""
 
 
 def cut(name: str, folder: Path, *, fp8_by_block: bool = False) -> Path:
     """Write the configuration of ``name`` to ``folder``. Weights are dummies."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((CONFIGS / name / "config.json").read_text()) | SMALL | FEW[name]
+    published = CONFIGS / name / "config.json"
+    config = (json.loads(published.read_text()) if published.exists() else {}) | SMALL | FEW[name]
     if fp8_by_block:
         config["quantization_config"] = quantization_config("block")
     (folder / "config.json").write_text(json.dumps(config))

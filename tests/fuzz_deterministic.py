@@ -41,9 +41,10 @@ from weft.request import Request
 KINDS = {
     "cpu": (
         "Qwen3NextForCausalLM", "Qwen3ForCausalLM", "BambaForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM",
-        "Lfm2MoeForCausalLM", "GptOssForCausalLM", "KimiLinearForCausalLM",
+        "Lfm2MoeForCausalLM", "GptOssForCausalLM", "KimiLinearForCausalLM", "InklingForCausalLM",
+        "ZayaForCausalLM",
     ),
-    "cuda": ("qwen3-next-12l", "qwen3-0.6b", "granite-4.0-h-tiny", "ling-3.0-flash-12l"),
+    "cuda": ("qwen3-next-12l", "qwen3-0.6b", "granite-4.0-h-tiny", "ling-3.0-flash-12l", "inkling"),
 }  # fmt: skip
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 CONTEXT = {"cpu": 300, "cuda": 700}

@@ -31,6 +31,7 @@ from tests.deterministic import (
 )
 from tests.deterministic_images import AloneWithImages, check_images
 from tests.media import HYBRID as IMAGES_AND_STATES
+from tests.media import INKLING as INKLING_VL
 from tests.media import VL
 from tests.ranks import fork_ranks
 from tests.test_x_matrix_images import make_reference as make_images
@@ -51,15 +52,16 @@ from weft import LLM, SamplingParams
 
 KINDS = [HYBRID, DENSE, "BambaForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "Lfm2MoeForCausalLM"]
 IN_FP8 = [HYBRID + FP8 + "block", HYBRID + FP8 + "channel-token", DENSE + FP8 + "tensor-static"]
-MORE_KINDS = ["GptOssForCausalLM", "KimiLinearForCausalLM", "RecurrentGemmaForCausalLM", IN_FP8[2]]
+INKLING, ZAYA = "InklingForCausalLM", "ZayaForCausalLM"
+MORE_KINDS = ["GptOssForCausalLM", "KimiLinearForCausalLM", "RecurrentGemmaForCausalLM", IN_FP8[2], INKLING, ZAYA]
 """Kinds that ``make test`` runs as well, in two cases."""
 EVERY = product([*KINDS, *MORE_KINDS, "BailingHybridForCausalLM", *IN_FP8[:2]], MODES, OVERLAP)
 COLUMNS = list(EVERY) if WHOLE else [(HYBRID, "NONE", "overlap"), (HYBRID, "FULL", "in turn")]
 DRAFTS = [(HYBRID, GUESSES), (DENSE, GUESSES), (WITH_HEAD, HEAD), (WITH_HEAD, REPEATS)]
 DRAFTS += [(name, GUESSES) for name in ("KimiLinearForCausalLM", "Lfm2MoeForCausalLM")]
-ONE_BY_ONE = [(name, GUESSES) for name in ("BambaForCausalLM", "GptOssForCausalLM")]
+ONE_BY_ONE = [(name, GUESSES) for name in ("BambaForCausalLM", "GptOssForCausalLM", INKLING, ZAYA)]
 """Kinds with layers that verify drafts by decoding them one by one."""
-ONE_MODE = [("BambaForCausalLM", "PIECEWISE"), ("GptOssForCausalLM", "NONE")]
+ONE_MODE = [("BambaForCausalLM", "PIECEWISE"), ("GptOssForCausalLM", "NONE"), (INKLING, "FULL"), (ZAYA, "NONE")]
 DRAFTING = [(DRAFTS[0], "FULL", "overlap"), (DRAFTS[2], "NONE", "overlap")]
 if WHOLE:
     DRAFTING = list(product([*DRAFTS, *ONE_BY_ONE], [*MODES, "PIECEWISE"], OVERLAP))
@@ -154,7 +156,7 @@ def test_fixed_tokens_have_the_log_probabilities_of_generation(tmp_path: Path) -
         assert scored_by_force(llm, prompts, answers) == [logprobs_of(output) for output in outputs]
 
 
-@pytest.mark.parametrize("arch", [pytest.param(VL, marks=takes_long), IMAGES_AND_STATES])
+@pytest.mark.parametrize("arch", [*(pytest.param(a, marks=takes_long) for a in (VL, INKLING_VL)), IMAGES_AND_STATES])
 def test_images(arch: str, tmp_path: Path) -> None:
     alone = AloneWithImages(make_images(arch, tmp_path).folder)
     check_images(alone, "NONE", [("hit", "mixed", 3), ("preempted", "mixed", 3)])

@@ -16,7 +16,7 @@ from tests.deterministic import HEAD, PATHS, Alone, InCompany, check, open_compa
 from tests.deterministic_cuts import FEW, cut
 from tests.deterministic_images import AloneWithImages, check_images
 from tests.gpu.test_churn import Churn
-from tests.media import HYBRID, VL
+from tests.media import HYBRID, INKLING, VL
 from tests.test_x_matrix_images import CASES
 from tests.test_x_matrix_images import make_reference as make_images
 from tests.x_matrix import PHASES, WHOLE, make_reference, part
@@ -40,6 +40,8 @@ COLUMNS = [
     ("granite-4.0-h-tiny drafting guesses", "FULL"), ("kimi-linear-12l drafting guesses", "FULL"),
     ("gpt-oss-20b drafting guesses", "NONE"), ("qwen3-next-12l drafting guesses", "PIECEWISE"),
     ("qwen3-next-12l traced by eager", "FULL_AND_PIECEWISE"),
+    ("inkling", "FULL"), ("inkling", "NONE"), ("inkling drafting guesses", "FULL"), ("InklingForCausalLM", "FULL"),
+    ("zaya1", "FULL"), ("zaya1 drafting guesses", "FULL"), ("ZayaForCausalLM", "NONE"),
 ]  # fmt: skip
 """Model and mode. A class names a tiny checkpoint."""
 DRAFTING, FP8, BLOCK = " drafting ", " in FP8", " by block"
@@ -92,7 +94,7 @@ def test_bits_do_not_depend_on_the_company(engine: InCompany, path: str, phase: 
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
-@pytest.mark.parametrize("arch", [VL, HYBRID])
+@pytest.mark.parametrize("arch", [VL, HYBRID, INKLING])
 def test_images(arch: str, mode: str, tmp_path: Path) -> None:
     alone = AloneWithImages(make_images(arch, tmp_path).folder, **TINY)
     check_images(alone, mode, CASES, page_size=16, **TINY)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.attention.test_attention import filled_cache
 from tests.ops.oracles import make_batch
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.ops.activation import silu_and_mul
+from weft.ops.activation import gate_heads, silu_and_mul
 from weft.ops.attention import paged_attention
 from weft.ops.backend import Backend
 from weft.ops.convolution import causal_conv1d
@@ -31,6 +31,7 @@ def rows_of(op: str, count: int) -> Any:
     calls = {
         "linear": lambda: linear(x, w, w[:, 0].contiguous(), backend=ALONE),
         "linear_silu_mul": lambda: linear_silu_mul(x, w, backend=ALONE),
+        "gate_heads": lambda: gate_heads(x[..., None], 2 * x, backend=ALONE),
         "silu_and_mul": lambda: silu_and_mul(x, backend=ALONE),
         "rms_norm": lambda: torch.cat(rms_norm(x, w[0], 1e-6, residual=x, backend=ALONE)),
         "router": lambda: topk_router(x, 3, renormalize=True, num_tokens=count, backend=ALONE)[0],
@@ -39,7 +40,9 @@ def rows_of(op: str, count: int) -> Any:
     return calls[op]()
 
 
-@pytest.mark.parametrize("op", ["linear", "linear_silu_mul", "silu_and_mul", "rms_norm", "router", "experts"])
+@pytest.mark.parametrize(
+    "op", ["linear", "linear_silu_mul", "gate_heads", "silu_and_mul", "rms_norm", "router", "experts"]
+)
 def test_a_row_has_the_same_bits_for_any_number_of_rows(op: str) -> None:
     whole = rows_of(op, 40)
     for count in (1, 2, 7, 16, 33):

@@ -10,7 +10,9 @@ from typing import Any
 
 from weft.config.attention import AttentionConfig
 from weft.config.chunks import CHUNK_SIZE
+from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.inkling import OutputConvConfig, RelativeAttentionConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.lightning_attention import LightningAttentionConfig
 from weft.config.mamba import MambaConfig
@@ -27,7 +29,8 @@ VLLM_VARIABLE = "VLLM_BATCH_INVARIANT"
 
 _MIXERS = (
     AttentionConfig, GatedDeltaNetConfig, Mamba2Config, MambaConfig, LightningAttentionConfig, ShortConvConfig,
-    SlidingWindowConfig, KimiDeltaConfig, LatentAttentionConfig, RgLruConfig,
+    SlidingWindowConfig, KimiDeltaConfig, LatentAttentionConfig, RgLruConfig, RelativeAttentionConfig, OutputConvConfig,
+    ConvolutionalAttentionConfig,
 )  # fmt: skip
 _COST = (
     "the same bits whatever else runs; slower products, reuse up to multiples of 64 prompt tokens, none of generated "
@@ -92,7 +95,7 @@ def _problems_of_drafts(values: Mapping[str, Any], model: ModelConfig) -> Iterat
     config = values["speculative_config"]
     if config is None:
         return
-    groups = [m.num_heads // m.num_kv_heads for m in _mixers(model) if isinstance(m, AttentionConfig)]
+    groups = [heads.num_heads // heads.num_kv_heads for m in _mixers(model) if (heads := _paged_heads(m)) is not None]
     most = min((MOST_QUERY_ROWS // group - 1 for group in groups), default=config.num_speculative_tokens)
     if values["device"] == "cuda" and config.num_speculative_tokens > most:
         yield (
@@ -101,6 +104,13 @@ def _problems_of_drafts(values: Mapping[str, Any], model: ModelConfig) -> Iterat
         )
     if config.synthetic_acceptance_rate is not None:
         yield "synthetic_acceptance_rate: what is drafted becomes part of the text; leave it out"
+
+
+def _paged_heads(mixer: Any) -> AttentionConfig | None:
+    """The heads of attention over pages, whose verification is one tile."""
+    if isinstance(mixer, (RelativeAttentionConfig, ConvolutionalAttentionConfig)):
+        return mixer.attention if mixer.window is None else None
+    return mixer if isinstance(mixer, AttentionConfig) else None
 
 
 def _mixers(model: ModelConfig) -> list[Any]:

@@ -18,7 +18,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm, SpanningRMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, split_rows, whole
-from weft.ops.activation import sigmoid_mul
+from weft.ops.activation import gate_heads, sigmoid_mul
 from weft.ops.attention import paged_attention
 from weft.ops.fp8 import E4M3
 from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads, qk_norm_rope
@@ -167,8 +167,8 @@ class Attention(PagedAttention):
         """Multiply the heads of ``[T, num_heads * head_dim]`` by their gates, if the layer has them."""
         if self.g_proj is None:
             return attended
-        gates = self.g_proj(hidden_states).sigmoid()[..., None]
-        return (attended.unflatten(-1, (-1, self.head_dim)) * gates).flatten(-2)
+        heads = attended.unflatten(-1, (-1, self.head_dim))
+        return gate_heads(heads, self.g_proj(hidden_states), backend=self._backend).flatten(-2)
 
     def _output(self, attended: Tensor) -> Tensor:
         out = self.o_proj(attended)

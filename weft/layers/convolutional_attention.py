@@ -9,6 +9,7 @@ value channel has a single tap of one, at the token itself or at the token befor
 """
 
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from weft.layers.linear import QKVParallelLinear
 from weft.layers.short_conv import convolve_rows
 from weft.layers.sliding_window import SlidingWindowAttention
 from weft.layers.weight import RowMap, RowRun, WeightLayout, WeightModule, WeightPiece, empty_parameter, uniform_range
+from weft.ops.backend import Backend
+from weft.ops.linear import head_linear
 from weft.ops.rotary import HeadNorms
+from weft.ops.rows import by_row, whole
 
 _EPS = 1e-16
 """Added to the mean square of a head, for heads of zeros."""
@@ -227,12 +231,26 @@ class ConvolutionalAttention(Attention):
         if self.qkv_proj.bias is not None:  # which the token before the first one has, too
             v = torch.where((positions == 0)[:, None] & taps.delayed, self.qkv_proj.bias[-values:], v)
         q, k = qkv[:, : heads * size].unflatten(1, (kv_heads, -1, size)), qkv[:, heads * size : -values]
-        mixed = torch.lerp(q, k.unflatten(1, (kv_heads, 1, size)), 0.5)
-        out = torch.cat([mixed.flatten(1), mixed.mean(2).flatten(1), v], dim=1)
+        rows = by_row("q", "k") if self._backend is Backend.INVARIANT_TORCH else whole
+        out = torch.cat([*rows(_mixed, q, k.unflatten(1, (kv_heads, 1, size)), self._backend.is_invariant), v], dim=1)
         own = out[:, :-values].unflatten(1, (-1, size))
-        copied = copied.unflatten(1, (own.shape[1], -1)).transpose(0, 1)
-        own += torch.baddbmm(self.conv_qk.grouped_bias[:, None], copied, self.conv_qk.grouped).transpose(0, 1)
+        own += self._grouped(copied.unflatten(1, (own.shape[1], -1)))
         return out
+
+    def _grouped(self, copied: Tensor) -> Tensor:
+        """The second convolution: ``[T, H, tokens * D] -> [T, H, D]``."""
+        weight, bias = self.conv_qk.grouped, self.conv_qk.grouped_bias
+        if self._backend.is_invariant:
+            return head_linear(copied, weight, backend=self._backend) + bias
+        return torch.baddbmm(bias[:, None], copied.transpose(0, 1), weight).transpose(0, 1)
+
+
+def _mixed(q: Tensor, k: Tensor, in_order: bool) -> tuple[Tensor, Tensor]:
+    """Means of each query head ``[T, Hkv, group, D]`` and its key head ``[T, Hkv, 1, D]``, and the means of these by
+    group. ``in_order``: add a group's heads one after the other."""
+    mixed = torch.lerp(q, k, 0.5)
+    means = (reduce(torch.add, mixed.float().unbind(2)) / q.shape[2]).to(q.dtype) if in_order else mixed.mean(2)
+    return mixed.flatten(1), means.flatten(1)
 
 
 class ConvolutionalWindow(ConvolutionalAttention, SlidingWindowAttention):

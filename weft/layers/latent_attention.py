@@ -17,11 +17,11 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
+from weft.ops.activation import gate_heads
 from weft.ops.attention import latent_attention, store_latents
 from weft.ops.backend import Backend
 from weft.ops.linear import head_linear
 from weft.ops.rotary import apply_rotary
-from weft.ops.rows import by_row, whole
 
 
 class LatentExpansion(WeightModule):
@@ -121,8 +121,7 @@ class LatentAttention(PagedAttention):
         attended = self.attend_latents(q, cache, batch)
         values = self._by_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2))
         if gates:
-            rows = by_row("values", "gate") if self._backend is Backend.INVARIANT_TORCH else whole
-            values = rows(_gate_heads, values, gate)
+            values = gate_heads(values, gate, backend=self._backend)
         return values.flatten(1)
 
     def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -141,8 +140,3 @@ def _rotate_pairs(q: Tensor, shared: Tensor, positions: Tensor, cos_sin: Tensor)
     q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, shared[:, None]))
     q, k = apply_rotary(q, k, positions, cos_sin)
     return q, k[:, 0]
-
-
-def _gate_heads(values: Tensor, gate: Tensor) -> Tensor:
-    """``values [T, H, N]`` times the sigmoid of ``gate [T, H]``."""
-    return values * gate.sigmoid()[..., None]

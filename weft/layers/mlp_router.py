@@ -3,7 +3,6 @@
 Job: the classes' logits. Owns: the MLP's weights, whole on every rank and never quantised. Does not know: experts.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
@@ -11,6 +10,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear
 from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, whole
+from weft.ops.activation import gelu
 
 
 class MlpRouter(nn.Module):
@@ -21,6 +21,7 @@ class MlpRouter(nn.Module):
         moe = config.moe
         assert moe is not None and moe.router_size is not None
         size = self._size = moe.router_size
+        self._backend = context.backend
         self._num_classes = moe.num_classes
         self.down_proj = MergedReplicatedLinear(config.hidden_size, [size], bias=True, context=context)
         self.router_norm = RMSNorm(size, config.rms_norm_eps, context, zero_centered=False)
@@ -33,7 +34,7 @@ class MlpRouter(nn.Module):
             state = state + carried
         hidden = self.router_norm(state)
         for linear in (self.fc1, self.fc2):
-            hidden = F.gelu(linear(hidden)[:, : self._size])
+            hidden = gelu(linear(hidden)[:, : self._size], backend=self._backend)
         return self.out_proj(hidden)[:, : self._num_classes], state
 
 

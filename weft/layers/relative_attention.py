@@ -21,6 +21,10 @@ from weft.layers.recurrent import mix_rows
 from weft.layers.residual_conv import ResidualConv
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, stacked, whole
 from weft.ops.attention import paged_attention
+from weft.ops.backend import Backend
+from weft.ops.linear import head_linear
+from weft.ops.rows import by_row
+from weft.ops.rows import whole as all_rows
 from weft.ops.window_attention import ScoreTerms, Windows, window_attention, window_attention_decode
 
 
@@ -30,9 +34,12 @@ class RelativeBias(WeightModule):
 
     def __init__(self, geometry: RelativeAttentionConfig, context: ModelContext) -> None:
         super().__init__()
+        self._backend = context.backend
         self.proj = empty_parameter(geometry.rank, geometry.extent, dtype=context.dtype, device=context.device)
 
     def forward(self, relative: Tensor) -> Tensor:
+        if self._backend.is_invariant:
+            return head_linear(relative, self.proj.expand(relative.shape[1], -1, -1), backend=self._backend)
         return relative @ self.proj
 
     def layouts(self) -> tuple[WeightLayout, ...]:
@@ -93,12 +100,17 @@ class RelativeAttention(Attention):
         """``x [T, *, *]`` times the factor of scores that grows with the position."""
         floor, alpha = self._geometry.log_floor, self._geometry.log_alpha
         assert floor is not None
-        factor = 1.0 + alpha * ((positions + 1).float() / floor).clamp_min(1.0).log()
-        return (x.float() * factor[:, None, None]).to(x.dtype)
+        rows = by_row("x", "positions") if self._backend is Backend.INVARIANT_TORCH else all_rows
+        return rows(_scaled_by_position, x, positions, floor, alpha)
 
     def _bias(self, relative: Tensor) -> Tensor:
         """The biases, as attention takes them: before scores are scaled."""
         return self.rel_logits_proj(relative / self._scale)
+
+
+def _scaled_by_position(x: Tensor, positions: Tensor, floor: int, alpha: float) -> Tensor:
+    factor = 1.0 + alpha * ((positions + 1).float() / floor).clamp_min(1.0).log()
+    return (x.float() * factor[:, None, None]).to(x.dtype)
 
 
 class RelativeWindowAttention(RelativeAttention):

@@ -11,6 +11,9 @@ from weft.config.model import ModelConfig
 from weft.layers.context import ModelContext
 from weft.layers.norm import ResidualSum, RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, empty_parameter, whole
+from weft.ops.backend import Backend
+from weft.ops.rows import by_row
+from weft.ops.rows import whole as all_rows
 
 
 class _Vectors(WeightModule):
@@ -20,7 +23,7 @@ class _Vectors(WeightModule):
 
     def __init__(self, size: int, context: ModelContext) -> None:
         super().__init__()
-        self._sum = ResidualSum(size, context, partial=True)
+        self._sum, self._backend = ResidualSum(size, context, partial=True), context.backend
         for name in self.names:
             self.register_parameter(name, empty_parameter(size, dtype=context.dtype, device=context.device))
 
@@ -53,7 +56,13 @@ class ResidualScale(_Vectors):
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         scaled = (self._sum(x, None) + self.hidden_states_bias) * self.hidden_states_scale
-        return torch.addcmul(scaled.float(), residual + self.residual_bias, self.residual_scale.float())
+        rows = by_row("scaled", "stream") if self._backend is Backend.INVARIANT_TORCH else all_rows
+        stream: Tensor = rows(_add_scaled, scaled.float(), residual + self.residual_bias, self.residual_scale.float())
+        return stream
+
+
+def _add_scaled(scaled: Tensor, stream: Tensor, scale: Tensor) -> Tensor:
+    return torch.addcmul(scaled, stream, scale)
 
 
 class StreamRMSNorm(RMSNorm):

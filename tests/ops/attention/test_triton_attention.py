@@ -285,25 +285,29 @@ def test_every_sequence_has_room_for_its_splits(table_tokens: int, double_from: 
     assert most_splits(table_tokens, double_from, 64) == max(splits)
 
 
-def test_a_token_has_the_bits_that_it_has_alone() -> None:
-    """As one of many that decode, beside a prompt, and as a draft. The number of sequences chooses other tiles."""
+@pytest.mark.parametrize("extent", [0, 150])
+def test_a_token_has_the_bits_that_it_has_alone(extent: int) -> None:
+    """As one of many that decode, beside a prompt, and as a draft, without a bias and with one. The number of sequences
+    chooses other tiles."""
     hq, hkv, dim = 4, 2, 64
     contexts = [300, 140, 127, *[9] * 40]
     batch = on_device(make_batch([1] * len(contexts), contexts, num_decodes=len(contexts)))
     caches = [torch.randn(int(batch.page_table.max()) + 1, PAGE_SIZE, hkv, dim, device=DEVICE).half() for _ in range(2)]
     q = torch.randn(len(contexts) + 70, hq, dim, device=DEVICE).half()
+    biases = torch.randn(len(q), hq, extent, device=DEVICE).half() * dim**0.5
 
-    def attend(rows: Tensor, batch: Batch, tables: Tensor) -> Tensor:
+    def attend(rows: range | list[int], batch: Batch, tables: Tensor) -> Tensor:
         batch = dataclasses.replace(on_device(batch), page_table=tables)
-        return paged_attention(rows, *caches, batch, scale=dim**-0.5, backend=Backend.INVARIANT_TRITON)
+        bias = biases[rows] if extent else None
+        return paged_attention(q[rows], *caches, batch, scale=dim**-0.5, bias=bias, backend=Backend.INVARIANT_TRITON)
 
-    together = attend(q[: len(contexts)], batch, batch.page_table)
+    together = attend(range(len(contexts)), batch, batch.page_table)
     for i, context in enumerate(contexts[:4]):
         alone = make_batch([1], [context], num_decodes=1)
-        assert torch.equal(attend(q[i : i + 1], alone, batch.page_table[i : i + 1]), together[i : i + 1])
-    beside = attend(q[:71], make_batch([1, 70], [300, 70], num_decodes=1), batch.page_table[:2])
+        assert torch.equal(attend([i], alone, batch.page_table[i : i + 1]), together[i : i + 1])
+    beside = attend(range(71), make_batch([1, 70], [300, 70], num_decodes=1), batch.page_table[:2])
     assert torch.equal(beside[:1], together[:1])
     drafts = make_batch([3, 3], [298, 138])
     drafts = dataclasses.replace(drafts, verification=Verification(3, torch.zeros(2, 3, dtype=torch.int32)))
-    verified = attend(torch.cat([q[50:52], q[:1], q[52:54], q[1:2]]), drafts, batch.page_table[:2])
+    verified = attend([50, 51, 0, 52, 53, 1], drafts, batch.page_table[:2])
     assert torch.equal(verified[[2, 5]], together[:2])

@@ -17,14 +17,16 @@ SHAPES = [(32, 128, 512), (32, 512, 128), (10, 256, 256)] if ON_GPU else [(3, 40
 COUNTS = (1, 2, 15, 16, 17, 64, 65, 300, 1000) if ON_GPU else (1, 16, 17, 40)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("layout", ["dense", "transposed", "shared"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_has_the_same_bits_for_any_number_of_rows(shape: tuple[int, ...], transposed: bool) -> None:
+def test_a_row_has_the_same_bits_for_any_number_of_rows(shape: tuple[int, ...], layout: str) -> None:
     heads, inner, width = shape
     torch.manual_seed(0)
     x = torch.randn(max(COUNTS) + 3, heads, 2 * inner, device=DEVICE).to(DTYPE)[..., :inner]  # rows may be strided
     weight = torch.randn(heads, width, inner, device=DEVICE).to(DTYPE).transpose(1, 2)
-    weight = weight if transposed else weight.contiguous()
+    weight = weight if layout == "transposed" else weight.contiguous()
+    if layout == "shared":  # one matrix of all heads
+        weight = weight[0].expand(heads, -1, -1)
     whole = head_linear(x, weight, backend=Backend.INVARIANT_TRITON)
     want = head_linear.reference(x.double(), weight.double())
     assert float((whole.double() - want).norm() / want.norm()) < (5e-3 if ON_GPU else 1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -141,3 +143,40 @@ def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_ou
     assert (out[5] == (7.0 if given_out else 0.0)).all()
     for got, expected in zip(windows, wanted, strict=True):
         assert torch.equal(got[1:].nan_to_num(), expected[1:].nan_to_num())
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_token_has_the_bits_that_it_has_alone(with_bias: bool) -> None:
+    """Prefilled in other steps, which end at multiples of 64 tokens, and decoded beside others, which would choose
+    other splits."""
+    heads, window, count = HEADS[-1], 300, 70
+    x, backend = inputs(400, heads), Backend.INVARIANT_TRITON
+    bias = bias_of(x[0], window) if with_bias else None
+
+    def prefilled(steps: list[int]) -> list[Tensor]:
+        windows, outputs = empty_windows(heads, window), list[Tensor]()
+        for start, end in pairwise(steps):
+            batch = on_device(make_batch([end - start], [start], num_decodes=0))
+            rows = slice(start, end)
+            added = None if bias is None else bias[rows]
+            part = (y[rows] for y in x)
+            outputs.append(window_attention(*part, *windows, batch, scale=0.2, bias=added, backend=backend))
+        return [torch.cat(outputs), *(each[batch.state_slots.long()] for each in windows)]
+
+    for one, other in zip(prefilled([0, 400]), prefilled([0, 64, 320, 400]), strict=True):
+        assert torch.equal(one, other)
+    before = [torch.randn(count + 1, window, *heads[1:], device=DEVICE) for _ in range(2)]
+    positions = torch.arange(0, 10 * count, 10, device=DEVICE)
+    slots = torch.arange(1, count + 1, dtype=torch.int32, device=DEVICE)
+    assert window_split(window, count * heads[1]) > window_split(window, heads[1])
+
+    def decoded(rows: slice) -> Tensor:
+        windows, terms = Windows(*(w.clone() for w in before)), ScoreTerms(None, None if bias is None else bias[rows])
+        part = (y[rows] for y in x)
+        return window_attention_decode(
+            *part, windows, slots[rows], positions[rows], scale=0.2, terms=terms, backend=backend
+        )
+
+    together = decoded(slice(count))
+    for i in (0, 5, 31, count - 1):
+        assert torch.equal(decoded(slice(i, i + 1)), together[i : i + 1])

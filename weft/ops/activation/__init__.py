@@ -51,5 +51,29 @@ def gelu_mul(gate: Tensor, x: Tensor, *, tanh: bool = True, backend: Backend) ->
     return rows(_gelu_mul, gate, x, approximate="tanh" if tanh else "none")
 
 
+def gelu(x: Tensor, *, backend: Backend) -> Tensor:
+    """The exact GELU of ``x [T, N]``. Rows are independent on a GPU anyhow."""
+    return (by_row("x") if backend is Backend.INVARIANT_TORCH else whole)(_gelu, x)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def gate_heads(x: Tensor, gate: Tensor, *, backend: Backend) -> Tensor:
+    """``x * sigmoid(gate)`` with a gate for each head. Rows are independent on a GPU anyhow.
+
+    Args:
+        x: ``[T, H, N]``.
+        gate: ``[T, H]``.
+    """
+    rows = by_row("x", "gate") if backend is Backend.INVARIANT_TORCH else whole
+    return rows(_gate_heads, x, gate)
+
+
+def _gate_heads(x: Tensor, gate: Tensor) -> Tensor:
+    return x * gate.sigmoid()[..., None]
+
+
 def _gelu_mul(gate: Tensor, x: Tensor, approximate: str) -> Tensor:
     return F.gelu(gate, approximate=approximate) * x
