@@ -59,6 +59,21 @@ DETERMINISM = (
         '"weft.ops.attention.paged", lambda f, *args, **kwargs: f(*args, **kwargs))', ROWS, BITS,
     ),
     mutant(
+        "classes-together", "a router's activation depends on no other row", "weft/ops/activation/__init__.py",
+        'return (by_row("x") if backend is Backend.INVARIANT_TORCH else whole)(_gelu, x)', "return whole(_gelu, x)",
+        f"{OTHERS}[ZayaForCausalLM]",
+    ),
+    mutant(
+        "convolutions-of-heads-together", "the second convolution of a head depends on no other row",
+        "weft/layers/convolutional_attention.py", "        if self._backend.is_invariant:\n", "        if False:\n",
+        f"{OTHERS}[ZayaForCausalLM]",
+    ),
+    mutant(
+        "gates-of-heads-together", "a head's gate depends on no other row", "weft/ops/activation/__init__.py",
+        'rows = by_row("x", "gate") if backend is Backend.INVARIANT_TORCH else whole\n    return rows(_gate_heads,',
+        "rows = whole\n    return rows(_gate_heads,", ROWS,
+    ),
+    mutant(
         "gates-together", "a gate's bits depend on no other row", "weft/ops/delta_rule/__init__.py",
         'by_row("a", "b"))', "lambda f, *args, **kwargs: f(*args, **kwargs))", BITS,
     ),

@@ -14,6 +14,7 @@ from tests.mutation.determinism import DETERMINISM
 from tests.mutation.doors import DOORS
 from tests.mutation.fields_and_figures import FIELDS_AND_FIGURES
 from tests.mutation.mutant import mutant as _mutant
+from tests.mutation.mxfp8 import MXFP8
 from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
 from tests.mutation.settings_and_ends import SETTINGS_AND_ENDS
 from tests.mutation.settings_and_reuse import SETTINGS_AND_REUSE
@@ -511,5 +512,6 @@ MUTANTS = (
     *DETERMINISM,
     *FIELDS_AND_FIGURES,
     *VERIFICATION,
+    *MXFP8,
     *WAITS_AND_LEAKS,
 )  # fmt: skip

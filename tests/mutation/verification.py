@@ -5,6 +5,10 @@ from __future__ import annotations
 from tests.mutation.mutant import mutant
 
 KIMI = "tests/ops/delta_rule/test_kimi.py::test_verify_step"
+ALONE = [
+    f"tests/ops/delta_rule/test_{name}.py::test_a_verified_token_leaves_the_state_of_a_decode_step"
+    for name in ("kimi", "triton_gdn")
+]
 LATENTS = "tests/ops/delta_rule/test_kimi.py::test_latent_attention_of_a_verification"
 GLUON = "tests/ops/delta_rule/test_gluon_verify.py"
 CONV = "tests/ops/convolution/test_short_conv.py"
@@ -42,6 +46,23 @@ VERIFICATION = (
         "FIXED.vectors.decays + o_k, mask=k_mask, other=0.0)",
         "FIXED.vectors.decays + 0 * o_k, mask=k_mask, other=0.0)",
         KIMI,
+    ),
+    mutant(
+        "tokens-from-the-first-state", "a decoded draft continues the state of the token before it", KDA,
+        "places = (slots[:, i - 1] if i else state_slots, slots[:, i])", "places = (state_slots, slots[:, i])",
+        *ALONE,
+    ),
+    mutant(
+        "outputs-by-token", "outputs of a sequence's drafts stand side by side", KDA,
+        "g, shape, out[i::num_tokens], False", "g, shape, out[i * num_seqs : (i + 1) * num_seqs], False", ALONE[0],
+    ),
+    mutant(
+        "inputs-of-the-first-token", "each decoded draft has inputs of its own", KDA,
+        "inputs.every(i, num_tokens)", "inputs.every(0, num_tokens)", *ALONE,
+    ),
+    mutant(
+        "padding-runs", "a padding sequence leaves its outputs zero", "weft/ops/verification.py",
+        " * (state_slots > 0)\n", "\n", *ALONE, MODELS, CONV,
     ),
     mutant(
         "gates-without-a-floor", "log decays have the floor of Ling 3.0", KDA,
