@@ -13,6 +13,7 @@ import pytest
 from tests import fuzz_images, fuzz_options
 from tests.fuzz_engine import Episode, run_for
 from tests.fuzz_references import ARCHITECTURES, Reference
+from tests.whole import takes_long, unless_long
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return {arch: Reference(arch, tmp_path_factory.mktemp(arch)) for arch in dict.fromkeys(ARCHITECTURES)}
 
 
-@pytest.mark.parametrize("seed", [1001, 1002, 1003, 1005])
+@pytest.mark.parametrize("seed", unless_long([1001], [1001, 1002, 1003, 1005]))  # beside it CI runs make fuzz-engine
 def test_random_traffic(seed: int, references: dict[str, Reference]) -> None:
     Episode(seed, references).run()
 
@@ -31,6 +32,7 @@ def test_random_options(tmp_path: Path) -> None:
     assert episode.num_accepted
 
 
+@takes_long  # CI runs make fuzz-images
 def test_random_images(tmp_path: Path) -> None:
     """With drafts, preemption, overlap, graphs, and images that come again."""
     episode = fuzz_images.Episode(9, fuzz_images.references(tmp_path, [fuzz_images.VL]), always_drafts=True)

@@ -6,9 +6,9 @@ step all free pages and slots, and those that padding rows use, are filled with 
 random order. With overlap the device is late: a step runs when its results are asked for.
 
 ``make test`` leaves out length 129, the dense model without overlap, and for dense, compiled, sharded and drafting
-engines all lengths but those that ``part`` names. Of the rest every column runs cells that hold each pair of path,
-phase and length; dense, sharded and drafting engines, and those without overlap, hold every path, phase and length
-once. ``make test-all`` leaves out nothing.
+engines all lengths but those that ``part`` names. Of the rest modes NONE and FULL with overlap run cells that hold
+each pair of path, phase and length; all other columns hold every path, phase and length once. ``make test-all`` leaves
+out nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import product
 import pytest
 
 from tests.ranks import fork_ranks
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from tests.x_matrix import (
     ARCHITECTURES,
     DENSE,
@@ -66,7 +66,7 @@ DENSE_COLUMNS = [(DENSE, *column) for _, *column in COLUMNS if WHOLE or column[1
 OVERLAPPING = [column for column in COLUMNS if WHOLE or column[2] == "overlap"]
 
 
-@pytest.fixture(scope="module", params=OVERLAPPING, ids=lambda p: "-".join(p))
+@pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     """One engine per column, for all its cases."""
     with open_engine(*request.param, references) as engine:
@@ -91,9 +91,10 @@ def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=["NONE", "PIECEWISE", "FULL"])
+@pytest.fixture(scope="module", params=unless_long(["NONE", "FULL"], ["NONE", "PIECEWISE", "FULL"]))
 def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
-    """On two ranks. The second one's padding page and slot are NaN whenever a step starts."""
+    """On two ranks; in CI not in pieces, as ``tests/executor/test_tensor_parallel.py`` has them. The second rank's
+    padding page and slot are NaN whenever a step starts."""
     with fork_ranks(poisoned=True):
         column = ("Qwen3NextForCausalLM", request.param, "overlap", "capture")
         with open_engine(*column, references, tensor_parallel_size=2) as engine:
@@ -149,7 +150,16 @@ def sharded_drafting_engine(request: pytest.FixtureRequest, references: dict[str
             assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases
 
 
-@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 64, 65, 1000)))
+@pytest.mark.parametrize(
+    ("engine", "path", "phase", "length"),
+    [
+        (column, *cell)
+        for column in OVERLAPPING
+        for cell in covering(PATHS, PHASES, part(1, 64, 65, 1000), of=2 if column[1] in ("NONE", "FULL") else 1)
+    ],
+    ids=lambda p: "-".join(p) if isinstance(p, tuple) else None,
+    indirect=["engine"],
+)
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(engine, path, phase, length)
 
@@ -165,7 +175,7 @@ def test_tokens_without_recurrent_layers(dense_engine: Poisoned, path: str, phas
     check(dense_engine, path, phase, length)
 
 
-@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65, 1000)))
+@pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65, 1000), of=1))
 def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(compiled_engine, path, phase, length)
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from tests.x_matrix import BUDGET, PATHS, PHASES, WHOLE, Poisoned, Reference, check, make_reference, open_engine, part
 
-COLUMNS = [("Lfm2ForCausalLM", mode) for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
+COLUMNS = [("Lfm2ForCausalLM", mode) for mode in unless_long(["FULL"], ["NONE", "FULL_AND_PIECEWISE", "FULL"])]
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE"), ("GptOssForCausalLM", "FULL_AND_PIECEWISE")]
 COLUMNS += [(f"{name}ForCausalLM", "FULL") for name in ("KimiLinear", "Mamba2", "Jamba", "MiniMax", "RecurrentGemma")]
 COLUMNS += [("Glm5NextForConditionalGeneration", "FULL"), ("Qwen4ExpForCausalLM", "FULL")]
@@ -47,6 +47,8 @@ def variant(request: pytest.FixtureRequest, references: dict[str, Reference]) ->
 
 
 @pytest.mark.skipif(WHOLE, reason="the whole matrix has these cells")
-@pytest.mark.parametrize(("path", "phase"), [("branch hit", "mixed"), ("hit", "decode"), ("preempted", "decode")])
+@pytest.mark.parametrize(
+    ("path", "phase"), [("branch hit", "mixed"), ("preempted", "decode"), *unless_long([], [("hit", "decode")])]
+)
 def test_tokens_of_variants(variant: Poisoned, path: str, phase: str) -> None:
     check(variant, path, phase, BUDGET + 18)

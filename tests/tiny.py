@@ -464,7 +464,7 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
     key = repr((arch, seed, sorted(overrides.items())))
     if key not in _MADE:
         _MADE[key] = _make_model(arch, seed, overrides)
-    if len(_MADE) > 20:
+    if len(_MADE) > 100:
         del _MADE[next(iter(_MADE))]
     return deepcopy(_MADE[key])
 
@@ -578,7 +578,7 @@ def make_checkpoint(
     Path(path).mkdir(parents=True, exist_ok=True)
     for name, content in _SAVED[key].items():
         (Path(path) / name).write_bytes(content)
-    if len(_SAVED) > 100:
+    if len(_SAVED) > 200:
         del _SAVED[next(iter(_SAVED))]
     return Path(path)
 

@@ -287,7 +287,12 @@ def test_mode_abort_ends_requests_with_what_they_have(pair: tuple[Path, Path], l
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, pytest.param(FULL, marks=takes_long), {"tensor_parallel_size": 2}, {"kv_offloading_size": 0.05}],
+    [
+        {},
+        pytest.param(FULL, marks=takes_long),
+        pytest.param({"tensor_parallel_size": 2}, marks=takes_long),
+        {"kv_offloading_size": 0.05},
+    ],
     ids=["plain", "full", "ranks", "tier"],
 )
 def test_mode_keep_goes_on_with_the_new_weights(pair: tuple[Path, Path], settings: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fake_runner import VOCAB, FakeRunner, oracle
 from tests.scheduler.test_scheduler import PAGE, Rig, expect, make_request, make_spec
+from tests.whole import unless_long
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput, RowSampling
 from weft.request import Request
@@ -287,7 +288,7 @@ def test_failed_steps_leave_nothing_behind() -> None:
     assert_idle(rig)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", unless_long(range(16), range(40)))
 def test_random_branching_workloads(seed: int) -> None:
     """Arrivals that branch from each other, aborts, preemptions, late results, tiny pools: every output is right."""
     rng = random.Random(seed)

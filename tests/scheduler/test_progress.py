@@ -8,6 +8,7 @@ import pytest
 
 from tests.scheduler.test_prefix_reuse import assert_idle, make_rig, prompt, run
 from tests.scheduler.test_scheduler import PAGE, Rig, expect, make_request
+from tests.whole import unless_long
 from weft.messages import RowSampling
 from weft.request import Request
 
@@ -83,7 +84,7 @@ def test_prompt_logprobs_of_a_cached_prompt(policy: str, border: int | None) -> 
     assert_idle(rig)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", unless_long(range(20), range(60)))
 def test_random_branches_in_a_pool_of_one_context(seed: int) -> None:
     """A few requests at a time, each up to the whole pool, that branch off prompts and outputs; ``Rig`` checks after
     every step that nothing is preempted without progress."""
