@@ -15,6 +15,7 @@ from tests.fp8_checkpoints import make_fp8_checkpoint
 from tests.harness import Harness
 from tests.ops.interpreter import DEVICE
 from tests.tiny import make_checkpoint
+from tests.whole import unless_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.errors import ConfigError
@@ -95,7 +96,7 @@ def test_pages_are_copied() -> None:
     assert torch.equal(cache.float(), before[[0, 1, 2, 1, 2]])
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("mode", unless_long(["FULL"], ["NONE", "FULL", "FULL_AND_PIECEWISE"]))
 def test_tokens_do_not_depend_on_the_way(mode: str, tmp_path: Path) -> None:
     """Cold, from the prefix cache, in graphs, beside others: what an engine without any of these generates."""
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)

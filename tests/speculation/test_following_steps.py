@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.engine.conftest import assert_idle
 from tests.late_device import LateDevice
 from tests.models.mtp_reference import make_mtp_checkpoint
-from tests.whole import covering
+from tests.whole import RUNS_LONG, covering, unless_long
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import SchedulerOutput
@@ -168,15 +168,19 @@ def test_tokens_are_those_without_drafts(engines: Engines, stops: bool) -> None:
     check_tokens(engines, stops)
 
 
+PARAMS = [(0, 40, None), (1.0, 25, 2), (0.7, 31, None), (0, 7, None), (1.2, 40, None)]
+"""Temperature, number of tokens, log probabilities."""
+
+
 def check_tokens(engines: Engines, stops: bool) -> None:
     """The tokens are those without drafts, also of conversations that go on from the states that the first answers left
     in the cache."""
     rng, before = random.Random(stops), engines.num_followed
     ends = list(range(3, 12)) if stops else None
-    prompts = [[rng.randrange(3, 200) for _ in range(n)] for n in (1, 9, 30, 30, 5)]
+    prompts = [[rng.randrange(3, 200) for _ in range(n)] for n in unless_long((1, 9, 30), (1, 9, 30, 30, 5))]
     params = [
         SamplingParams(temperature=t, seed=s, max_tokens=n, ignore_eos=True, stop_token_ids=ends, logprobs=lp)
-        for s, (t, n, lp) in enumerate([(0, 40, None), (1.0, 25, 2), (0.7, 31, None), (0, 7, None), (1.2, 40, None)])
+        for s, (t, n, lp) in enumerate(unless_long(PARAMS[:3], PARAMS))
     ]
     for _ in range(2):
         expected, found = engines.expect(prompts, params), run(engines.following, prompts, params)
@@ -196,7 +200,7 @@ def test_a_stop_string_is_found_late(engines: Engines) -> None:
     rng, before = random.Random(8), engines.num_followed
     prompts = [[rng.randrange(3, 200) for _ in range(n)] for n in (2, 9, 20)]
     endless = [SamplingParams(temperature=t, seed=3, max_tokens=50, ignore_eos=True) for t in (0, 0.8, 0)]
-    for turn in range(2):
+    for turn in range(2 if RUNS_LONG else 1):
         texts = [output.outputs[0].text for output in engines.expect(prompts, endless)]
         stops = [text[len(text) // 2 : len(text) // 2 + 2] for text in texts]
         params = [

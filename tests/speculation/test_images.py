@@ -10,10 +10,11 @@ import torch
 
 from tests.media import GLM, HYBRID, INDEXED, Engine, Prompt, assert_reference, overrides, reference_inputs
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
-from tests.whole import covering
+from tests.whole import RUNS_LONG, covering
 from weft.multimodal.items import MediaItem
 
 NUM_DRAFTS = 3
+NUM_TOKENS = 14 if RUNS_LONG else 9
 
 
 def prompts_of(arch: str) -> list[Prompt]:
@@ -52,14 +53,15 @@ def test_drafts_are_the_references(arch: str, mode: str, tmp_path: Path) -> None
         settings["piecewise_cuda_graph_tokens"] = [64]
     engine = Engine(folder, max_num_seqs=3, max_model_len=100, cpu_cache_gib=0.05, **settings)
     prompts = prompts_of(arch)
-    requests = [engine.request(prompt, 14) for prompt in prompts]
+    requests = [engine.request(prompt, NUM_TOKENS) for prompt in prompts]
     for request in requests:
         engine.core.add(request)
     compared = 0
     while not all(request.is_finished for request in requests):
         engine.core.step()
         for prompt, request in zip(prompts, requests, strict=True):
-            room = min(NUM_DRAFTS, 14 - len(request.output_token_ids)) if len(request.output_token_ids) > 1 else 1
+            done = len(request.output_token_ids)
+            room = min(NUM_DRAFTS, NUM_TOKENS - done) if done > 1 else 1
             if request.draft_token_ids and room > 0:
                 known = request.known_token_ids.tolist()
                 want = drafts_of(head, known, prompt.media) if prompt.media else head.drafts(known, NUM_DRAFTS)
@@ -67,4 +69,4 @@ def test_drafts_are_the_references(arch: str, mode: str, tmp_path: Path) -> None
                 compared += 1
     for prompt, request in zip(prompts, requests, strict=True):
         assert_reference(head._model[0], prompt, request)
-    assert compared > 20 and engine.core.stats().spec_decode_num_drafts > 20
+    assert min(compared, engine.core.stats().spec_decode_num_drafts) > (20 if RUNS_LONG else 10)

@@ -16,9 +16,10 @@ import pytest
 from tests.engine.conftest import assert_idle
 from tests.late_device import LateDevice
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
+from tests.ranks import fork_ranks
 from tests.speculation.conftest import Case, make_repeating_checkpoint
 from tests.speculation.test_ngram import Steps
-from tests.whole import unless_long
+from tests.whole import RUNS_LONG, unless_long
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams, StructuredOutputsParams
 from weft.request import Request
@@ -84,15 +85,17 @@ def test_drafts_are_the_references(engines: Engines) -> None:
     mtp._core.reset_prefix_cache()
     steps = Steps(mtp)
     shared = prompts()[3]
-    compared = 0
+    compared = num_steps = 0
     for batch in (prompts(), [[*shared[:50], 7, 9, 11], shared]):
         for prompt in batch:
             mtp.add_request({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
         while not mtp.is_finished():
             mtp.step()
-            for running in mtp._core.scheduler._rows.running:
-                compared += check_drafts(running.request, reference)
-    assert compared > 40
+            num_steps += 1
+            if RUNS_LONG or num_steps % 3 == 0:  # the reference computes each draft anew
+                for running in mtp._core.scheduler._rows.running:
+                    compared += check_drafts(running.request, reference)
+    assert compared > (40 if RUNS_LONG else 12)
     assert steps.followed > 10 or not mtp.config.enable_overlap
 
 
@@ -154,7 +157,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     case = Case(prompts()[:3], params)
     with LLM(str(folder), **settings) as plain:
         expected = [done.token_ids for done in case.run(plain)]
-    with LLM(str(folder), **settings, **ranks) as mtp:
+    with fork_ranks(), LLM(str(folder), **settings, **ranks) as mtp:
         steps = Steps(mtp)
         assert [done.token_ids for done in case.run(mtp)] == expected
         assert mtp.stats().spec_decode_num_draft_tokens and steps.followed
