@@ -10,7 +10,9 @@ compiling trial programs costs every process that compiles ten seconds.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+gc.disable()  # until the tests are collected: two fifths of that time went into collections that freed nothing
+
 TIERS = {"cpu": 0, "gpu": 1, "multi_gpu": 2}
 """GPUs that each tier needs."""
 OF_GPUS = [Path(__file__).parent / name for name in ("gpu", "multi_gpu")]
@@ -31,6 +35,19 @@ OF_GPUS = [Path(__file__).parent / name for name in ("gpu", "multi_gpu")]
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Without a GPU its tests are not collected, except by their path: all of them would be skipped."""
     return True if collection_path in OF_GPUS and not torch.cuda.is_available() else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Every second worker imports the modules of the whole suite from the end, so that two meet in the middle: each
+    compiles and rewrites half of what no run has compiled before, and reads the other half."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if int(worker.removeprefix("gw")) % 2 and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        root = Path(__file__).parent
+        for path in sorted(root.rglob("test_*.py"), reverse=True):
+            if not any(folder in path.parents for folder in OF_GPUS):
+                name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+                with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports them
+                    importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +64,8 @@ def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collections. A rank collects when it closes, which takes half a
     second in a process with all tests of the suite. Every engine asks whether objects are frozen, and counting them
     takes a hundred times as long as the answer needs."""
+    gc.enable()
+    gc.set_threshold(10_000)  # the default of 700 takes a twentieth of the tests' time
     gc.collect()
     gc.freeze()
     gc.get_freeze_count = lambda: 1
