@@ -115,12 +115,9 @@ FAMILIES = [*MAMBA_ARCHITECTURES, *(a for a in ARCHITECTURES if a not in MULTIMO
 
 
 def chosen(arch: str) -> list[str]:
-    """The fields that are changed: all, or where long tests do not run, each in the first and the last family that has
-    it."""
-    place = FAMILIES.index(arch)
-    before = {name for other in FAMILIES[:place] for name in fields(other)}
-    after = {name for other in FAMILIES[place + 1 :] for name in fields(other)}
-    return [name for name in fields(arch) if RUNS_LONG or name not in before & after]
+    """The fields that are changed: all, or where long tests do not run, each in the last family that has it."""
+    after = {name for other in FAMILIES[FAMILIES.index(arch) + 1 :] for name in fields(other)}
+    return [name for name in fields(arch) if RUNS_LONG or name not in after]
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
