@@ -30,7 +30,7 @@ def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.split() == "MiniCPMOcrForConditionalGeneration yes text alone, as Qwen3_5ForCausalLM or "
                "Qwen3_5MoeForCausalLM".split() for line in lines)  # fmt: skip
     for name in ("Inkling2", "Inkling"):
-        row = f"{name}ForConditionalGeneration yes images not yet, text as {name}ForCausalLM"
+        row = f"{name}ForConditionalGeneration yes images, text as {name}ForCausalLM"
         assert any(line.split() == row.split() for line in lines)
     assert any(line.split() == "Glm5NextForConditionalGeneration yes yes by layer".split() for line in lines)
     assert main(["models", "LlamaForCausalLM", "MiniMaxText01ForCausalLM"]) == 0

@@ -39,9 +39,8 @@ def run(args: argparse.Namespace) -> int:
 def _row(name: str) -> tuple[str, ...]:
     if name in WRAPPERS:
         texts = WRAPPERS[name].texts.values()
-        if any(FAMILIES[text].vision is not None for text in texts):
-            return name, "yes", f"images not yet, text as {' or '.join(texts)}", ""
-        return name, "yes", f"text alone, as {' or '.join(texts)}", ""
+        has_images = any(FAMILIES[text].vision is not None for text in texts)
+        return name, "yes", f"{'images, text' if has_images else 'text alone,'} as {' or '.join(texts)}", ""
     verified = VERIFIED[name]
     on_gpu = "yes" if verified.gpu else "not yet"
     return name, "yes", on_gpu, verified.ranks.value
