@@ -86,7 +86,8 @@ class Churn:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "eviction", "policy"), covering([1, 4, 16], ["lru", "flops"], ["exact", "aligned", "finish_only"])
+    ("page_size", "eviction", "policy"),
+    covering([1, 4, 16], ["lru", "flops"], ["exact", "aligned", "finish_only"], of=1),
 )
 def test_random_lives_of_hybrid_requests(policy: str, eviction: str, page_size: int) -> None:
     manager = Manager(

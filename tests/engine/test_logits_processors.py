@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import assert_idle
+from tests.whole import covering
 from weft import LLM, SamplingParams
 from weft.errors import RequestError
 
@@ -42,8 +43,7 @@ def test_two_and_three_arguments_in_order(llm: LLM) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+@pytest.mark.parametrize(("mode", "overlap"), covering(["NONE", "FULL"], [False, True], of=1))
 def test_neighbours_are_not_changed(folder: Path, overlap: bool, mode: str) -> None:
     free = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     bound = params(lambda output, logits: only(60 + len(output))(output, logits), n=2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import assert_idle
+from tests.whole import covering
 from weft import LLM, RequestOutput, SamplingParams
 
 PROMPT = [40 + i % 50 for i in range(30)]
@@ -32,17 +33,17 @@ def run(folder: Path, params: SamplingParams, preempted_after: int | None) -> Re
         return output
 
 
-@pytest.mark.parametrize("after", [0, 1, 7])
+ASKED: list[dict[str, Any]] = [
+    {"prompt_logprobs": 1, "logprobs": 2},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"repetition_penalty": 1.6},
+    {"temperature": 1.0, "seed": 5},
+    {"bad_words": ["the", "a"], "min_tokens": 9},
+]
+
+
 @pytest.mark.parametrize(
-    "asked",
-    [
-        {"prompt_logprobs": 1, "logprobs": 2},
-        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
-        {"repetition_penalty": 1.6},
-        {"temperature": 1.0, "seed": 5},
-        {"bad_words": ["the", "a"], "min_tokens": 9},
-    ],
-    ids=lambda asked: next(iter(asked)),
+    ("asked", "after"), covering(ASKED, [0, 1, 7], of=1), ids=lambda v: next(iter(v)) if isinstance(v, dict) else str(v)
 )
 def test_a_preempted_request_goes_on(folder: Path, asked: dict[str, Any], after: int) -> None:
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | asked))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.harness import Harness, model_context, poison
 from tests.tiny import ARCHITECTURES, make_checkpoint
+from tests.whole import unless_long
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError, WeightsError
 from weft.layers.linear import MergedReplicatedLinear
@@ -66,6 +67,10 @@ def assert_same(a: CausalLM, b: CausalLM) -> None:
         assert torch.equal(parameter, parameters(b)[name]), name
 
 
+SOME = pytest.mark.parametrize("checkpoint", unless_long(ARCHITECTURES[::3], ARCHITECTURES), indirect=True)
+"""For what one loader does for every family."""
+
+
 @pytest.fixture(params=ARCHITECTURES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint(request.param, tmp_path)
@@ -86,6 +91,7 @@ def test_every_parameter_is_filled_and_every_tensor_used(checkpoint: Path) -> No
     assert report.num_bytes == 4 * (text + padding_elements(model))
 
 
+@SOME
 def test_sharded_index(checkpoint: Path, tmp_path: Path) -> None:
     arch = read_checkpoint_config(checkpoint).architecture
     sharded = make_checkpoint(arch, tmp_path / "sharded", save_options={"max_shard_size": "40KB"})
@@ -236,6 +242,7 @@ def test_vision_tower_of_the_published_layout_is_ignored(tmp_path: Path) -> None
     assert report.ignored["model.visual.*"] > 5
 
 
+@SOME
 def test_unexpected_tensors_are_listed(checkpoint: Path) -> None:
     extra = {"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2), "mtpx.weight": torch.ones(1)}
     rewrite(checkpoint, lambda tensors: tensors.update(extra))
@@ -244,6 +251,7 @@ def test_unexpected_tensors_are_listed(checkpoint: Path) -> None:
     assert all(name in str(error.value) for name in extra)
 
 
+@SOME
 def test_missing_tensors_are_listed(checkpoint: Path) -> None:
     gone = [
         n
@@ -370,6 +378,7 @@ def test_dense_layers_of_kimi_linear_as_published(tmp_path: Path) -> None:
 # --- random weights ---------------------------------------------------------------------------------------------------
 
 
+@SOME
 def test_dummy_weights_need_only_the_config_and_depend_on_the_seed(checkpoint: Path) -> None:
     for path in checkpoint.glob("*.safetensors"):
         path.unlink()

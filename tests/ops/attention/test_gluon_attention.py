@@ -131,7 +131,7 @@ class Case:
 @pytest.mark.parametrize(
     ("cache", "heads", "case"),
     covering(
-        CACHES, [("128 of 2", True), ("128 of 2", False), ("64 of 4", True), ("256 of 8", False)], CASES,
+        CACHES, [("128 of 2", True), ("128 of 2", False), ("64 of 4", True), ("256 of 8", False)], CASES, of=1,
     ),
 )  # fmt: skip
 def test_equals_plain_attention(
@@ -147,8 +147,7 @@ def test_equals_plain_attention(
     assert out[:num_decodes].isnan().all(), "decodes are the other kernel's"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize(("layout", "cache"), covering(LAYOUTS, CACHES, of=1), ids=str)
 def test_any_mixture_is_read_on_the_device(layout: str, cache: torch.dtype) -> None:
     query_lens, contexts = [1, 1, 1, 67, 1, 130], [40, 3, 200, 31, 0, 2]
     tensors = Case(layout, query_lens, contexts, padding_seqs=9, cache=cache).as_mixture(3, max_prefills=3)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
+from tests.whole import covering
 from weft.forward_context import Batch, MixedBatch, Verification
 
 from weft.ops.attention import AttentionCall, paged_attention  # isort: skip
@@ -133,8 +134,7 @@ def run(
     return out, expected, batch
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("case", "heads"), covering(CASES, HEADS, of=1))
 @pytest.mark.parametrize("dtype", list(TOLERANCE) if ON_GPU else [torch.float32])
 def test_equals_plain_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     for backend in (Backend.TRITON,) if ON_GPU else (Backend.TRITON, Backend.TORCH):

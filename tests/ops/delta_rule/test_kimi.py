@@ -155,7 +155,7 @@ def verified_inputs(
 
 @pytest.mark.parametrize(
     ("heads", "floor", "dtypes", "tokens"),
-    covering(HEADS, [0.0, -5.0], VERIFIED_DTYPES, [(2, 2), (4, 3), (4, 8)] + [(4, 17)] * ON_GPU),
+    covering(HEADS, [0.0, -5.0], VERIFIED_DTYPES, [(2, 2), (4, 3), (4, 8)] + [(4, 17)] * ON_GPU, of=1),
     ids=str,
 )
 def test_verify_step(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
+from tests.whole import covering
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
@@ -300,9 +301,9 @@ def check_convolution(
     assert torch.equal(state[foreign], before[foreign]), "slots of others were touched"
 
 
-@pytest.mark.parametrize(("kernel", "bias"), [(2, True), (4, False)])
-@pytest.mark.parametrize("tile", CONV_TILES)
-def test_convolution_of_chunks(kernel: int, bias: bool, tile: conv.Tile) -> None:
+@pytest.mark.parametrize(("tile", "form"), covering(CONV_TILES, [(2, True), (4, False)], of=1))
+def test_convolution_of_chunks(tile: conv.Tile, form: tuple[int, bool]) -> None:
+    kernel, bias = form
     """Checkpoints closer to the start than the convolution reaches, and a sequence shorter than that."""
     check_convolution(mixed_batch(), tile, kernel, bias, torch.float32, 3, [0, 1, 2, 12])
 

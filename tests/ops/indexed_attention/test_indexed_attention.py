@@ -138,7 +138,9 @@ def test_attention(
 
 @pytest.mark.parametrize(
     ("case", "sizes", "as_mixture", "dtype"),
-    covering(["mixed", "prefill", *LATE], [(4, 2, 24, 24), (6, 2, 40, 32), (24, 2, 16, 16)], [False, True], DTYPES),
+    covering(
+        ["mixed", "prefill", *LATE], [(4, 2, 24, 24), (6, 2, 40, 32), (24, 2, 16, 16)], [False, True], DTYPES, of=1
+    ),
 )
 def test_blocks_of_tokens(
     case: str, sizes: tuple[int, int, int, int], as_mixture: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

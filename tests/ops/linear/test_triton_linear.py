@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
+from tests.whole import covering
 from weft.ops.backend import Backend
 from weft.ops.linear import linear, linear_parts, linear_silu_mul, skinny_choice
 from weft.ops.linear import skinny as skinny_linear
@@ -65,9 +66,9 @@ CASES = [
 """Under the interpreter a half: each shape and each configuration with and without the activation."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "config", "silu_mul"), CASES, ids=str)
-def test_against_float64(shape: tuple[int, int, int], config: Config, silu_mul: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("case", "dtype"), covering(CASES, DTYPES, of=1), ids=str)
+def test_against_float64(case: tuple[tuple[int, int, int], Config, bool], dtype: torch.dtype) -> None:
+    shape, config, silu_mul = case
     x, weight, bias = inputs(*shape, dtype)
     given = bias if dtype == torch.float32 else None
     assert_near(skinny_linear_triton(x, weight, given, config, silu_mul=silu_mul), want(x, weight, given, silu_mul))

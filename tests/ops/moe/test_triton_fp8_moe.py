@@ -21,7 +21,7 @@ from tests.ops.linear.test_triton_fp8 import (
     with_dtypes,
 )
 from tests.ops.moe.test_triton_moe import expected_moe, routing
-from tests.whole import unless_long
+from tests.whole import covering, unless_long
 from weft.ops.backend import Backend
 from weft.ops.fp8 import Fp8Matrix, quantize_inputs_reference, quantize_rows
 from weft.ops.fp8 import quantize as fp8_quantize
@@ -110,10 +110,12 @@ def test_experts_pair_by_pair(shape: tuple[int, ...], scheme: str, padding: int,
     check_moe(shape, scheme, dtype, padding)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 9], ids=["single", "grouped"])
-@pytest.mark.parametrize("scheme", ["token", "block"])
 @pytest.mark.parametrize(
-    "extras", [{"alpha": 1.3, "limit": 0.7, "up_offset": 0.2}, {"gate_cap": 0.5, "up_cap": 0.6}], ids=str
+    ("num_tokens", "scheme", "extras"),
+    covering(
+        [2, 9], ["token", "block"], [{"alpha": 1.3, "limit": 0.7, "up_offset": 0.2}, {"gate_cap": 0.5, "up_cap": 0.6}]
+    ),
+    ids=str,
 )
 def test_activations_that_are_not_swiglu(num_tokens: int, scheme: str, extras: dict[str, float]) -> None:
     check_moe((num_tokens, 4, 2, 256, 128), scheme, torch.float32, 1, extras=ExpertExtras(**extras))

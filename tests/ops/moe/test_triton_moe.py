@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
+from tests.whole import covering
 from weft.ops.moe import ExpertExtras, Routed, RoutingRule, clamped_swiglu, fused_moe, softcapped_swiglu, topk_router
 from weft.ops.moe import combine as moe_sum
 from weft.ops.moe import groups as moe_groups
@@ -72,9 +73,7 @@ def check_moe(
     assert (out[real].double() - want[real]).norm() <= TOLERANCE[dtype] * want[real].norm()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize(("shape", "dtype", "padding"), covering(SHAPES, DTYPES, [0, 1], of=1))
 def test_equals_pair_by_pair(shape: tuple[int, ...], dtype: torch.dtype, padding: int) -> None:
     check_moe(shape, dtype, padding)
 

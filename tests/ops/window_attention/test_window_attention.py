@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.ops.delta_rule.test_triton_gdn import DTYPES, TOLERANCE, mixed_batch, on_device
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
+from tests.whole import covering
 from weft.ops.backend import Backend
 from weft.ops.window_attention import ScoreTerms, Windows, window_attention, window_attention_decode
 
@@ -58,9 +59,9 @@ def empty_windows(heads: tuple[int, int, int], window: int, dtype: torch.dtype =
     return [torch.full((SLOTS, window, *heads[1:]), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
 
 
-@pytest.mark.parametrize("backend", [Backend.TORCH, Backend.TRITON])
-@pytest.mark.parametrize(("window", "sink_dims"), WINDOWS)
-def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int, sink_dims: int) -> None:
+@pytest.mark.parametrize(("sizes", "backend"), covering(WINDOWS, [Backend.TORCH, Backend.TRITON], of=1))
+def test_a_sequence_in_pieces_is_masked_attention(sizes: tuple[int, int], backend: Backend) -> None:
+    window, sink_dims = sizes
     """Prefills of odd lengths, one with a checkpoint, then decodes; and decodes from the checkpoint."""
     heads, scale = HEADS[-1], 0.3
     q, k, v = inputs(90, heads)
