@@ -18,6 +18,7 @@ from weft.errors import ConfigError
 from weft.runner.model_runner import _check_order_of_sums
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+SIXTEEN = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 16}}
 RATE = {"synthetic_acceptance_rate": 0.5}
 
 
@@ -112,7 +113,8 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arch", "more", "problem"),
     [
         ("Qwen3ForCausalLM", {"dtype": "float16"}, "dtype='float16' on a GPU"),
-        ("Qwen3ForCausalLM", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 16}}, "15 or fewer"),
+        ("Qwen3ForCausalLM", SIXTEEN, "15 or fewer"), ("InklingForCausalLM", SIXTEEN, "15 or fewer"),
+        ("ZayaForCausalLM", SIXTEEN, "15 or fewer"),
         ("Qwen3ForCausalLM", {"backend": "torch", "enforce_eager": True}, "backend='torch' on a GPU"),
     ],
 )
