@@ -18,7 +18,7 @@ MODES = [("NONE", "overlap"), ("FULL", "in turn")]
 if matrix.WHOLE:
     MODES = [(mode, overlap) for mode in matrix.MODES for overlap in matrix.OVERLAP]
 COLUMNS: list[tuple[str, str, str, dict[str, Any]]] = [
-    (arch, *mode, {}) for arch in (*matrix.ARCHITECTURES, matrix.WITH_HEAD) for mode in MODES
+    (arch, *mode, {}) for arch, mode in covering((*matrix.ARCHITECTURES, matrix.WITH_HEAD), MODES, of=1)
 ]
 COLUMNS += [(matrix.HYBRID, "NONE", "overlap", {"tensor_parallel_size": 2})]
 COLUMNS += [(matrix.HYBRID, "NONE", "overlap", {"kv_offloading_policy": "write_through_selective"})]

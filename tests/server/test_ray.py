@@ -162,6 +162,7 @@ def test_a_replica_that_has_no_room_is_refused(cluster: Any, monkeypatch: pytest
     assert "a replica needs 3 CPU on one machine of the Ray cluster" in failed.message and failed.user_error
 
 
+@takes_long  # two ranks on one node, and servers over the other executors: CI
 def test_a_server_over_ray(cluster: Any) -> None:
     running = RunningServer("--distributed-executor-backend", "ray", "--tp", "2", "--device", "cpu")
     try:
