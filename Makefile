@@ -4,7 +4,7 @@
 #   PIP_FLAGS  further arguments of pip install          (for example an index with CPU builds of torch)
 #   JOBS       test processes                            (default: 2)
 #   INPUTS     how many `make fuzz` sends                (default: 100000)
-#   ENGINES    how many `make fuzz-engine` starts        (default: 110; in CI 18)
+#   ENGINES    how many `make fuzz-engine` starts        (default: 110; in CI 10)
 #   IMAGES     how many `make fuzz-images` starts        (default: 30; in CI 5)
 PYTHON ?= python3
 PIP_FLAGS ?=

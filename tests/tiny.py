@@ -461,12 +461,17 @@ def make_config(arch: str, **overrides: Any) -> Any:
 def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
     """A random transformers model in float32; every parameter that is usually constant is random too. ``silent``: ids
     whose logits are zero, so that they are not sampled."""
+    return deepcopy(shared_model(arch, seed, **overrides))
+
+
+def shared_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
+    """The model of ``make_model``, for callers that do not change it."""
     key = repr((arch, seed, sorted(overrides.items())))
     if key not in _MADE:
         _MADE[key] = _make_model(arch, seed, overrides)
     if len(_MADE) > 100:
         del _MADE[next(iter(_MADE))]
-    return deepcopy(_MADE[key])
+    return _MADE[key]
 
 
 _MADE: dict[str, Any] = {}

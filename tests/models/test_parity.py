@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.harness import Harness, Sequence, leave_parts
 from tests.rounding import exact_and_bound, sums_in_order
 from tests.tiny import ARCHITECTURES as PLAIN
-from tests.tiny import MAMBA_ARCHITECTURES, make_checkpoint, make_model
+from tests.tiny import MAMBA_ARCHITECTURES, make_checkpoint, make_model, shared_model
 from tests.whole import unless_long
 
 ARCHITECTURES = (*PLAIN, *MAMBA_ARCHITECTURES)
@@ -111,7 +111,7 @@ def assert_greedy(reference: Any, tokens: list[int], prompt_length: int) -> Tens
 
 def load(arch: str, path: Path, **overrides: Any) -> tuple[Harness, Any]:
     folder = make_checkpoint(arch, path, **overrides)
-    return Harness(folder), make_model(arch, **overrides)
+    return Harness(folder), shared_model(arch, **overrides)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
