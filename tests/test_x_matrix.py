@@ -29,6 +29,7 @@ from tests.x_matrix import (
     PATHS,
     PHASES,
     WHOLE,
+    WITH_CHAIN,
     WITH_HEAD,
     Poisoned,
     Reference,
@@ -101,8 +102,8 @@ def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Referen
             yield engine
 
 
-WINDOWS = "GptOssForCausalLM"
-"""A family whose layers verify nothing: its drafts run as prefills."""
+WINDOWS = "GptOssForCausalLM", WITH_CHAIN
+"""Families whose layers verify nothing: their drafts run as prefills."""
 VERIFYING = [
     "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
@@ -114,10 +115,11 @@ DRAFTING = [
     ("Qwen3NextForCausalLM", "NONE", "in turn", "capture"),
     ("Qwen3NextForCausalLM", "FULL", "overlap", "capture"),
     ("Qwen3ForCausalLM", "FULL_DECODE_ONLY", "overlap", "capture"),
-    (WINDOWS, "FULL_AND_PIECEWISE", "in turn", "capture"),
+    (WINDOWS[0], "FULL_AND_PIECEWISE", "in turn", "capture"),
     (WITH_HEAD, "NONE", "overlap", "capture"),
     (WITH_HEAD, "FULL", "overlap", "capture"),
     (WITH_HEAD, "FULL_AND_PIECEWISE", "in turn", "capture"),
+    (WITH_CHAIN, "FULL", "overlap", "capture"),
 ]
 if WHOLE:
     DRAFTING += [("Lfm2ForCausalLM", "FULL_AND_PIECEWISE", "in turn", "capture")]
@@ -132,7 +134,7 @@ def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Refere
         yield engine
         assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases, "too few drafts were accepted"
         graphs = runner_of(engine.llm).graphs.verification
-        assert (graphs is not None) == (request.param[0] != WINDOWS and "FULL" in request.param[1])
+        assert (graphs is not None) == (request.param[0] not in WINDOWS and "FULL" in request.param[1])
         if graphs is not None:
             assert graphs.counters.replays and graphs.counters.padding_rows
 

@@ -31,6 +31,8 @@ MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]
 OVERLAP = ["in turn", "overlap"]
 WITH_HEAD = "with a head"
 """Stands for a Qwen3-Next whose own head drafts, and is often right."""
+WITH_CHAIN = "with a chained head"
+"""Stands for an Inkling whose head does."""
 PATHS = ["cold", "hit", "branch hit", "preempted"]
 PHASES = ["prefill", "mixed", "decode"]
 ALL_LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
@@ -212,8 +214,8 @@ class Poisoned:
 
 
 def make_reference(arch: str, folder: Path, **overrides: Any) -> Reference:
-    if arch == WITH_HEAD:
-        folder = make_repeating_checkpoint(HYBRID, folder, head=True, max_position_embeddings=1100)
+    if arch in HEADS:
+        folder = make_repeating_checkpoint(HEADS[arch], folder, head=True, max_position_embeddings=1100)
         return Reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), folder)
     model = make_model(arch, max_position_embeddings=1100, **overrides)
     model.save_pretrained(folder)
@@ -221,15 +223,16 @@ def make_reference(arch: str, folder: Path, **overrides: Any) -> Reference:
 
 
 HYBRID, DENSE = ARCHITECTURES
+HEADS = {WITH_HEAD: HYBRID, WITH_CHAIN: "InklingForCausalLM"}
 
 
 def drafts_of(arch: str) -> dict[str, Any]:
     """The setting by which a model drafts."""
-    return {"method": "mtp" if arch == WITH_HEAD else "ngram", "num_speculative_tokens": 3}
+    return {"method": "mtp" if arch in HEADS else "ngram", "num_speculative_tokens": 3}
 
 
 def install_drafter(engine: Poisoned, arch: str) -> None:
-    if arch != WITH_HEAD:
+    if arch not in HEADS:
         install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
 
 

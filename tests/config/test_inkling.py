@@ -54,6 +54,36 @@ def test_names_of_published_files(tmp_path: Path) -> None:
     assert read(tmp_path, tiny(INKLING, mlp_layer_types=["dense"] * 4)).moe is None
 
 
+def test_the_head_in_published_files_and_in_those_of_transformers(tmp_path: Path) -> None:
+    own = {"num_nextn_predict_layers": 3, "chain_hidden_post_norm": False, "local_layer_ids": [0, 2]}
+    published = read(tmp_path, tiny(INKLING, mtp_config=own))
+    assert published.mtp_chain == ("hybrid_sliding", "hybrid", "hybrid_sliding") and published.mtp_layers == 3
+    assert read(tmp_path, tiny(INKLING, num_mtp_layers=3, mtp_local_layer_ids=[0, 2])) == published
+    assert read(tmp_path, tiny(INKLING, num_mtp_layers=2)).mtp_chain == ("hybrid", "hybrid")
+    dtypes = CacheDtypes("bfloat16", "bfloat16", "float32")
+    specs = {name: spec for name, spec in published.with_mtp(2).layer_specs(dtypes).items() if name.startswith("mtp.")}
+    modules = [f"{i}.transformer_block.{name}" for i in range(2) for name in ("self_attn", "attn_sconv", "mlp_sconv")]
+    assert list(specs) == [f"mtp.layers.{name}" for name in (*modules, "1.delay")]
+    assert specs["mtp.layers.1.delay"].slot_bytes == 48 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mtp_config": {"num_nextn_predict_layers": 1, "rel_extent": 9}}, "mtp_config has the key 'rel_extent'"),
+        ({"num_mtp_layers": 1, "chain_hidden_post_norm": True}, "chain_hidden_post_norm is not False"),
+        ({"num_mtp_layers": 1, "mtp_hidden_states_first": False}, "mtp_hidden_states_first is not True"),
+        ({"num_mtp_layers": 2, "layer_types": ["hybrid_sliding"] * 4}, "no layer of the model has .* 'hybrid'"),
+        ({"num_mtp_layers": None}, "has no layers of such a head"),
+    ],
+)
+def test_heads_that_do_not_run(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """The model does, without drafts of the head."""
+    config = read(tmp_path, tiny(INKLING, **changes))
+    with pytest.raises(ConfigError, match=rf"{message}.*'ngram'"):
+        config.with_mtp(1)
+
+
 def test_what_a_layer_keeps(tmp_path: Path) -> None:
     """Pages and convolutions, or a window and convolutions; two ranks have half of all but what is after the sum."""
     config, dtypes = read(tmp_path, tiny(INKLING)), CacheDtypes("bfloat16", "bfloat16", "float32")
@@ -81,6 +111,7 @@ def test_what_a_layer_keeps(tmp_path: Path) -> None:
         ({"mlp_layer_types": ["dense"]}, ConfigError, "'dense' or 'sparse' for each of 4 layers"),
         ({"unpadded_vocab_size": 300}, ConfigError, "unpadded_vocab_size=300 is not valid; expected"),
         ({"log_scaling_n_floor": 0}, ConfigError, "log_scaling_n_floor=0 is not valid"),
+        ({"num_mtp_layers": 2, "mtp_local_layer_ids": [2]}, ConfigError, "numbers below num_mtp_layers=2"),
     ],
 )
 def test_what_is_not_computed_is_refused(

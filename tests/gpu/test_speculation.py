@@ -11,8 +11,10 @@ import torch
 
 from benchmarks.repetition import texts
 from tests.gpu.test_churn import Churn
+from tests.models.mtp_chain_reference import make_chain_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.speculation.conftest import make_repeating_checkpoint
+from tests.speculation.test_chained_heads import Compared, prompts
 from tests.speculation.test_following_steps import check_tokens, open_engines
 from tests.speculation.test_heads import SETTINGS as HEAD_SETTINGS
 from tests.speculation.test_heads import case, check_head
@@ -44,6 +46,18 @@ def test_drafts_from_residual_streams(mode: str, tmp_path: Path) -> None:
     with LLM(str(folder), **HEAD_SETTINGS | {"device": "cuda"}) as plain:
         expected = case().run(plain)
     check_head(folder, expected, 3, mode, device="cuda")
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL"])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_drafts_of_a_layer_each(mode: str, repeats: bool, tmp_path: Path) -> None:
+    """Every draft is the reference's, so that no state of the head is that of rejected tokens or of other drafts."""
+    folder, reference = make_chain_checkpoint("InklingForCausalLM", tmp_path, repeats=repeats, rel_extent=128)
+    engine = Compared(folder, reference, cuda_graph_mode=mode, device="cuda")
+    with engine.llm as llm:
+        Churn(llm)
+        engine.run(prompts(1, 61, 70, 7), 30)
+        assert engine.count > 30 and (llm.stats().spec_decode_num_accepted_tokens > 20) == repeats
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.mtp_chain_reference import make_chain_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
 from weft import LLM, CompletionOutput, SamplingParams
@@ -41,6 +42,8 @@ class Case:
 def make_repeating_checkpoint(arch: str, path: Path, *, head: bool = False, **overrides: Any) -> Path:
     """A tiny model whose layers add little: a token mostly follows from the one before it, and greedy texts soon go in
     circles. ``head``: with a head that does the same, and so is mostly right."""
+    if head and arch.startswith("Inkling"):
+        return make_chain_checkpoint(arch, path, with_tokenizer=True, repeats=True, **overrides)[0]
     make = make_mtp_checkpoint if head else make_checkpoint
     make(arch, path, with_tokenizer=True, **overrides)
     tensors = load_file(path / "model.safetensors")

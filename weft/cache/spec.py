@@ -56,7 +56,7 @@ class CacheSpec:
             if page_size % spec.page_multiple:
                 raise ConfigError(f"page_size={page_size} does not fit {name}; give a multiple of {spec.page_multiple}")
         weights = sum(spec.num_weights for spec in layers.values()) + _mlp_weights(model)
-        weights += 2 * model.hidden_size**2 if model.runs_mtp else 0
+        weights += 2 * model.hidden_size**2 * len(model.head_layers)
         return cls(
             page_size=page_size,
             layers={name: spec.on_rank(tp_size) for name, spec in layers.items()},

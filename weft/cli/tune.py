@@ -197,7 +197,8 @@ def _measure_drafts(settings: dict[str, Any], effort: draft_depth.Effort) -> int
     most = MOST_DRAFTS[given.method] if given.is_auto else given.num_speculative_tokens
     config = resolve(**settings | {"speculative_config": dataclasses.replace(given, is_auto=False)})
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig)}
-    fits = draft_profile_fits(values, dataclasses.replace(config.model_config, runs_mtp=False), given)
+    fits = draft_profile_fits(values, config.model_config.without_mtp(), given)
+    most = min(most, len(config.model_config.mtp_chain) or most)
     timings = measure_depths(settings, config, most, effort, print)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     profile = DraftProfile(fits=fits, prompts=_prompts(given), date=date, timings=timings)

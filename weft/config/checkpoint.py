@@ -104,6 +104,7 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
     layer_types = _layer_types(text, family)
     if family.final_layer_types is not None:
         layer_types = family.final_layer_types(text, layer_types)
+    mtp_chain, mtp_refused = family.mtp_chain(top, text) if family.mtp_chain is not None else ((), "")
     return ModelConfig(
         architecture=architecture,
         vocab_size=text.integer("vocab_size"),
@@ -134,7 +135,9 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         state_dtype=_state_dtype(text),
         eos_token_ids=text.integers("eos_token_id") or top.integers("eos_token_id"),
         quantization=read_quantization(top, text),
-        mtp_layers=_mtp_layers(text) if family.mtp else 0,
+        mtp_layers=_mtp_layers(text) if family.mtp else len(mtp_chain),
+        mtp_chain=mtp_chain,
+        mtp_refused=mtp_refused,
         vision=family.vision(top, text) if family.vision is not None else None,
         unpadded_vocab_size=_unpadded_vocab_size(text),
     )

@@ -26,7 +26,12 @@ def choose_speculation(values: dict[str, Any], reasons: dict[str, str], model: M
             f"speculative_config: synthetic_acceptance_rate={config.synthetic_acceptance_rate:g} makes drafts part of "
             "the text whether they are right or not, to measure with load_format='dummy'; leave it out otherwise"
         )
-    return model.with_mtp() if config.method == "mtp" else model
+    if config.method != "mtp":
+        return model
+    if model.mtp_chain and (config.is_default or config.is_auto):
+        most = min(config.num_speculative_tokens, len(model.mtp_chain))
+        config = values["speculative_config"] = dataclasses.replace(config, num_speculative_tokens=most)
+    return model.with_mtp(config.num_speculative_tokens)
 
 
 def choose_drafts(
@@ -65,4 +70,5 @@ def choose_drafts(
             most = max(drafts for _, drafts in limits)
             config = dataclasses.replace(config, num_speculative_tokens=most, drafts_by_batch=limits)
             values[name], reasons[name] = config, f"{config}; larger batches none: {why}"
+            return model.with_mtp(most) if config.method == "mtp" else model
     return model

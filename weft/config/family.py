@@ -49,6 +49,7 @@ class Family:
         keys: the family's name of a key -> the shared name.
         intermediate_size: reads the width of the dense MLP if it differs from the key ``intermediate_size``.
         mtp: checkpoints have a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
+        mtp_chain: reads ``ModelConfig.mtp_chain`` and ``mtp_refused`` from the whole config and the text config.
         multimodal: the language model's numbers are under ``text_config``.
         vision: reads the vision tower from the whole config and the text config; None if the architecture has no tower.
     """
@@ -67,6 +68,7 @@ class Family:
     streams: Callable[[JsonObject], StreamsConfig] | None = None
     residual_weights: Callable[[JsonObject], dict[str, ResidualWeights]] | None = None
     mtp: bool = False
+    mtp_chain: Callable[[JsonObject, JsonObject], tuple[tuple[str, ...], str]] | None = None
     multimodal: bool = False
     vision: Callable[[JsonObject, JsonObject], VisionConfig | None] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)

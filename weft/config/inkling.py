@@ -135,6 +135,37 @@ def inkling_multipliers(text: JsonObject) -> Multipliers:
     return Multipliers(logits=1.0 / text.number("logits_mup_width_multiplier"), learned_mlp=True)
 
 
+_HEAD_KEYS = {
+    "num_nextn_predict_layers": "num_mtp_layers",
+    "local_layer_ids": "mtp_local_layer_ids",
+    "chain_hidden_post_norm": "chain_hidden_post_norm",
+}
+"""Keys of ``mtp_config`` in published files -> keys of the text config in files of transformers."""
+
+
+def read_inkling_head(top: JsonObject, text: JsonObject) -> tuple[tuple[str, ...], str]:
+    """Read the types of the layers of the multi-token-prediction head, and why Weft does not run the head (empty: it
+    does). Each layer has a dense MLP."""
+    own = top.object("mtp_config") or JsonObject({}, top.where)
+    given = {_HEAD_KEYS.get(key, key): value for key, value in own.values.items()}
+    keys = JsonObject(
+        given | {key: text.raw(key) for key in (*_HEAD_KEYS.values(), *_ORDER) if text.given(key)}, own.where
+    )
+    num_layers, local = keys.integer("num_mtp_layers", 0, low=0), keys.integers("mtp_local_layer_ids")
+    if any(index >= num_layers for index in local):
+        raise keys.wrong("mtp_local_layer_ids", f"numbers below num_mtp_layers={num_layers}")
+    refused = [
+        f"mtp_config has the key {key!r}, which Weft does not know" for key in own.values if key not in _HEAD_KEYS
+    ]
+    refused += [f"{key} is not {value}" for key, value in _ORDER.items() if keys.boolean(key, value) != value]
+    return tuple("hybrid_sliding" if i in local else "hybrid" for i in range(num_layers)), "; ".join(refused)
+
+
+_ORDER = {"chain_hidden_post_norm": False, "mtp_hidden_states_first": True}
+"""What Weft computes: a layer reads the output of the layer before without a norm, and hidden states before the
+embedding."""
+
+
 def inkling_intermediate_size(text: JsonObject) -> int:
     """Width of dense MLPs. Files with ``dense_intermediate_size`` give the experts' width as ``intermediate_size``."""
     return text.integer("dense_intermediate_size", text.integer("intermediate_size"))
@@ -152,6 +183,7 @@ INKLING = Family(
     multipliers=inkling_multipliers,
     moe=read_inkling_moe,
     vision=read_inkling_vision,
+    mtp_chain=read_inkling_head,
     intermediate_size=inkling_intermediate_size,
     keys={
         "sliding_window_size": "sliding_window",

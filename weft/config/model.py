@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, cast
 
 from weft.config.indexed_attention import PLACES, PLACES_LAYER, IndexedAttentionConfig
-from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
+from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec, MixerConfig
 from weft.config.moe import MoeConfig
 from weft.config.quantization import QuantizationConfig
 from weft.config.residual_streams import StreamsConfig
@@ -108,7 +108,10 @@ class ModelConfig:
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
         quantization: the storage of the linear layers' weights; None: in ``dtype``.
         mtp_layers: number of layers in the multi-token-prediction head of the architecture's checkpoints.
+        mtp_chain: types of the layers of a head with a layer for each further draft; empty: one layer makes all drafts.
+        mtp_refused: why Weft does not run that head; empty: it does.
         runs_mtp: whether the model runs that head, which then has weights, has a cache, and drafts.
+        mtp_depth: number of layers of a chain that run, the first ones.
         vision: the vision tower of the checkpoint.
         runs_vision: whether the model runs that tower, so that prompts may hold images.
         eos_token_ids: ids from ``config.json``. Ids from ``generation_config.json`` have precedence.
@@ -138,7 +141,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     quantization: QuantizationConfig | None = None
     mtp_layers: int = 0
+    mtp_chain: tuple[str, ...] = ()
+    mtp_refused: str = ""
     runs_mtp: bool = False
+    mtp_depth: int = 0
     vision: VisionConfig | None = None
     runs_vision: bool = False
     wrapper: str | None = None
@@ -153,12 +159,15 @@ class ModelConfig:
     @property
     def num_sparse_mlps(self) -> int:
         """Number of layers with experts, including that of a multi-token-prediction head."""
-        return 0 if self.moe is None else len(self.moe.sparse_layers) + self.runs_mtp
+        if self.moe is None:
+            return 0
+        return len(self.moe.sparse_layers) + (self.runs_mtp and not self.mtp_chain)
 
     @property
     def num_dense_mlps(self) -> int:
         """Number of layers with a dense MLP, including that of a multi-token-prediction head."""
-        return self.num_hidden_layers + self.runs_mtp - self.num_sparse_mlps - len(self.layers_without_mlp)
+        num_layers = self.num_hidden_layers + len(self.head_layers)
+        return num_layers - self.num_sparse_mlps - len(self.layers_without_mlp)
 
     @property
     def mlp_matrices(self) -> int:
@@ -198,9 +207,10 @@ class ModelConfig:
             for kind, modules in self.mixers.items()
         }
         layers = {layer_name(index): kind for index, kind in enumerate(self.layer_types)}
-        if self.runs_mtp:
-            layers[MTP_LAYER] = self.mtp_layer_type
+        layers |= self.head_layers
         specs = {f"{layer}.{module}": spec for layer, kind in layers.items() for module, spec in kinds[kind].items()}
+        delay = LayerSpec(states=(CacheTensor("conv", (self.hidden_size, 1), dtypes.model),))
+        specs |= dict.fromkeys((mtp_delay_name(index) for index in range(1, self.mtp_depth)), delay)
         mixers = (mixer for modules in self.mixers.values() for mixer in modules.values())
         stores_places = self.runs_vision and any(isinstance(mixer, IndexedAttentionConfig) for mixer in mixers)
         return specs | {PLACES_LAYER: PLACES} if stores_places else specs
@@ -208,6 +218,15 @@ class ModelConfig:
     def is_sparse(self, index: int) -> bool:
         """Whether a decoder layer has experts instead of a dense MLP."""
         return self.moe is not None and index in self.moe.sparse_layers
+
+    @property
+    def head_layers(self) -> dict[str, str]:
+        """The decoder layers of the multi-token-prediction head that runs: name -> layer type."""
+        if not self.runs_mtp:
+            return {}
+        if not self.mtp_chain:
+            return {MTP_LAYER: self.mtp_layer_type}
+        return {mtp_block_name(index): kind for index, kind in enumerate(self.mtp_chain[: self.mtp_depth])}
 
     @property
     def mtp_layer_type(self) -> str:
@@ -224,19 +243,44 @@ class ModelConfig:
         """How many numbers the model returns for a token."""
         return self.hidden_size * (self.streams.count if self.streams is not None and self.returns_streams else 1)
 
-    def with_mtp(self) -> Self:
+    def with_mtp(self, num_drafts: int | None = None) -> Self:
         """Return the model with its multi-token-prediction head.
 
+        Args:
+            num_drafts: most drafts of a step. A chain runs as many layers; None: all.
+
         Raises:
-            ConfigError: the model has no head, or one that Weft does not run.
+            ConfigError: the model has no head, one that Weft does not run, or too few layers for the drafts.
         """
+        if self.mtp_chain:
+            return self._with_chain(len(self.mtp_chain) if num_drafts is None else num_drafts)
         if self.mtp_layers != 1 or self.mtp_layer_type not in self.mixers:
             raise ConfigError(
                 f"speculative_config: method 'mtp' needs a multi-token-prediction head of one {MTP_LAYER_TYPE} layer; "
                 f"this {self.architecture} has {self.mtp_layers or 'no'} layers of such a head. Choose method 'ngram', "
-                "or a checkpoint of Qwen3-Next, Qwen3.5, Qwen4-Exp, GLM-5.3 or Ling 3.0 with the tensors of its head"
+                "or a checkpoint of Qwen3-Next, Qwen3.5, Qwen4-Exp, GLM-5.3, Ling 3.0 or Inkling with the tensors of "
+                "its head"
             )
         return replace(self, runs_mtp=True)
+
+    def _with_chain(self, num_drafts: int) -> Self:
+        missing = sorted({*self.mtp_chain[:num_drafts]} - {*self.mixers})
+        why = self.mtp_refused or (f"no layer of the model has the head's type {missing[0]!r}" if missing else "")
+        if why:
+            raise ConfigError(
+                f"speculative_config: method 'mtp' does not run the head of this checkpoint: {why}. "
+                "Choose method 'ngram'"
+            )
+        if num_drafts > len(self.mtp_chain):
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens={num_drafts}, but the head of this {self.architecture} "
+                f"has {len(self.mtp_chain)} layers, and each makes one draft; give at most {len(self.mtp_chain)}"
+            )
+        return replace(self, runs_mtp=True, mtp_depth=num_drafts)
+
+    def without_mtp(self) -> Self:
+        """Return the model without its multi-token-prediction head."""
+        return replace(self, runs_mtp=False, mtp_depth=0)
 
     def with_vision(self) -> Self:
         """Return the model with its vision tower.
@@ -257,6 +301,16 @@ class ModelConfig:
                 f"{self.num_hidden_layers} layers; set language_model_only=True to run the text model alone"
             )
         return replace(self, runs_vision=True)
+
+
+def mtp_block_name(index: int) -> str:
+    """The name of the decoder layer in a layer of a chained head."""
+    return f"mtp.layers.{index}.transformer_block"
+
+
+def mtp_delay_name(index: int) -> str:
+    """The name of the state in which a layer of a chained head keeps the last output of the layer before it."""
+    return f"mtp.layers.{index}.delay"
 
 
 def layer_name(index: int) -> str:

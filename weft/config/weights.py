@@ -8,7 +8,7 @@ projection, by the names that most checkpoints have.
 from collections.abc import Iterator
 
 from weft.config.layer_spec import DTYPE_BYTES, CacheDtypes
-from weft.config.model import MTP_LAYER, ModelConfig, layer_name
+from weft.config.model import ModelConfig, layer_name
 
 _MIXER = ("q_proj", "qkv_proj", "qkv_proj.q_proj", "q_a_proj", "in_proj", "in_proj_qkvz", "in_proj_qkv")
 _EXPERTS, _SHARED = ("experts.0.gate_proj",), ("shared_expert.gate_proj", "shared_experts.gate_proj")
@@ -64,7 +64,7 @@ def _stream_weights(model: ModelConfig) -> int:
 def _linear_weights(model: ModelConfig) -> float:
     """Weights of all linear layers and experts, without tables, routers and connections of streams."""
     mixers = sum(spec.num_own_weights for spec in model.layer_specs(CacheDtypes()).values())
-    joint = 2 * model.hidden_size**2 if model.runs_mtp else 0
+    joint = 2 * model.hidden_size**2 * len(model.head_layers)
     return mixers + joint + mlp_weights(model, 0 if model.moe is None else model.moe.num_experts)
 
 
@@ -76,10 +76,11 @@ def _linear_bytes(model: ModelConfig, dtype: str) -> Iterator[float]:
         yield (spec.num_own_weights - plain) * _module_bytes(model, dtype, name, _MIXER)
     for index in sorted({*range(model.num_hidden_layers)} - model.layers_without_mlp):
         yield _mlp_bytes(model, dtype, f"{layer_name(index)}.mlp", model.is_sparse(index))
-    if model.runs_mtp:
-        yield _mlp_bytes(model, dtype, f"{MTP_LAYER}.mlp", model.moe is not None)
-        joint = ("fc_embedding", "fc_hidden") if model.returns_streams else ("fc",)
-        yield 2 * model.hidden_size**2 * _module_bytes(model, dtype, "mtp", joint)
+    for name in model.head_layers:
+        yield _mlp_bytes(model, dtype, f"{name}.mlp", model.moe is not None and not model.mtp_chain)
+        joint = ("fc_embedding", "fc_hidden") if model.returns_streams else ("fc", "input_proj")
+        owner = name.rpartition(".")[0] if model.mtp_chain else "mtp"
+        yield 2 * model.hidden_size**2 * _module_bytes(model, dtype, owner, joint)
 
 
 def _mlp_bytes(model: ModelConfig, dtype: str, name: str, sparse: bool) -> float:

@@ -79,8 +79,9 @@ WRAPPERS: dict[str, Wrapper] = {
     # Inkling with its vision tower, behind an audio tower, in the names of published files.
     "InklingForConditionalGeneration": Wrapper(
         {"inkling_text": "InklingForCausalLM"},
-        others=("model.visual.*", "model.vision_tower.*", "model.audio.*", "model.audio_tower.*", "model.mtp.*"),
+        others=("model.visual.*", "model.vision_tower.*", "model.audio.*", "model.audio_tower.*"),
         renames={
+            "model.mtp.": "mtp.",
             "model.llm.embed.": "model.embed_tokens.",
             "model.llm.unembed.": "lm_head.",
             "model.llm.": "model.",

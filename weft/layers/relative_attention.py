@@ -47,7 +47,14 @@ class RelativeBias(WeightModule):
 
 
 class RelativeAttention(Attention):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum; padding rows are open."""
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum; padding rows are open.
+
+    Attributes:
+        first_row: the position at which the layer's own sequence begins, which counts as its position 0. Inputs before
+            it are zeros. Their keys get no weight where they have a bias; further back, their score is 0.
+    """
+
+    first_row = 0
 
     def __init__(
         self, geometry: RelativeAttentionConfig, config: ModelConfig, context: ModelContext, name: str
@@ -83,7 +90,7 @@ class RelativeAttention(Attention):
             cache["v"],
             batch,
             scale=self._scale,
-            bias=self._bias(relative),
+            bias=self._bias(relative, batch.positions),
             v_scale=self.v_scale if self._scales(cache) else None,
             backend=self._backend,
         ).flatten(1)
@@ -101,15 +108,20 @@ class RelativeAttention(Attention):
         floor, alpha = self._geometry.log_floor, self._geometry.log_alpha
         assert floor is not None
         rows = by_row("x", "positions") if self._backend is Backend.INVARIANT_TORCH else all_rows
-        return rows(_scaled_by_position, x, positions, floor, alpha)
+        return rows(_scaled_by_position, x, positions, floor, alpha, self.first_row)
 
-    def _bias(self, relative: Tensor) -> Tensor:
+    def _bias(self, relative: Tensor, positions: Tensor) -> Tensor:
         """The biases, as attention takes them: before scores are scaled."""
-        return self.rel_logits_proj(relative / self._scale)
+        bias = self.rel_logits_proj(relative / self._scale)
+        if not self.first_row:
+            return bias
+        rows_after = (positions - self.first_row)[:, None]
+        missing = (rows_after >= 0) & (torch.arange(bias.shape[2], device=bias.device) > rows_after)
+        return bias.masked_fill(missing[:, None], torch.finfo(bias.dtype).min)
 
 
-def _scaled_by_position(x: Tensor, positions: Tensor, floor: int, alpha: float) -> Tensor:
-    factor = 1.0 + alpha * ((positions + 1).float() / floor).clamp_min(1.0).log()
+def _scaled_by_position(x: Tensor, positions: Tensor, floor: int, alpha: float, first_row: int) -> Tensor:
+    factor = 1.0 + alpha * ((positions + (1 - first_row)).float() / floor).clamp_min(1.0).log()
     return (x.float() * factor[:, None, None]).to(x.dtype)
 
 
@@ -126,7 +138,7 @@ class RelativeWindowAttention(RelativeAttention):
         windows = Windows(cache["k"], cache["v"])
         options: dict[str, Any] = {"scale": self._scale, "backend": self._backend}
         return mix_rows(
-            [q, k, v, batch.positions, self._bias(relative)],
+            [q, k, v, batch.positions, self._bias(relative, batch.positions)],
             windows,
             batch,
             q.shape[1:],

@@ -61,6 +61,10 @@ class InklingDecoder(Decoder):
     ) -> tuple[Tensor, Tensor | None]:
         return (self.embed_norm(x) if index == 0 else x), residual
 
+    def embedded(self, ids: Tensor) -> Tensor:
+        """``[T] -> [T, hidden_size]``, the input of the first layer, whole on every rank."""
+        return self.before_layer(0, self.embed_tokens(ids), None, ids)[0]
+
 
 class InklingVisionDecoder(InklingDecoder, VisionDecoder):
     """``InklingDecoder`` that reads images. Their embeddings have no norm, and are whole on every rank."""
@@ -84,14 +88,14 @@ class InklingModel(CausalLM):
         super().__init__(config, context)
         self._num_ids = config.unpadded_vocab_size
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+    def head_logits(self, hidden_states: Tensor) -> Tensor:
         logits = self._whole_logits(hidden_states)
         if self._num_ids is not None:
             logits[:, self._num_ids :] = -torch.inf
         return logits
 
     def _whole_logits(self, hidden_states: Tensor) -> Tensor:
-        return super().compute_logits(hidden_states)
+        return super().head_logits(hidden_states)
 
 
 class InklingVisionModel(InklingModel, VisionLanguageModel):

@@ -126,6 +126,9 @@ class MtpDrafter:
         max_model_len: length of the rotary tables; drafts beyond it are meaningless.
     """
 
+    _paged = f"{MTP_LAYER}.self_attn"
+    """A layer whose first cache tensor has pages."""
+
     def __init__(self, model: CausalLM, max_model_len: int, backend: Backend) -> None:
         self._model, self._max_model_len, self._backend = model, max_model_len, backend
         self._head: Any = model.get_submodule("mtp")
@@ -167,7 +170,7 @@ class MtpDrafter:
             ends, seq_lens, page_table, slots = (t[sequences] for t in (ends, seq_lens, page_table, slots))
         count = len(seq_lens)
         decodes = torch.arange(count + 1, dtype=torch.int32, device=ends.device)
-        page_size = next(iter(get_forward_context().caches[f"{MTP_LAYER}.self_attn"].values())).shape[1]
+        page_size = next(iter(get_forward_context().caches[self._paged].values())).shape[1]
         longest = min(self._max_model_len, page_table.shape[1] * page_size)
         places = places_ahead(
             last if last is not None else decodes[:-1].long(),

@@ -1,5 +1,7 @@
 """From a model config to a model."""
 
+from torch import nn
+
 from weft.config.convolutional_attention import ConvolutionalAttentionConfig
 from weft.config.inkling import RelativeAttentionConfig
 from weft.config.inkling2 import ClippedAttentionConfig
@@ -11,6 +13,7 @@ from weft.models.decoder import CausalLM
 from weft.models.inkling import InklingModel, InklingVisionModel
 from weft.models.inkling2 import Inkling2Model, Inkling2VisionModel
 from weft.models.mtp import MultiTokenPredictor, StreamsPredictor
+from weft.models.mtp_chain import ChainedPredictor
 from weft.models.ngram import NGramModel, NGramVisionModel
 from weft.models.shared_block import SharedBlockModel
 from weft.models.vision_language import VisionLanguageModel
@@ -38,10 +41,15 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
     """
     model = _model_class(config)(config, context).eval()
     if config.runs_mtp:
-        head = StreamsPredictor if config.returns_streams else MultiTokenPredictor
-        model.add_module("mtp", head(config, context).eval())
+        model.add_module("mtp", _head_class(config)(config, context).eval())
     create_weights(model, config.quantization, context)
     return model
+
+
+def _head_class(config: ModelConfig) -> type[nn.Module]:
+    if config.mtp_chain:
+        return ChainedPredictor
+    return StreamsPredictor if config.returns_streams else MultiTokenPredictor
 
 
 def _model_class(config: ModelConfig) -> type[CausalLM]:

@@ -86,6 +86,7 @@ _LFM3 = WeightTable(
 )
 _INKLING = WeightTable(
     _PLAIN | _ROUTER | {"kv_conv": ("k_sconv.conv1d", "v_sconv.conv1d")},
+    renames={"model.mtp.": "mtp."},
     patterns={
         r"\.embed_tokens\.embed_norm\.": ".embed_norm.",
         r"\.mlp\.shared_experts\.(?:shared_)?": ".mlp.experts.shared_",
@@ -318,11 +319,20 @@ def weight_table(config: ModelConfig) -> WeightTable:
     table = _DENSE_GRANITE if is_dense_granite else WEIGHT_TABLES[config.architecture]
     if table in (_LING, _GLM5_NEXT):
         table = _with_head_after_layers(table, config)
+    if table is _INKLING:
+        table = replace(table, ignorable=_layers_that_do_not_run(config))
     if config.wrapper is None:
         return table
     wrapper = WRAPPERS[config.wrapper]
     patterns, ignorable = table.patterns | wrapper.patterns, (*table.ignorable, *wrapper.others)
     return replace(table, renames=wrapper.renames, patterns=patterns, ignorable=ignorable)
+
+
+def _layers_that_do_not_run(config: ModelConfig) -> tuple[str, ...]:
+    """Patterns of the tensors in a chained multi-token-prediction head, or of the layers beyond the drafts."""
+    if not config.runs_mtp:
+        return ("model.mtp.*",)
+    return tuple(f"model.mtp.layers.{index}.*" for index in range(config.mtp_depth, config.mtp_layers))
 
 
 def _with_head_after_layers(table: WeightTable, config: ModelConfig) -> WeightTable:

@@ -3,7 +3,7 @@
 Job: ``make_drafts`` chooses one of two. ``MtpDrafts`` runs the model's head over a step's hidden states and the token
 after each position. All tokens of the step go through the head, so that its cache is complete. ``NgramDrafts`` keeps
 the tokens of every row on the device and looks for earlier occurrences of the last ones. Does not know: how the head
-drafts (``models/mtp.py``), how a match is found (``ops/drafts``), which requests get drafts.
+drafts (``models/mtp.py``, ``models/mtp_chain.py``), how a match is found (``ops/drafts``), which requests get drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.messages import NewRequest, ScheduledRequest
 from weft.models.decoder import CausalLM
 from weft.models.mtp import DraftInputs, MtpDrafter
+from weft.models.mtp_chain import ChainDrafter
 from weft.ops.backend import Backend
 from weft.ops.drafts import NgramRule, ngram_drafts
 from weft.runner.buffers import to_device
@@ -157,5 +158,6 @@ def make_drafts(
     never = config.eos_token_ids if rules.on_device else ()
     base = rules, rows, config.page_size, backend, never, speculation.synthetic_acceptance_rate
     if config.model_config.runs_mtp:
-        return MtpDrafts(MtpDrafter(model, max_model_len, backend), context, *base)
+        drafter = ChainDrafter if config.model_config.mtp_chain else MtpDrafter
+        return MtpDrafts(drafter(model, max_model_len, backend), context, *base)
     return NgramDrafts(speculation, max_model_len, *base)
