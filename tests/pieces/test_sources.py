@@ -212,6 +212,7 @@ def test_the_process_keeps_its_cache_settings(model: Model, folder: Path, monkey
     assert os.environ["TRITON_CACHE_DIR"] == "mine" and str(folder) not in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
 
 
+@takes_long
 def test_an_artefact_that_cannot_be_written_costs_the_next_start_only(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

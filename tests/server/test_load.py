@@ -15,8 +15,10 @@ from benchmarks.server_load import run
 from tests.patience import GUARD_S, stretched
 from tests.server.fake_engine import SLOW
 from tests.server.running import RunningServer, chat_body
+from tests.whole import takes_long
 
 
+@takes_long  # of a benchmark
 def test_figures(tmp_path: Path) -> None:
     args = argparse.Namespace(api_server_count=1, connections=4, seconds=0.2, repeats=1, tokens=25)
     figures = run(args, tmp_path / "steps.json")
