@@ -1,9 +1,11 @@
 """Several engines that prefill on one GPU at a time: ``python -m tests.gpu.shared_device --engines 3 --seconds 30``.
 
-Job: run processes side by side, each with an engine of dummy weights and random prompts of thousands of tokens, and say
-which of them failed, stopped answering, or gave a prompt another next token than before. ``--products N`` adds N
-processes that only multiply matrices with torch, and ``--sync`` has each engine's host wait for the device after every
-module. Owns: the prompts. Does not know: what a right token is.
+Job: run processes side by side, each with an engine of dummy weights and random prompts of thousands of tokens. Say
+which of them failed, stopped answering, or gave a prompt another next token than before. Owns: the prompts. Does not
+know: what a right token is.
+
+To find a cause, ``--products N`` adds N processes that only multiply matrices with torch, ``--sync`` has each engine's
+host wait for the device after every module, ``--without-gluon`` and ``--without-early-launches`` leave these out.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import nn
 from benchmarks.dummy_engine import CONFIGS
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
+from weft.ops.triton import early_launch, hopper
 
 START_SECONDS = 90.0
 """How long a start may take beside others."""
@@ -30,6 +33,10 @@ START_SECONDS = 90.0
 
 def prefill(args: argparse.Namespace) -> str:
     """Prefill prompts of random lengths, many of them again and again."""
+    if args.without_gluon:
+        hopper.is_gluon_tested = lambda _version: False  # type: ignore[assignment]
+    if args.without_early_launches:
+        early_launch._can_launch_early = lambda _device: False  # type: ignore[assignment]
     least, most = args.lengths
     passes, different = 0, 0
     known: dict[tuple[int, int], int] = {}
@@ -84,6 +91,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--sync", action="store_true")
+    parser.add_argument("--without-gluon", action="store_true")
+    parser.add_argument("--without-early-launches", action="store_true")
     parser.add_argument("--role", choices=["engine", "products"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
