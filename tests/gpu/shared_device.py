@@ -11,7 +11,6 @@ host wait for the device after every module, ``--without-gluon`` and ``--without
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import subprocess
 import sys
@@ -103,8 +102,7 @@ def main() -> int:
     root = Path(__file__).resolve().parents[2]
     running = {
         name: subprocess.Popen(
-            [*command, name.split()[0]], cwd=root, env=os.environ, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            [*command, name.split()[0]], cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         for name in names
     }  # fmt: skip

@@ -38,20 +38,32 @@ def assert_close(got: Tensor, want: Tensor) -> None:
     assert (got - want).norm() < 2e-5 * want.norm()
 
 
-def run_head(harness: Harness, work: list[tuple[Sequence, int]], pad_tokens: int = 0) -> list[Tensor]:
-    """Model and head over the next tokens of every sequence: what the head returns, ``[n, hidden_size]`` each."""
+def head_output(harness: Harness, work: list[tuple[Sequence, int]], pad_tokens: int) -> Any:
+    """Run model and head over the next tokens of every sequence, and return what the head does."""
     context = harness.context_for(work, pad_tokens=pad_tokens)
-    batch = context.batch
     spans = [range(sequence.num_computed, sequence.num_computed + n) for sequence, n in work]
     ids = [s.tokens[p] for (s, _), span in zip(work, spans, strict=True) for p in span]
     next_ids = [s.tokens[p + 1] for (s, _), span in zip(work, spans, strict=True) for p in span]
     ids, next_ids = (torch.tensor(x + [0] * pad_tokens) for x in (ids, next_ids))
+    decoder: Any = harness.model.model
     with torch.no_grad(), forward_context(context):
         hidden = harness.model(ids)
-        found = harness.model.get_submodule("mtp")(harness.model.model.embed_tokens(next_ids), hidden)
+        embedded = getattr(decoder, "embedded", decoder.embed_tokens)(next_ids)
+        found = harness.model.get_submodule("mtp")(embedded, hidden)
     for sequence, n in work:
         sequence.num_computed += n
-    return list(found[: batch.num_tokens].split([n for _, n in work]))
+    return found
+
+
+def by_sequence(rows: Tensor, work: list[tuple[Sequence, int]]) -> list[Tensor]:
+    """``[n, hidden_size]`` of each sequence, without padding."""
+    counts = [n for _, n in work]
+    return list(rows[: sum(counts)].split(counts))
+
+
+def run_head(harness: Harness, work: list[tuple[Sequence, int]], pad_tokens: int = 0) -> list[Tensor]:
+    """Return the rows of the head for the next tokens of every sequence, ``[n, hidden_size]`` each."""
+    return by_sequence(head_output(harness, work, pad_tokens), work)
 
 
 @pytest.mark.parametrize(("arch", "changes"), [*((arch, {}) for arch in WITH_HEAD), (NEXT, {"num_experts": 0})])

@@ -13,6 +13,7 @@ from tests.fp8_checkpoints import edit_tensors
 from tests.harness import Harness, Sequence
 from tests.media import overrides
 from tests.models.mtp_chain_reference import make_chain_checkpoint
+from tests.models.test_mtp import by_sequence, head_output
 from tests.models.test_parity import prompt
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.weights import weight_bytes
@@ -26,18 +27,8 @@ INKLING = "InklingForCausalLM"
 
 
 def run_head(harness: Harness, work: list[tuple[Sequence, int]], pad_tokens: int = 0) -> list[list[Tensor]]:
-    """Model and head over the next tokens of every sequence: for each, every layer's output for these tokens."""
-    context = harness.context_for(work, pad_tokens=pad_tokens)
-    spans = [range(sequence.num_computed, sequence.num_computed + n) for sequence, n in work]
-    ids = [s.tokens[p] for (s, _), span in zip(work, spans, strict=True) for p in span]
-    next_ids = [s.tokens[p + 1] for (s, _), span in zip(work, spans, strict=True) for p in span]
-    ids, next_ids = (torch.tensor(x + [0] * pad_tokens) for x in (ids, next_ids))
-    with torch.no_grad(), forward_context(context):
-        hidden = harness.model(ids)
-        outputs = harness.model.get_submodule("mtp")(harness.model.model.embedded(next_ids), hidden)
-    for sequence, n in work:
-        sequence.num_computed += n
-    parts = [output[: context.batch.num_tokens].split([n for _, n in work]) for output in outputs]
+    """Return the output of every layer for the next tokens of every sequence."""
+    parts = [by_sequence(output, work) for output in head_output(harness, work, pad_tokens)]
     return [list(rows) for rows in zip(*parts, strict=True)]
 
 
