@@ -74,29 +74,30 @@ def snapshot(harness: Harness) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("local", [[0, 2], [1]])
 def test_drafts_are_the_greedy_ones_of_the_reference_and_leave_no_state(local: list[int], tmp_path: Path) -> None:
-    """Of a batch with a decode, a sequence of whose drafts two are rejected, one whose prompt ends, with a state stored
-    at its end, and one that does not sample."""
+    """Of a batch with a decode, a sequence of whose drafts two are rejected, two whose prompts end, one with a state
+    stored at its end, and before these one that does not sample."""
     folder, reference = make_chain_checkpoint(INKLING, tmp_path, mtp_local_layer_ids=local, rel_extent=90)
     harness = Harness(folder, mtp=True)
     drafter = ChainDrafter(harness.model, 512, Backend.TORCH)
-    a, b, c, d = (harness.sequence(prompt(n), capacity=n + 40) for n in (35, 20, 64, 25))
-    for sequence, known in ((a, 30), (b, 19), (c, 10), (d, 12)):
+    a, b, c, d, e = (harness.sequence(prompt(n), capacity=n + 40) for n in (35, 20, 64, 25, 18))
+    begun = (a, 30), (b, 19), (c, 10), (d, 12), (e, 10)
+    for sequence, known in begun:
         run_head(harness, [(sequence, known)])
     a.checkpoints = {position: harness.free_slot() for position in (31, 32, 33)}  # after each draft but the last
     d.checkpoints = {25: harness.free_slot()}
-    work = [(b, 1), (a, 4), (c, 16), (d, 13)]  # of a's tokens 30..33, the last two are rejected
-    (hidden, next_ids), context = draft_inputs(harness, work, {0: 7, 2: 11, 33: 13})
-    last, sequences = torch.tensor([0, 2, 33]), torch.tensor([0, 1, 3])
+    work = [(b, 1), (a, 4), (c, 16), (d, 13), (e, 8)]  # of a's tokens 30..33, the last two are rejected
+    (hidden, next_ids), context = draft_inputs(harness, work, {0: 7, 2: 11, 33: 13, 41: 19})
+    last, sequences = torch.tensor([0, 2, 33, 41]), torch.tensor([0, 1, 3, 4])
     with torch.no_grad(), forward_context(context):
         drafter.draft(DraftInputs(hidden, next_ids, last, sequences, context.batch), 1)
     filled = snapshot(harness)
-    for sequence, known in ((a, 30), (b, 19), (c, 10), (d, 12)):
+    for sequence, known in begun:
         sequence.num_computed = 0
         run_head(harness, [(sequence, known)])
-    (hidden, next_ids), context = draft_inputs(harness, work, {0: 7, 2: 11, 33: 13})
+    (hidden, next_ids), context = draft_inputs(harness, work, {0: 7, 2: 11, 33: 13, 41: 19})
     with torch.no_grad(), forward_context(context):
         got = drafter.draft(DraftInputs(hidden, next_ids, last, sequences, context.batch), 3)
-    texts = [*b.tokens, 7], [*a.tokens[:32], 11], [*d.tokens, 13]
+    texts = [*b.tokens, 7], [*a.tokens[:32], 11], [*d.tokens, 13], [*e.tokens, 19]
     assert got.tolist() == [reference.drafts(text, 3) for text in texts]
     for name, state in snapshot(harness).items():
         torch.testing.assert_close(state, filled[name], rtol=0, atol=0, equal_nan=True, msg=name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.block_residuals import BLOCK_RESIDUALS
+from tests.mutation.chained_heads import CHAINED_HEADS
 from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
 from tests.mutation.convolutional_attention import CONVOLUTIONAL_ATTENTION
 from tests.mutation.determinism import DETERMINISM
@@ -508,6 +509,7 @@ MUTANTS = (
     *TIERS,
     *CONFIGS_AND_WEIGHTS,
     *BLOCK_RESIDUALS,
+    *CHAINED_HEADS,
     *CONVOLUTIONAL_ATTENTION,
     *DETERMINISM,
     *FIELDS_AND_FIGURES,
