@@ -1,4 +1,4 @@
-"""``weft models``: the architectures that Weft runs, the verification of each, and the formats of quantised weights."""
+"""``weft models``: the architectures that Weft runs, their verification and heads, and formats of quantised weights."""
 
 import argparse
 from typing import Any
@@ -10,7 +10,13 @@ from weft.config.verified import VERIFIED, nearest
 from weft.config.wrappers import WRAPPERS
 from weft.errors import UnsupportedModelError
 
-_COLUMNS = ("architecture", "float32, CPU", "float32 and bfloat16, H200", "tensor parallelism")
+_COLUMNS = (
+    "architecture",
+    "float32, CPU",
+    "float32 and bfloat16, H200",
+    "tensor parallelism",
+    "drafts by its own head",
+)
 
 
 def add_parser(verbs: Any, help: str) -> None:
@@ -40,7 +46,16 @@ def _row(name: str) -> tuple[str, ...]:
     if name in WRAPPERS:
         texts = WRAPPERS[name].texts.values()
         has_images = any(FAMILIES[text].vision is not None for text in texts)
-        return name, "yes", f"{'images, text' if has_images else 'text alone,'} as {' or '.join(texts)}", ""
+        how = f"{'images, text' if has_images else 'text alone,'} as {' or '.join(texts)}"
+        return name, "yes", how, "", _drafts(*texts)
     verified = VERIFIED[name]
     on_gpu = "yes" if verified.gpu else "not yet"
-    return name, "yes", on_gpu, verified.ranks.value
+    return name, "yes", on_gpu, verified.ranks.value, _drafts(name)
+
+
+def _drafts(*names: str) -> str:
+    """How the multi-token-prediction heads of some families draft; empty without heads."""
+    families = [FAMILIES[name] for name in names]
+    if any(family.mtp_chain is not None for family in families):
+        return "a layer for each draft"
+    return "one layer" if any(family.mtp for family in families) else ""
