@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "rollouts": ("tests/gpu/test_rollouts.py",),
     "memory": ("tests/gpu/test_memory.py",),
 }
+PATIENCE = 8.0
+"""Seconds in which pytest says what failed before it is ended."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,6 +47,16 @@ def spread(options: tuple[str, ...], num_devices: int) -> list[str]:
         place = doubled.index("-n") + 1
         doubled[place] = str(2 * int(doubled[place]))
     return doubled
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Let pytest name the failures of a group that runs too long, then end it."""
+    child.send_signal(signal.SIGINT)
+    try:
+        child.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def outcome(log: str, status: int | None) -> dict[str, Any]:
@@ -87,8 +100,7 @@ def main() -> int:
                 status = child.poll()
                 if status is None and time.monotonic() < deadline:
                     continue
-                child.kill()
-                child.wait()
+                end(child)
                 del running[name]
                 found[name] = outcome(log.read_text(), status)
                 print(name, found[name], flush=True)

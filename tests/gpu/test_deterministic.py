@@ -23,8 +23,8 @@ from tests.x_matrix import PHASES, WHOLE, make_reference, part
 
 pytestmark = pytest.mark.gpu
 
-SETTINGS: dict[str, Any] = {"device": "cuda", "load_format": "dummy", "num_state_slots": 60}
 TINY: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_state_slots": 60}
+SETTINGS = TINY | {"load_format": "dummy"}
 COLUMNS = [
     ("qwen3-next-12l", "NONE"), ("qwen3-next-12l", "FULL_AND_PIECEWISE"), ("qwen3-next-12l", "FULL"),
     ("qwen3-0.6b", "FULL"),
