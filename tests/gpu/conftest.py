@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from weft.runner import memory_plan
+from weft.runner.memory import gpu_cache_budget
+
+MOST_CACHE_BYTES = 4 * 2**30
+
 
 @pytest.fixture(autouse=True)
 def _exact_float32() -> Iterator[None]:
@@ -21,6 +26,18 @@ def _exact_float32() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_caches() -> Iterator[None]:
+    """No engine whose caches have no given size takes the memory of the tests that run beside it."""
+
+    def budget(**sizes: Any) -> int:
+        return min(gpu_cache_budget(**sizes), MOST_CACHE_BYTES)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_plan, "gpu_cache_budget", budget)
+        yield
 
 
 @pytest.fixture(autouse=True)

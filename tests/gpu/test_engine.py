@@ -23,7 +23,8 @@ from weft.bench.evaluation import read_problems
 from weft.forward_context import cache_tensors
 from weft.messages import SchedulerOutput
 from weft.outputs import RequestOutput
-from weft.runner.memory import GRAPH_BYTES, allocate_caches
+from weft.runner import memory_plan
+from weft.runner.memory import GRAPH_BYTES, allocate_caches, gpu_cache_budget
 from weft.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
@@ -93,8 +94,8 @@ def watched(*args):
         met.extend(compiled)
 
 model_runner.capture_graphs = watched
-sizes = {"max_num_seqs": 72, "max_model_len": 512, "cuda_graph_mode": "FULL"}
-with LLM(sys.argv[1], device="cuda", skip_tokenizer_init=True, **sizes) as llm:
+sizes = {"max_num_seqs": 72, "max_model_len": 512, "num_kv_pages": 2400, "num_state_slots": 100}
+with LLM(sys.argv[1], device="cuda", cuda_graph_mode="FULL", skip_tokenizer_init=True, **sizes) as llm:
     assert llm._core._executor._runner.graphs.forward.counters.captures > 10
 assert not met, met
 """
@@ -312,8 +313,9 @@ def test_planned_bytes_are_allocated_bytes(arch: str | None, tmp_path: Path) -> 
         assert requested_bytes() - before == plan.cache_bytes and again
 
 
-def test_the_share_of_memory_is_kept() -> None:
+def test_the_share_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that takes all it may: what the process holds afterwards stays within ``gpu_memory_utilization``."""
+    monkeypatch.setattr(memory_plan, "gpu_cache_budget", gpu_cache_budget)  # which other tests here limit
     free, total = torch.cuda.mem_get_info()
     used_by_others = total - free
     with LLM(device="cuda", gpu_memory_utilization=0.5, max_num_seqs=256, max_model_len=4096) as llm:

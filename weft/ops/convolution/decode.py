@@ -27,11 +27,14 @@ def load_columns(p, channels, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def take_in(newest, taps, kept, W: tl.constexpr):
-    """The convolution of the last inputs with ``newest`` behind them, float32, and the last ``W - 1`` inputs then."""
+    """The convolution of the last inputs with ``newest`` behind them, float32, and the last ``W - 1`` inputs then.
+
+    Where the compiler may choose which product of a sum to round, one token gets other bits than the same in a few.
+    """
     y = newest.to(tl.float32) * taps[W - 1].to(tl.float32)
     later = ()
     for j in tl.static_range(W - 1):
-        y += kept[j].to(tl.float32) * taps[j].to(tl.float32)
+        y = tl.fma(kept[j].to(tl.float32), taps[j].to(tl.float32), y)
         if j > 0:
             later = later + (kept[j],)  # type: ignore[assignment]  # noqa: RUF005
     later = later + (newest.to(kept[0].dtype),)  # type: ignore[assignment]  # noqa: RUF005

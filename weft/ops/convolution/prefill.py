@@ -103,7 +103,7 @@ def _convolve(rows, taps, bias, out, token, low, high, channels, mask, FIXED: tl
     for i in tl.static_range(len(rows) - HISTORY):
         total = rows[i].to(tl.float32) * taps[0]
         for j in tl.static_range(1, HISTORY + 1):
-            total += rows[i + j].to(tl.float32) * taps[j]
+            total = tl.fma(rows[i + j].to(tl.float32), taps[j], total)
         if FIXED.has_bias:
             total += offset
         if FIXED.silu:
