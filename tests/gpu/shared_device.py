@@ -4,16 +4,19 @@ Job: run processes side by side, each with an engine of dummy weights and random
 which of them failed, stopped answering, or gave a prompt another next token than before. Owns: the prompts. Does not
 know: what a right token is.
 
-To find a cause, ``--products N`` adds N processes that only multiply matrices with torch, ``--sync`` has each engine's
-host wait for the device after every module, ``--without-gluon`` and ``--without-early-launches`` leave these out.
+To find a cause, ``--products N`` adds N processes that only multiply matrices with torch, and ``--sync`` has each
+engine's host wait for the device after every module. ``--without-gluon`` and ``--without-early-launches`` leave these
+out. ``--core-dumps`` asks cuda-gdb where a kernel failed or waits. ``shared_device_kernels.py`` runs kernels alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks.dummy_engine import CONFIGS
+from tests.gpu.shared_device_kernels import ask_for_core_dump, core_dump_settings, explain_core_dumps
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.ops.triton import early_launch, hopper
@@ -92,6 +96,7 @@ def main() -> int:
     parser.add_argument("--sync", action="store_true")
     parser.add_argument("--without-gluon", action="store_true")
     parser.add_argument("--without-early-launches", action="store_true")
+    parser.add_argument("--core-dumps", action="store_true")
     parser.add_argument("--role", choices=["engine", "products"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
@@ -99,11 +104,11 @@ def main() -> int:
         return 0
     names = [f"engine {i}" for i in range(args.engines)] + [f"products {i}" for i in range(args.products)]
     command = [sys.executable, "-m", "tests.gpu.shared_device", *sys.argv[1:], "--role"]
-    root = Path(__file__).resolve().parents[2]
+    root, folder = Path(__file__).resolve().parents[2], Path(tempfile.mkdtemp())
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    settings = {**os.environ, **(core_dump_settings(folder) if args.core_dumps else {})}
     running = {
-        name: subprocess.Popen(
-            [*command, name.split()[0]], cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        name: subprocess.Popen([*command, name.split()[0]], cwd=root, text=True, env=settings, **pipes)
         for name in names
     }  # fmt: skip
     deadline = time.monotonic() + START_SECONDS + args.seconds
@@ -112,11 +117,15 @@ def main() -> int:
         try:
             said, _ = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            if args.core_dumps:
+                ask_for_core_dump(folder, child.pid)
             child.kill()
             said, _ = child.communicate()
         lines = [line for line in said.splitlines() if line.startswith(("passed", "prefills")) or "Error" in line]
         failed += child.returncode != 0
         print(f"{name}: {' | '.join(lines[-2:]) if child.returncode else lines[-1]} (status {child.returncode})")
+    if args.core_dumps:
+        explain_core_dumps(folder)
     return int(failed > 0)
 
 

@@ -166,11 +166,29 @@ def launch_fp8_experts() -> None:
     up = Fp8Matrix(torch.zeros(4, 1024, 2048, dtype=E4M3), torch.zeros(4, 8, 16), None, 128)
     down = Fp8Matrix(torch.zeros(4, 2048, 512, dtype=E4M3), torch.zeros(4, 16, 4), None, 128)
     tiles = Tiles(Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 4, span=4))
-    fp8_moe.pair_outputs(torch.zeros(512, 2048).bfloat16(), torch.zeros(512, 10, dtype=torch.int32), up, down, tiles)
+    x, ids = torch.zeros(512, 2048).bfloat16(), torch.zeros(512, 10, dtype=torch.int32)
+    fp8_moe.pair_outputs(x, ids, up, down, config=tiles)
 
 
-def usage(kernel: Any) -> dict[str, int]:
-    """Registers and stack per thread, shared memory per program, asynchronous copies of 16 bytes in the code."""
+def overwritten_barriers(ptx: str) -> list[int]:
+    """Where barriers stand in shared memory to which plain stores go too. The compiler gives the memory of a barrier
+    that is made and not used again to what the parts' warps are told."""
+    places = {"global_smem": 0} | dict.fromkeys(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx), 0)
+    for name, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx):
+        if places.get(base) == 0:
+            places[name] = int(offset)
+    barriers = {places[name] for name in re.findall(r"mbarrier\.init\S* \[(\w+|%r\d+)\]", ptx)}
+    stored = set()
+    for count, bits, offset in re.findall(r"st\.shared(?:\.v(\d))?\.[bfsu](\d+)\s+\[global_smem\+?(\d*)\]", ptx):
+        first = int(offset or 0)
+        stored |= set(range(first, first + int(count or 1) * int(bits) // 8))
+    assert not barriers or stored, "a kernel of several parts tells their warps where they are"
+    return sorted(place for place in barriers if stored & set(range(place, place + 8)))
+
+
+def usage(kernel: Any) -> dict[str, Any]:
+    """Registers and stack per thread, shared memory per program, asynchronous copies of 16 bytes in the code, and
+    barriers that other stores write to."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -180,6 +198,7 @@ def usage(kernel: Any) -> dict[str, int]:
     return {
         "registers": numbers["REG"], "stack_bytes": numbers["STACK"], "shared_bytes": kernel.metadata.shared,
         "async_copies": len(re.findall(r"cp\.async\.c[ag]\.shared\.global.*, 0x10,", kernel.asm["ptx"])),
+        "overwritten_barriers": overwritten_barriers(kernel.asm["ptx"]),
     }  # fmt: skip
 
 

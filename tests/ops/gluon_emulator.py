@@ -91,13 +91,14 @@ class Barrier:
     """An mbarrier: a phase ends when all have arrived and all bytes announced are there."""
 
     def __init__(self, failures: list[BaseException]) -> None:
-        self.failures, self.changed = failures, threading.Condition()
+        self.failures, self.changed, self.is_used = failures, threading.Condition(), False
         self.count = self.missing = self.num_bytes = self.phase = 0
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
 
     def arrive(self, arrivals: int = 1, num_bytes: int = 0) -> None:
+        self.is_used = True
         with self.changed:
             self.missing -= arrivals
             self.num_bytes += num_bytes
@@ -208,6 +209,8 @@ class Emulator:
 
     Attributes:
         waited: programs of the last launch that have waited for the kernel before.
+        used_barriers: for each allocation of barriers, whether a program of the last launch used one. A barrier without
+            use shares its memory with something else.
     """
 
     def __init__(self) -> None:
@@ -216,6 +219,8 @@ class Emulator:
         self.namespaces: dict[int, dict[str, Any]] = {}
         self.program, self.grid, self.num_warps = (0, 0, 0), (0, 0, 0), 0
         self.waited: set[tuple[int, ...]] = set()
+        self.barriers: list[list[Barrier]] = []
+        self.used_barriers: list[bool] = []
         barrier_ops = SimpleNamespace(
             MBarrierLayout=lambda: None,
             init=lambda barrier, count: barrier.init(count),
@@ -245,11 +250,15 @@ class Emulator:
         constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
         run, self.num_warps = self._python(kernel), options["num_warps"]
         self.waited.clear()
+        self.used_barriers = []
         self.grid = x, y, z = (*grid, 1, 1)[:3]
         for self.program in itertools.product(range(x), range(y), range(z)):
+            self.barriers = []
             run(*map(self._argument, args), **constants)
             if self.failures:
                 raise self.failures[0]
+            used = [any(barrier.is_used for barrier in barriers) for barriers in self.barriers]
+            self.used_barriers = [a or b for a, b in itertools.zip_longest(self.used_barriers, used, fillvalue=False)]
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, TensorDescriptor):
@@ -348,7 +357,8 @@ class Emulator:
 
     def _allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         if layout is None:
-            return Shared([Barrier(self.failures) for _ in range(shape[0])])
+            self.barriers.append([Barrier(self.failures) for _ in range(shape[0])])
+            return Shared(self.barriers[-1])
         poison = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 3
         return Shared(torch.full(shape, poison, dtype=dtype))
 

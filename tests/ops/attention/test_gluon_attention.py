@@ -103,8 +103,10 @@ class Case:
         """The kernel's output, with NaN where it has written nothing."""
         out = torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
         call = AttentionCall(self.q, self.k, self.v, self.batch, self.scale, out, self.sinks, self.v_scale)
-        with nullcontext() if ON_HOPPER else launches_handled(Emulator().handle):
+        emulator = Emulator()
+        with nullcontext() if ON_HOPPER else launches_handled(emulator.handle):
             launch_prefill_hopper(call, skip_decodes=skip_decodes)
+        self.used_barriers = emulator.used_barriers
         return out.cpu()
 
     def check(self, out: Tensor, first: int = 0, last_rows: int = 10**9) -> None:
@@ -145,6 +147,7 @@ def test_equals_plain_attention(
     out = tensors.run(skip_decodes=num_decodes > 0)
     tensors.check(out, first=num_decodes)
     assert out[:num_decodes].isnan().all(), "decodes are the other kernel's"
+    assert all(tensors.used_barriers)
 
 
 @pytest.mark.parametrize(("layout", "cache"), covering(LAYOUTS, CACHES, of=1), ids=str)
@@ -366,7 +369,7 @@ def test_only_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch, change: dict
 
 
 @takes_long
-def test_it_compiles_without_spilling(tmp_path: Path) -> None:
+def test_kernels_compile_without_spilling_or_lost_barriers(tmp_path: Path) -> None:
     """For a GPU that is not there, in threads, as the start does."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -375,6 +378,7 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
+    assert not any(kernel["overwritten_barriers"] for kernel in kernels), kernels
     is_3_6 = triton.__version__.startswith("3.6.")  # what later ones give to the same assembler needs more registers
     scans_spill = 112 if is_3_6 else 144  # addresses of checkpoints and outputs, which no product waits for
     widened_spills = 48 if is_3_6 else 120  # what no step of a loop waits for

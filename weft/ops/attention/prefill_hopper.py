@@ -261,10 +261,12 @@ def _prefill_hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    merged = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    sums = ()
+    # Without a use of its own, a barrier's memory would be given to what the parts' warps are told, beside the barrier.
+    turns, merged, sums = (), (), ()
+    if HEAD_DIM <= 128:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     if SHARED:
+        merged = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         sums = (  # type: ignore[assignment]
             gl.allocate_shared_memory(gl.float32, [64, HEAD_DIM], _SUMS),
             gl.allocate_shared_memory(gl.float32, [64], _FLAT),
@@ -275,9 +277,11 @@ def _prefill_hopper_kernel(
         mbarrier.init(k_empty.index(i), count=1 if SHARED else 2)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=1 if SHARED else 2)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    mbarrier.init(merged.index(0), count=1)
+    if HEAD_DIM <= 128:
+        for i in gl.static_range(2):
+            mbarrier.init(turns.index(i), count=1)
+    if SHARED:
+        mbarrier.init(merged.index(0), count=1)
     barriers = (k_ready, k_empty, v_ready, v_empty, turns, merged)
     narrow = ()
     if WIDENED:
