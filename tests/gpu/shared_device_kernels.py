@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import select
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ UNUSED = (
 )
 LENGTHS = (8192, 6144, 3333)
 START_SECONDS = 90.0
+STOPPED = "stopped answering"
 
 
 def variant(name: str, *replaced: tuple[str, str]) -> ModuleType:
@@ -186,17 +188,37 @@ def explain_core_dumps(folder: Path, most: int = 3) -> None:
         print(f"--- {path.name}\n" + "\n".join(found.splitlines()[-60:]))
 
 
-def read(child: subprocess.Popen[str], seconds: float) -> str | None:
-    """The next line with news; None if there is none in time."""
-    assert child.stdout is not None
-    end = time.monotonic() + seconds
-    while select.select([child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-        line = child.stdout.readline()
-        if not line:
-            return f"ended with status {child.wait()}"
-        if line.startswith(("ready", "result")) or "Error" in line:
-            return line.strip()
-    return None
+class Worker:
+    """A process that works on a kind."""
+
+    def __init__(self, command: list[str], settings: dict[str, str]) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        root = Path(__file__).resolve().parents[2]
+        self.process = subprocess.Popen(command, cwd=root, text=True, bufsize=1, env=settings, **pipes)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        last = ""
+        for line in self.process.stdout:
+            last = line.strip() or last
+            if line.startswith(("ready", "result")):
+                self._lines.put(last)
+        self._lines.put(f"ended with status {self.process.wait()}: {last}")
+
+    def news(self, end: float) -> str:
+        """The next line with news that comes before ``end``."""
+        try:
+            return self._lines.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            return STOPPED
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        if self.process.poll() is None:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
 
 
 def main() -> int:
@@ -210,39 +232,28 @@ def main() -> int:
     if args.work:
         work(args.work, args.seconds)
     folder = Path(tempfile.mkdtemp())
-    settings: dict[str, Any] = {**os.environ, **(core_dump_settings(folder) if args.core_dumps else {})}
+    settings = {**os.environ, **(core_dump_settings(folder) if args.core_dumps else {})}
     command = [sys.executable, "-m", "tests.gpu.shared_device_kernels", "--seconds", str(args.seconds), "--work"]
-    root = Path(__file__).resolve().parents[2]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    children = {
-        kind: [
-            subprocess.Popen([*command, kind], cwd=root, text=True, bufsize=1, env=settings, **pipes)
-            for _ in range(args.processes)
-        ]
-        for kind in args.kinds
-    }
     began, failed = time.monotonic(), 0
-    for kind, group in children.items():
-        for child in group:
-            news = read(child, max(0.0, began + START_SECONDS - time.monotonic()))
+    groups = {kind: [Worker([*command, kind], settings) for _ in range(args.processes)] for kind in args.kinds}
+    for kind, workers in groups.items():
+        for worker in workers:
+            news = worker.news(began + START_SECONDS)
             if news != "ready":
                 print(f"{kind}: not ready: {news}", flush=True)
     print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
-    for kind, group in children.items():
-        for child in group:
-            assert child.stdin is not None
-            if child.poll() is None:
-                child.stdin.write("go\n")
-                child.stdin.flush()
+    for kind, workers in groups.items():
+        for worker in workers:
+            worker.go()
         end = time.monotonic() + args.seconds + 6.0
-        results = [read(child, max(0.0, end - time.monotonic())) for child in group]
-        for child, result in zip(group, results, strict=True):
-            failed += result is None or not result.endswith(" 0 different")
-            if result is None and args.core_dumps:
-                ask_for_core_dump(folder, child.pid)
-            child.kill()
-            child.wait()
-        print(f"{kind}: " + " | ".join(result or "stopped answering" for result in results), flush=True)
+        results = [worker.news(end) for worker in workers]
+        for worker, result in zip(workers, results, strict=True):
+            failed += not result.endswith(" 0 different")
+            if result == STOPPED and args.core_dumps:
+                ask_for_core_dump(folder, worker.process.pid)
+            worker.process.kill()
+            worker.process.wait()
+        print(f"{kind}: " + " | ".join(results), flush=True)
     if args.core_dumps:
         explain_core_dumps(folder)
     return int(failed > 0)
