@@ -44,7 +44,7 @@ FEW: dict[str, dict[str, Any]] = {
         "hidden_size": 2048,
         "dense_intermediate_size": 4096,
         "first_k_dense_replace": 1,
-        "moe_intermediate_size": 768,
+        "intermediate_size": 768,
         "n_routed_experts": 16,
         "log_scaling_n_floor": 400,
     },
