@@ -71,6 +71,12 @@ def pytest_collection_finish() -> None:
     gc.get_freeze_count = lambda: 1
 
 
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Refuse a fixture of a module that pytest makes for each test, as it does where ``parametrize`` gives its
+    parameter together with others."""
+    assert request.scope == fixturedef.scope, f"{fixturedef.argname} is made anew for each test: see tests/shared.py"
+
+
 count_frozen = gc.get_freeze_count
 """The count that Python has."""
 

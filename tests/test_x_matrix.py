@@ -13,12 +13,13 @@ out nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
 
 from tests.ranks import fork_ranks
+from tests.shared import kept_open
 from tests.whole import covering, unless_long
 from tests.x_matrix import (
     ARCHITECTURES,
@@ -68,10 +69,15 @@ OVERLAPPING = [column for column in COLUMNS if WHOLE or column[2] == "overlap"]
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+def engine_of(references: dict[str, Reference]) -> Iterator[Callable[[tuple[str, str, str, str]], Poisoned]]:
+    with kept_open(lambda column: open_engine(*column, references)) as engine_of:
+        yield engine_of
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, engine_of: Callable[[tuple[str, str, str, str]], Poisoned]) -> Poisoned:
     """One engine per column, for all its cases."""
-    with open_engine(*request.param, references) as engine:
-        yield engine
+    return engine_of(request.param)
 
 
 @pytest.fixture(scope="module", params=[c for c in COLUMNS if c not in OVERLAPPING], ids=lambda p: "-".join(p))

@@ -7,8 +7,8 @@ phases that the whole matrix (``test_x_matrix.py``) crosses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from tests import fp8_checkpoints
 from tests.fp8_checkpoints import RoundedKeysAndValues, another_order_of_sums, make_fp8_checkpoint
 from tests.ranks import fork_ranks
+from tests.shared import kept_open
 from tests.tiny import make_model
 from tests.whole import unless_long
 from tests.x_matrix import CAPTURED, Poisoned, Reference, check, open_engine
@@ -88,9 +89,23 @@ def make_reference(kind: str, folder: Path) -> Reference:
     return RoundedReference(RoundedKeysAndValues(model), folder)
 
 
+Column = tuple[str, str, str, str, int]
+
+
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
-    kind, mode, overlap, policy, ranks = request.param
+def engine_of(references: dict[str, Reference]) -> Iterator[Callable[[Column], Poisoned]]:
+    with kept_open(lambda column: open_column(column, references)) as engine_of:
+        yield engine_of
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, engine_of: Callable[[Column], Poisoned]) -> Poisoned:
+    return engine_of(request.param)
+
+
+@contextmanager
+def open_column(column: Column, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    kind, mode, overlap, policy, ranks = column
     settings: dict[str, Any] = (
         {"piecewise_cuda_graph_tokens": CAPTURED} if mode in ("FULL", "FULL_AND_PIECEWISE") else {}
     )

@@ -8,7 +8,7 @@ several small ones, so images are encoded again and again.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isqrt
 from pathlib import Path
@@ -36,6 +36,7 @@ from tests.media import (
     reference_logits,
 )
 from tests.ranks import fork_ranks
+from tests.shared import kept_open
 from tests.tiny import make_checkpoint, make_model
 from tests.whole import RUNS_LONG, unless_long
 from tests.x_matrix import Poisoned, Reference, check, check_drafts, open_engine, prompt_of, runner_of
@@ -165,19 +166,31 @@ def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Referen
         yield engine
 
 
+Column = tuple[str, str, str, str]
+
+
 @pytest.fixture(scope="module")
-def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+def drafting_engine_of(references: dict[str, Reference]) -> Iterator[Callable[[Column], Poisoned]]:
+    with kept_open(lambda column: open_drafting(column, references)) as engine_of:
+        yield engine_of
+
+
+@pytest.fixture
+def drafting_engine(request: pytest.FixtureRequest, drafting_engine_of: Callable[[Column], Poisoned]) -> Poisoned:
+    return drafting_engine_of(request.param)
+
+
+@contextmanager
+def open_drafting(column: Column, references: dict[str, Reference]) -> Iterator[Poisoned]:
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with open_column(request.param, references, speculative_config=drafts) as engine:
+    with open_column(column, references, speculative_config=drafts) as engine:
         install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
         yield engine
         assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases, "too few drafts were accepted"
 
 
 @contextmanager
-def open_column(
-    column: tuple[str, str, str, str], references: dict[str, Reference], **more: Any
-) -> Iterator[PoisonedImages]:
+def open_column(column: Column, references: dict[str, Reference], **more: Any) -> Iterator[PoisonedImages]:
     arch, mode, overlap, policy = column
     settings: dict[str, Any] = {"encoder_cache_size": LARGE + 4, "state_checkpoint_policy": policy}
     if mode != "NONE":

@@ -40,9 +40,9 @@ SETTINGS: dict[str, Any] = {
 TOKENS = [1, 4, 8, 16, 32, 64, 100, 130, 210]
 
 
-@pytest.fixture(scope="module", params=ARCHS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(params=ARCHS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_checkpoint(request.param, tmp_path)
 
 
 @pytest.fixture

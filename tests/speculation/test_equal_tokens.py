@@ -6,6 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from tests.drafters import FromOutputs, Random, install
 from tests.engine.conftest import assert_idle
+from tests.shared import kept_open
 from tests.speculation.conftest import CONFIG, MAX_DRAFTS, Case
 from tests.whole import covering, unless_long
 from weft import LLM, SamplingParams
@@ -24,11 +26,21 @@ ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM"
 Engines = tuple[LLM, LLM]
 
 
-@pytest.fixture(scope="module", params=unless_long(ARCHITECTURES, [*ARCHITECTURES, "Lfm2ForCausalLM"]))
-def engines(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Iterator[Engines]:
+@pytest.fixture(scope="module")
+def engines_of(folder_of: Callable[[str], Path]) -> Iterator[Callable[[str], Engines]]:
+    with kept_open(lambda arch: open_engines(str(folder_of(arch))), at_most=4) as engines_of:
+        yield engines_of
+
+
+@pytest.fixture(params=unless_long(ARCHITECTURES, [*ARCHITECTURES, "Lfm2ForCausalLM"]))
+def engines(request: pytest.FixtureRequest, engines_of: Callable[[str], Engines]) -> Engines:
+    return engines_of(request.param)
+
+
+@contextmanager
+def open_engines(folder: str) -> Iterator[Engines]:
     """Without and with drafts; chunks of at most 24 tokens, so that prefills, decodes and drafts share steps."""
     settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "page_size": 4}
-    folder = str(folder_of(request.param))
     with LLM(folder, **settings) as plain, LLM(folder, speculative_config=CONFIG, **settings) as drafting:
         yield plain, drafting
         assert_idle(drafting)

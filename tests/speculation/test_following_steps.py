@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.engine.conftest import assert_idle
 from tests.late_device import LateDevice
 from tests.models.mtp_reference import make_mtp_checkpoint
+from tests.shared import kept_open
 from tests.whole import RUNS_LONG, covering, unless_long
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
@@ -138,11 +139,19 @@ def open_engines(folder: Path, mode: str, method: str = "mtp", **settings: Any) 
 COLUMNS = {"NONE": "Qwen3NextForCausalLM", "FULL_DECODE_ONLY": "Qwen3_5ForCausalLM"}
 
 
-@pytest.fixture(scope="module", params=COLUMNS)
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder, _ = make_mtp_checkpoint(COLUMNS[request.param], tmp_path_factory.mktemp("mtp"), with_tokenizer=True)
-    with open_engines(folder, request.param) as engines:
-        yield engines
+@pytest.fixture(scope="module")
+def engines_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Engines]]:
+    def opening(mode: str) -> AbstractContextManager[Engines]:
+        folder, _ = make_mtp_checkpoint(COLUMNS[mode], tmp_path_factory.mktemp("mtp"), with_tokenizer=True)
+        return open_engines(folder, mode)
+
+    with kept_open(opening, at_most=len(COLUMNS)) as engines_of:
+        yield engines_of
+
+
+@pytest.fixture(params=COLUMNS)
+def engines(request: pytest.FixtureRequest, engines_of: Callable[[str], Engines]) -> Engines:
+    return engines_of(request.param)
 
 
 def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], abort_after: int = 0) -> list[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.engine.conftest import assert_idle
 from tests.harness import leave_parts
 from tests.late_device import LateDevice
+from tests.shared import kept_open
 from tests.speculation.conftest import Case, make_repeating_checkpoint
 from tests.speculation.test_ngram import Steps
 from tests.whole import covering
@@ -53,11 +55,21 @@ Expected = tuple[Path, list[CompletionOutput]]
 
 
 @pytest.fixture(scope="module")
-def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
+def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Expected]]:
+    @contextmanager
+    def opening(arch: str) -> Iterator[Expected]:
+        folder = make_repeating_checkpoint(arch, tmp_path_factory.mktemp("head"), head=True)
+        with LLM(str(folder), **SETTINGS) as plain:
+            yield folder, case().run(plain)
+
+    with kept_open(opening) as expected_of:
+        yield expected_of
+
+
+@pytest.fixture
+def expected(request: pytest.FixtureRequest, expected_of: Callable[[str], Expected]) -> Expected:
     """A checkpoint, and its texts without drafts."""
-    folder = make_repeating_checkpoint(request.param, tmp_path_factory.mktemp("head"), head=True)
-    with LLM(str(folder), **SETTINGS) as plain:
-        yield folder, case().run(plain)
+    return expected_of(request.param)
 
 
 @pytest.mark.parametrize(("expected", "num_drafts"), covering(HEADS, MODES, of=1), indirect=["expected"])
