@@ -4,8 +4,8 @@
 #   PIP_FLAGS  further arguments of pip install          (for example an index with CPU builds of torch)
 #   JOBS       test processes                            (default: 2)
 #   INPUTS     how many `make fuzz` sends                (default: 100000)
-#   ENGINES    how many `make fuzz-engine` starts        (default: 110; in CI 10)
-#   IMAGES     how many `make fuzz-images` starts        (default: 30; in CI 5)
+#   ENGINES    how many `make fuzz-engine` starts        (default: 110; in CI 5)
+#   IMAGES     how many `make fuzz-images` starts        (default: 30; in CI 3)
 PYTHON ?= python3
 PIP_FLAGS ?=
 JOBS ?= 2
@@ -31,7 +31,7 @@ demo: $(RUNS)
 test: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# The suite with every case of the x-matrix; `make test` runs the part that each file names (an hour on two processors).
+# The whole suite. `make test` runs the part that each file names: a quick test of every subject (an hour on two processors).
 test-all: $(INSTALLED)
 	WEFT_WHOLE_MATRIX=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 

@@ -1,5 +1,5 @@
 """Random traffic against transformers, with images too, and with every option against a plain engine: a few engines of
-it; ``make fuzz-engine``, ``make fuzz-images`` and ``make fuzz-options`` run more."""
+it (in CI one with options); ``make fuzz-engine``, ``make fuzz-images`` and ``make fuzz-options`` run more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests import fuzz_images, fuzz_options
 from tests.fuzz_engine import Episode, run_for
 from tests.fuzz_references import ARCHITECTURES, Reference
-from tests.whole import takes_long, unless_long
+from tests.whole import takes_long
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return {arch: Reference(arch, tmp_path_factory.mktemp(arch)) for arch in dict.fromkeys(ARCHITECTURES)}
 
 
-@pytest.mark.parametrize("seed", unless_long([1001], [1001, 1002, 1003, 1005]))  # beside it CI runs make fuzz-engine
+@takes_long  # CI runs make fuzz-engine
+@pytest.mark.parametrize("seed", [1001, 1002, 1003, 1005])
 def test_random_traffic(seed: int, references: dict[str, Reference]) -> None:
     Episode(seed, references).run()
 

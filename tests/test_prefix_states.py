@@ -114,8 +114,8 @@ def folder(seed: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def half(seed: int) -> range:
-    """Every second position: the two seeds share them. ``make test`` runs a third of one seed's."""
-    return POSITIONS[seed :: 2 if RUNS_LONG else 6]
+    """Every second position: the two seeds share them. ``make test`` runs a sixth of one seed's."""
+    return POSITIONS[seed :: 2 if RUNS_LONG else 12]
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def border_at(llm: LLM, prompt: list[int], positions: Sequence[int]) -> None:
 def test_exact_stores_every_position(folder: Path, prompt: list[int], stopped: Stopped) -> None:
     """The boundary that was asked for, the end of the prompt less one, and the end of the request."""
     with make_engine(folder, "exact") as llm:
-        positions = POSITIONS if RUNS_LONG else POSITIONS[::3]
+        positions = POSITIONS if RUNS_LONG else POSITIONS[::6]
         border_at(llm, prompt, positions)
         for p in positions:
             assert stored_positions(llm, str(p)) == {p, p + 8, p + 9}

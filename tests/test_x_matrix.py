@@ -5,10 +5,10 @@ others' decodes, decoding in a padded batch. Lengths are awkward on purpose. Wha
 step all free pages and slots, and those that padding rows use, are filled with NaN, and free ones are handed out in
 random order. With overlap the device is late: a step runs when its results are asked for.
 
-``make test`` leaves out length 129, the dense model without overlap, and for dense, compiled, sharded and drafting
-engines all lengths but those that ``part`` names. Of the rest modes NONE and FULL with overlap run cells that hold
-each pair of path, phase and length; all other columns hold every path, phase and length once. ``make test-all`` leaves
-out nothing.
+``make test`` leaves out length 129, compiled pieces, the dense model without overlap, and for dense, sharded and
+drafting engines all lengths but those that ``part`` names. Of the rest modes NONE and FULL with overlap run cells that
+hold each pair of path, phase and length; all other columns hold every path, phase and length once. ``make test-all``
+leaves out nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 from tests.ranks import fork_ranks
 from tests.shared import kept_open
-from tests.whole import covering, unless_long
+from tests.whole import covering, takes_long, unless_long
 from tests.x_matrix import (
     ARCHITECTURES,
     DENSE,
@@ -98,10 +98,10 @@ def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=unless_long(["NONE", "FULL"], ["NONE", "PIECEWISE", "FULL"]))
+@pytest.fixture(scope="module", params=unless_long(["FULL"], ["NONE", "PIECEWISE", "FULL"]))
 def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
-    """On two ranks; in CI not in pieces, as ``tests/executor/test_tensor_parallel.py`` has them. The second rank's
-    padding page and slot are NaN whenever a step starts."""
+    """On two ranks; in CI as ``tests/executor/test_tensor_parallel.py`` does not have them. The second rank's padding
+    page and slot are NaN whenever a step starts."""
     with fork_ranks(poisoned=True):
         column = ("Qwen3NextForCausalLM", request.param, "overlap", "capture")
         with open_engine(*column, references, tensor_parallel_size=2) as engine:
@@ -122,9 +122,9 @@ DRAFTING = [
     ("Qwen3NextForCausalLM", "FULL", "overlap", "capture"),
     ("Qwen3ForCausalLM", "FULL_DECODE_ONLY", "overlap", "capture"),
     (WINDOWS[0], "FULL_AND_PIECEWISE", "in turn", "capture"),
-    (WITH_HEAD, "NONE", "overlap", "capture"),
     (WITH_HEAD, "FULL", "overlap", "capture"),
-    (WITH_HEAD, "FULL_AND_PIECEWISE", "in turn", "capture"),
+    *unless_long([], [(WITH_HEAD, "NONE", "overlap", "capture")]),
+    *unless_long([], [(WITH_HEAD, "FULL_AND_PIECEWISE", "in turn", "capture")]),
     (WITH_CHAIN, "FULL", "overlap", "capture"),
 ]
 if WHOLE:
@@ -183,6 +183,7 @@ def test_tokens_without_recurrent_layers(dense_engine: Poisoned, path: str, phas
     check(dense_engine, path, phase, length)
 
 
+@takes_long
 @pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65, 1000), of=1))
 def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(compiled_engine, path, phase, length)

@@ -70,11 +70,10 @@ COLUMNS = [
 ]
 """Model, graph mode, overlap, checkpoint policy."""
 DRAFTING = [(VL, "FULL", "in turn", "exact"), (HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact")]
-DRAFTING += [(INDEXED, "FULL", "overlap", "exact"), (GLM, "FULL", "overlap", "exact")]
-DRAFTING += unless_long([], [(arch, "FULL", "overlap", "exact") for arch in (INKLING2, INKLING)])
-ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact"), (INDEXED, "FULL_AND_PIECEWISE", "overlap", "exact")]
-ON_TWO_RANKS += [(INKLING2, "FULL", "overlap", "exact")]
-ON_TWO_RANKS += unless_long([], [(arch, "FULL", "overlap", "exact") for arch in (GLM, INKLING)])
+DRAFTING += unless_long([], [(arch, "FULL", "overlap", "exact") for arch in (INDEXED, GLM, INKLING2, INKLING)])
+ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact")]
+ON_TWO_RANKS += unless_long([], [(arch, "FULL", "overlap", "exact") for arch in (INKLING2, GLM, INKLING)])
+ON_TWO_RANKS += unless_long([], [(INDEXED, "FULL_AND_PIECEWISE", "overlap", "exact")])
 ON_TWO_RANKS += unless_long([], [(HYBRID_MOE, "NONE", "in turn", "exact")])
 ARCHITECTURES = {column[0] for column in (*COLUMNS, *ON_TWO_RANKS)}
 CASES = [

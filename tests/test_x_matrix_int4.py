@@ -29,7 +29,7 @@ COLUMNS = [
     ("mxfp8", "FULL", "overlap", "exact", 2),
 ]
 """Form, graph mode, overlap, checkpoint policy, ranks."""
-SOME = [COLUMNS[1], COLUMNS[4]]
+SOME = [COLUMNS[1]]
 RUN = unless_long(SOME, COLUMNS)
 """What runs; ``make test`` leaves cells to ``make test-all``."""
 CASES = [("cold", "mixed", 210), ("hit", "prefill", 129), ("branch hit", "decode", 65), ("preempted", "mixed", 63)]

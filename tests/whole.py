@@ -20,6 +20,9 @@ RUNS_LONG = _LONG or torch.cuda.is_available()
 takes_long = pytest.mark.skipif(not _LONG, reason="takes long; runs in make test-all")
 """For a test of a second or more, whose subject has quicker tests too."""
 
+takes_long_on_cpu = pytest.mark.skipif(not RUNS_LONG, reason="takes long; runs in make test-all and on a GPU")
+"""The same for a test that the GPU tier runs too."""
+
 
 def covering(*axes: Iterable[Any], of: int = 2) -> list[tuple[Any, ...]]:
     """The product of ``axes``. Where long tests do not run, a part in which the values of any ``of`` axes meet in every

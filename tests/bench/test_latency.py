@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.whole import takes_long
 from weft import LLM, SamplingParams
 from weft.bench import latency
 from weft.bench.latency import LatencyWorkload, measure
@@ -20,6 +21,7 @@ def test_a_given_share_of_drafts_is_right() -> None:
     assert 2.2 < row["tokens_per_step"] < 2.9
 
 
+@takes_long
 def test_a_batch_for_which_there_are_too_few_pages_is_refused() -> None:
     settings = {"load_format": "dummy", "max_num_seqs": 4, "num_kv_pages": 6, "skip_tokenizer_init": True}
     with LLM(**settings, max_model_len=64, cpu_cache_gib=0.05) as llm:

@@ -113,6 +113,7 @@ def test_equal_layers_of_a_model_are_equal(tmp_path: Path) -> None:
     assert len(set(middle)) == 1 and len({first, middle[0], last}) == 3
 
 
+@takes_long
 @pytest.mark.parametrize("source", [pytest.param("capture", marks=takes_long), "eager"])
 def test_the_notes_are_what_the_tape_replays(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[list[str], list[str]]] = []

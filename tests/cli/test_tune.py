@@ -79,6 +79,7 @@ def test_every_mode_is_measured_at_the_ends_of_every_size(tuned: Path) -> None:
     assert profile.date and profile.settings["max_num_seqs"] == 3
 
 
+@takes_long
 def test_split_points_are_measured_too(tuned: Path) -> None:
     """The bundled model has two kinds of layers, so there are two lists; the faster one is taken, by a start too."""
     path, profile = profile_in(tuned)
@@ -112,6 +113,7 @@ def test_config_says_that_it_is_used(cache: Path, capsys: pytest.CaptureFixture[
     assert "weft tune" in shown["reasons"]["graph_profile"]
 
 
+@takes_long
 def test_a_start_runs_every_batch_as_measured(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Figures that make each kind of batch run in a mode of its own, and only what they use is captured."""
     _, profile = profile_in(cache)

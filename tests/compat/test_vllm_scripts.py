@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.whole import unless_long
 from weft.assets import MODEL_DIR
 
 HEAD = "PROMPTS = ['12 + 30 =', 'The capital of France is', '7 + 1 =']\n"
@@ -245,7 +246,7 @@ def run(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             value.shutdown()
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", unless_long([name for name in RUNS if name != "asyncio engine"], RUNS))
 def test_a_script_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(RUNS[name], monkeypatch, tmp_path)
 

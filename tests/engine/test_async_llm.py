@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.patience import GUARD_S
+from tests.whole import takes_long
 from weft import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.text.tokenizer import Tokenizer
@@ -186,6 +187,7 @@ def test_a_start_that_fails(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@takes_long
 def test_calls_that_come_before_the_start_is_over_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them is cancelled while the tokenizer loads, which happens once."""
     loads, load, began = list[Path](), Tokenizer.load, threading.Event()

@@ -16,6 +16,7 @@ from tests.engine.test_weight_updates import HYBRID, tensors_of
 from tests.patience import GUARD_S
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
+from tests.whole import RUNS_LONG
 from weft import AsyncLLM, SamplingParams
 from weft.errors import ConfigError, UnavailableError
 
@@ -48,9 +49,9 @@ def test_pauses_sleep_and_new_weights(pair: tuple[Path, Path]) -> None:
 
     async def body(llm: AsyncLLM) -> None:
         await pauses_and_sleep(llm)
-        await new_weights_of_this_process_of_a_folder_and_of_a_group(llm)
+        await new_weights_of_this_process_and_of_a_folder(llm)
 
-    async def new_weights_of_this_process_of_a_folder_and_of_a_group(llm: AsyncLLM) -> None:
+    async def new_weights_of_this_process_and_of_a_folder(llm: AsyncLLM) -> None:
         old = await tokens(llm)
         assert await llm.update_weights(tensors_of(pair[1]).items()) == 1
         new = await tokens(llm)
@@ -66,6 +67,10 @@ def test_pauses_sleep_and_new_weights(pair: tuple[Path, Path]) -> None:
             await llm.init_weights_update_group("127.0.0.1", 1, 1, 1)
         with pytest.raises(ConfigError, match="Expected `int`, got `str`"):
             await llm.update_weights_from_distributed(["a"], ["float32"], [["x"]])  # type: ignore[list-item]
+        if RUNS_LONG:  # CI: test_weight_groups.py
+            await new_weights_of_a_group(llm, new)
+
+    async def new_weights_of_a_group(llm: AsyncLLM, new: list[int]) -> None:
         port = free_port()
         with fork_ranks():
             trainer = multiprocessing.get_context("forkserver").Process(target=train, args=(pair[1], port, 2, 1))

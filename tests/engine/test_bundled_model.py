@@ -81,6 +81,7 @@ def test_bfloat16_hardly_changes_the_distribution(float32: LLM, problems: list[d
     assert divergence < 1e-3
 
 
+@takes_long
 @pytest.mark.parametrize(
     "settings",
     [

@@ -16,7 +16,7 @@ from tests.engine import simulator
 from tests.engine.conftest import HYBRID, assert_idle
 from tests.tiny import make_checkpoint, make_model
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
-from tests.whole import RUNS_LONG
+from tests.whole import RUNS_LONG, takes_long, unless_long
 from weft.engine.llm import LLM
 from weft.sampling_params import SamplingParams
 
@@ -65,10 +65,15 @@ def reference() -> Any:
     "filters",
     [
         {"temperature": 1.0},
-        {"temperature": 0.6},
-        {"temperature": 1.8, "top_k": 5},
-        {"temperature": 1.0, "top_p": 0.6},
-        {"temperature": 1.3, "min_p": 0.25},
+        *unless_long(
+            [],
+            [
+                {"temperature": 0.6},
+                {"temperature": 1.8, "top_k": 5},
+                {"temperature": 1.0, "top_p": 0.6},
+                {"temperature": 1.3, "min_p": 0.25},
+            ],
+        ),
         {"temperature": 1.5, "top_k": 9, "top_p": 0.8, "min_p": 0.15},
     ],
     ids=lambda filters: "-".join(filters),
@@ -216,6 +221,7 @@ def test_edits_keep_to_their_row(llm: LLM, reference: Any) -> None:
     assert run(llm, prompts, [options(max_tokens=count, **fields) for fields, _ in edits]) == want
 
 
+@takes_long
 def test_histories_survive_preemption(llm: LLM, cramped: LLM) -> None:
     """A request that was thrown out goes on with the counts and recent tokens that it had."""
     edits = [fields for fields, _ in EDITS.values()] + [{"bad_words": ["ab", "fd", "c"], "allowed_token_ids": LETTERS}]

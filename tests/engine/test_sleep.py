@@ -57,7 +57,7 @@ def assert_as_after_a_start(llm: LLM) -> None:
         assert not any(tensor.any() for tensor in tensors.values()), "a page or a slot holds something"
 
 
-@pytest.mark.parametrize("way", unless_long(["full", "fp8", "ranks", "tier"], WAYS))
+@pytest.mark.parametrize("way", unless_long(["full", "fp8", "tier"], WAYS))
 def test_a_woken_engine_answers_as_before(way: str, pair: tuple[Path, Path]) -> None:
     with sleepy(pair[1], **WAYS[way]) as fresh:
         new = answers(fresh)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.whole import unless_long
 from weft import LLM, SamplingParams, StructuredOutputsParams
 from weft.engine.grammars import GrammarCompiler, Grammars
 from weft.errors import EngineDeadError, RequestError
@@ -122,7 +123,7 @@ def test_of_what_a_grammar_allows_only_allowed_tokens_come(llm: LLM) -> None:
     assert output.outputs[0].text == "aaaaaa"
 
 
-@pytest.mark.parametrize("speculative", [None, '{"method": "ngram", "num_speculative_tokens": 3}'])
+@pytest.mark.parametrize("speculative", unless_long([None], [None, '{"method": "ngram", "num_speculative_tokens": 3}']))
 def test_options_that_leave_no_token_end_their_request_with_the_reason(speculative: str | None) -> None:
     """And nothing else: neighbours go on, and what was computed of the prompt is reused."""
     prompt = "12 + 30 = 42, 12 + 31 = 43, ab aaaaaaaa aaaaaaaa: " * 3

@@ -17,6 +17,7 @@ from tests.engine.test_weight_updates import HYBRID, answers, engine, tensors_of
 from tests.patience import GUARD_S
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long, unless_long
 from weft.errors import ConfigError, WeightsError
 from weft.weights import shared
 from weft.weights.group import WeightGroup
@@ -59,7 +60,7 @@ def described(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", unless_long([1], [1, 2]))
 def test_a_trainer_broadcasts(tp: int, pair: tuple[Path, Path]) -> None:
     with engine(pair[1]) as fresh:
         want = answers(fresh)
@@ -87,6 +88,7 @@ def send_half(folder: Path, port: int) -> None:
         group.broadcast(tensor.contiguous())
 
 
+@takes_long
 def test_a_trainer_dies_in_the_middle(pair: tuple[Path, Path]) -> None:
     port, given = free_port(), described(pair[1])
     trainer = multiprocessing.get_context("forkserver").Process(target=send_half, args=(pair[1], port))

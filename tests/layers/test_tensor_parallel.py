@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.harness import Harness
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
-from tests.whole import RUNS_LONG
+from tests.whole import RUNS_LONG, unless_long
 from weft.errors import ConfigError
 from weft.forward_context import forward_context
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
@@ -178,7 +178,7 @@ def test_layers(arch: str, name: str, overrides: dict[str, Any], size: int, tmp_
     torch.testing.assert_close(sharded[: sum(LENGTHS)], whole[: sum(LENGTHS)], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", unless_long([4], [2, 4]))
 @pytest.mark.parametrize(
     ("arch", "name", "overrides"),
     [
@@ -210,7 +210,7 @@ def test_embeddings_of_ngrams(size: int, tmp_path: Path) -> None:
     torch.testing.assert_close(run_sharded(folder, size, run, sums=[]), run(Harness(folder)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", unless_long([2], [2, 4]))
 @pytest.mark.parametrize("overrides", [{}, {"use_shared_attention_adapter": False, "num_key_value_heads": 2}])
 def test_shared_blocks(overrides: dict[str, Any], size: int, tmp_path: Path) -> None:
     """The third layer with a block, which reads the first one's weights beside its own adapters. Biases count once."""

@@ -19,7 +19,7 @@ from tests.whole import unless_long
 
 ARCHITECTURES = (*PLAIN, *MAMBA_ARCHITECTURES)
 LENGTHS = (1, 63, 64, 65, 130, 210)
-STEPS = unless_long([12], [40])[0]
+STEPS = unless_long([8], [40])[0]
 TOLERANCE = 1e-4
 HYBRID = (
     *(
@@ -116,7 +116,7 @@ def load(arch: str, path: Path, **overrides: Any) -> tuple[Harness, Any]:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_prompts_of_all_lengths_and_forty_greedy_tokens(arch: str, tmp_path: Path) -> None:
-    """Twelve where long tests do not run."""
+    """Eight where long tests do not run."""
     harness, reference = load(arch, tmp_path)
     sequences = [harness.sequence(prompt(n)) for n in LENGTHS]
     logits = [harness.run([(sequence, len(sequence.tokens))])[0] for sequence in sequences]

@@ -18,7 +18,7 @@ from tests.offload.always import AlwaysRestore
 from tests.offload.fake_host import request
 from tests.offload.test_engine import PROMPTS, TINY, serve
 from tests.offload.test_tier import PROMPT, House
-from tests.whole import RUNS_LONG
+from tests.whole import RUNS_LONG, takes_long
 from weft import LLM
 from weft.cli import main
 from weft.config import resolve
@@ -206,6 +206,7 @@ def kill_while_it_writes(code: str, folder: Path, num_lines: int, num_files: int
     process.wait()
 
 
+@takes_long
 def test_a_killed_process_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom tests.offload.test_disk import engine, serve\n"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.whole import unless_long
 from weft import LLM, SamplingParams
 from weft.cache.match import Match
 from weft.config import resolve
@@ -118,7 +119,7 @@ def test_a_request_that_did_not_fit_is_looked_up_when_there_is_more_room(monkeyp
     assert len(lookups) < 12, "the second request waited for some sixty steps"
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("is_slow", unless_long([True], [False, True]))
 def test_a_slow_link_is_measured_and_not_used(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
     """The first restore measures the link. What follows depends on that measurement alone."""
     if is_slow:

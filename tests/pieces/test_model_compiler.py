@@ -8,7 +8,7 @@ import operator
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,7 @@ def test_functions_methods_and_modules_are_split_off_by_name(
     assert len(pieces._source._plan) + 1 == breaks(list(runner.config.model_config.layer_types)) + 1
 
 
+@takes_long
 def test_pieces_are_split_at_names_beside_compiled_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both come from one source; a decode is one graph, and what is traced for it has no breaks at names."""
     source = Traced(torch.device("cpu"), run_eagerly, opaque_ops(fusible=True))
@@ -203,7 +204,9 @@ def test_pieces_are_split_at_names_beside_compiled_decodes(tmp_path: Path, monke
     assert len(runner.graphs.pieces._source._plan) == breaks(list(runner.config.model_config.layer_types))
 
 
-@pytest.mark.parametrize(("source", "most_rows"), [("capture", TOKENS[1]), ("eager", 1 << 20)])
+@pytest.mark.parametrize(
+    ("source", "most_rows"), [("capture", TOKENS[1]), pytest.param("eager", 1 << 20, marks=takes_long)]
+)
 def test_a_call_that_is_given_something_else_for_few_rows_is_refused(
     tmp_path: Path, source: str, most_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +281,7 @@ def test_split_ops_of_layers_that_the_model_lacks_are_known(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+@takes_long
 def test_models_of_different_widths_are_traced_in_one_process(tmp_path: Path) -> None:
     """Dynamo takes for a variable what differs from one trace to the next."""
     for hidden_size in unless_long((64, 48), (64, 48, 80)):
@@ -289,7 +293,10 @@ def test_models_of_different_widths_are_traced_in_one_process(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("arch", "fusible"), covering(["Qwen3NextForCausalLM", "Qwen3ForCausalLM"], [True, False], of=1)
+    ("arch", "fusible"),
+    unless_long(
+        [("Qwen3ForCausalLM", False)], product(["Qwen3NextForCausalLM", "Qwen3ForCausalLM"], [True, False])
+    ),
 )
 def test_the_kernels_path_is_traced_without_looking_into_kernels(tmp_path: Path, arch: str, fusible: bool) -> None:
     """On the CPU: nothing of a traced pass runs, so the kernels need not be there."""

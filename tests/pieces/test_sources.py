@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 from tests.pieces.fake_model import SIZE, Model, context_of
 from tests.pieces.scribble import num_bytes, scribble_buffers
 from tests.pieces.test_capture import SIZES, AllAtOnce, Pieces, eager, random_lengths
-from tests.whole import takes_long
+from tests.whole import RUNS_LONG, takes_long
 from weft.errors import ConfigError
 from weft.forward_context import forward_context, get_forward_context
 from weft.graph.graph import Tape
@@ -60,16 +60,16 @@ def folder(compiled: tuple[Path, Pieces, CompileCounters]) -> Path:
 @pytest.mark.parametrize("name", ["capture", *(pytest.param(name, marks=takes_long) for name in ("eager", "inductor"))])
 def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model, name: str, folder: Path) -> None:
     pieces, rng = prepared_pieces(model, make(name, folder) if name != "capture" else None), random.Random(4)
-    kept = []
-    for _ in range(150):
+    kept, count = [], 150 if RUNS_LONG else 50
+    for _ in range(count):
         size = rng.choice(SIZES)
-        count = rng.randint(1, size)
-        ids, lengths = torch.randint(50, (count,)), random_lengths(count, rng)
+        num_tokens = rng.randint(1, size)
+        ids, lengths = torch.randint(50, (num_tokens,)), random_lengths(num_tokens, rng)
         pieces.pool.scribble()
         scribble_buffers(pieces.source.buffers)
         kept.append(torch.full((rng.randint(1, 4000),), torch.nan))
         torch.testing.assert_close(pieces.run(ids, lengths, size), eager(model, ids, lengths), rtol=1e-5, atol=1e-5)
-    assert pieces.runs.counters.captures == len(SIZES) and pieces.runs.counters.replays == 150
+    assert pieces.runs.counters.captures == len(SIZES) and pieces.runs.counters.replays == count
     # One input, one output, one result, whatever the source.
     assert num_bytes(pieces.source.buffers) == 3 * max(SIZES) * SIZE * 4
 

@@ -87,6 +87,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@takes_long
 def test_serving_goes_on_without_a_log(served: tuple[str, subprocess.Popen[bytes]]) -> None:
     url, process = served
     with httpx.Client(base_url=url, timeout=stretched(5)) as client:

@@ -24,6 +24,7 @@ from tests.fp8_checkpoints import (
 from tests.harness import Harness, model_context, poison
 from tests.layers.test_tensor_parallel import Group, run_layer, run_sharded
 from tests.tiny import make_checkpoint
+from tests.whole import covering
 from weft import LLM, SamplingParams
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.quantization import ONLINE
@@ -75,8 +76,10 @@ TP = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_attention_hea
 WIDE = TP | {"moe_intermediate_size": 256, "intermediate_size": 256}
 
 
-@pytest.mark.parametrize("scheme", ["block", "channel-token", "tensor-static"])
-@pytest.mark.parametrize("name", ["linear_attn", "mlp", "self_attn"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    covering(["linear_attn", "mlp", "self_attn"], ["block", "channel-token", "tensor-static"], of=1),
+)
 def test_shards_take_their_scales_along(name: str, scheme: str, tmp_path: Path) -> None:
     """Two ranks equal one, but for scales of a token, of which each rank has one for its share of the inputs."""
     folder = make_fp8_checkpoint(NEXT, scheme, tmp_path, **WIDE)

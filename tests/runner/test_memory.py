@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests import specs
 from tests.ranks import CONTEXT
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from weft import LLM, SamplingParams
 from weft.cache.plan import CachePlan, plan_caches
 from weft.cache.spec import CacheSpec
@@ -209,6 +210,7 @@ def _rank_of_two(rank: int, folder: str, store: str, tell: Any) -> None:
         tell.send((made.runner.plan.max_num_batched_tokens, made.runner.plan.num_pages, made.runner.plan.reasons))
 
 
+@takes_long
 def test_all_ranks_try_the_next_smaller_step(tmp_path: Path) -> None:
     """One that is short of memory while the others compute: none waits for it, and all say the same."""
     folder, store = make_checkpoint("Qwen3NextForCausalLM", tmp_path / "model"), tmp_path / "store"

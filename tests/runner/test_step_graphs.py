@@ -68,7 +68,7 @@ CASES = [(True, "NONE", None), (False, "NONE", 42), (False, "FULL_DECODE_ONLY", 
 
 @pytest.mark.parametrize(
     ("overlap", "mode", "pages"),
-    unless_long(CASES[2:], CASES),
+    unless_long(CASES[2:3], CASES),
 )
 def test_graphs_overlap_and_preemption_do_not_change_the_answers(
     expected: list[list[int]], overlap: bool, mode: str, pages: int | None

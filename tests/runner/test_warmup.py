@@ -149,6 +149,7 @@ OF_HOPPER = ("decode_hopper_kernel", "_fp8_few_rows_hopper_kernel", "_fp8_pairs_
 """Kernels of FP8 weights and of an FP8 cache."""
 
 
+@takes_long
 @pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=takes_long)])
 def test_the_walk_meets_every_kernel_of_later_steps(cache: str, tmp_path: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled. In bfloat16,

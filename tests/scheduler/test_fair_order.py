@@ -9,6 +9,7 @@ from array import array
 
 import pytest
 
+from tests.whole import unless_long
 from weft.messages import RowSampling
 from weft.processes.collector import collector_off
 from weft.request import Request, RequestSpec
@@ -144,7 +145,7 @@ def test_of_a_caller_whose_first_request_has_to_wait_the_next_is_tried() -> None
     assert [int(request.request_id) for request in callers.queue] == [0, 2, 4, 5]
 
 
-@pytest.mark.parametrize("num_callers", [1, 50_000])
+@pytest.mark.parametrize("num_callers", unless_long([50_000], [1, 50_000]))
 def test_fifty_thousand_that_wait_cost_little(num_callers: int) -> None:
     callers = Callers()
     for number in range(50_000):

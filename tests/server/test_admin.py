@@ -230,6 +230,7 @@ def test_replicas_in_a_group(folders: list[Path]) -> None:
         server.close()
 
 
+@takes_long
 def test_several_api_processes(folders: list[Path]) -> None:
     """Whatever process gets a command, all of them know its outcome; one that is started later is told."""
     server = start(folders[0], "--api-server-count", "2")
@@ -270,6 +271,7 @@ def test_without_the_setting(folders: list[Path], capsys: pytest.CaptureFixture[
         running.close()
 
 
+@takes_long
 def test_a_restarted_engine_serves_no_old_weights(server: RunningServer, folders: list[Path]) -> None:
     """The last test of the shared server: its weights are then others."""
     check_restarts(server, folders, count=1)

@@ -162,6 +162,7 @@ def test_one_that_dies_takes_its_own_calls_only(two: RunningServer) -> None:
 IDLE = {"server_load": 0, "num_running": 0, "num_waiting": 0, "limit": 0}
 
 
+@takes_long
 def test_sigterm_lets_the_calls_of_all_finish(start: Start) -> None:
     server = start()
     calls, pids = opened(server, 12, 200), server.api_pids

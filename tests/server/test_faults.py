@@ -69,6 +69,7 @@ class Reader(threading.Thread):
         return json.loads(self.lines[-2].removeprefix("data: "))["error"]
 
 
+@takes_long
 def test_restart_engine(start: Start) -> None:
     server = start("--restart-engine")
     first = server.engine_pid

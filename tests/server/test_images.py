@@ -166,6 +166,7 @@ def test_responses(client: openai.OpenAI) -> None:
     assert answer.usage.input_tokens_details.model_dump()["image_tokens"] == 30
 
 
+@takes_long
 def test_video_as_frames(client: openai.OpenAI, llm: LLM) -> None:
     frames = [encoded(picture(16, 16, seed), "JPEG") for seed in range(4)]
     url = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
@@ -323,6 +324,7 @@ document.querySelector(arguments[0]).dispatchEvent(event);
 """
 
 
+@takes_long
 @needs_chromium
 def test_the_page(seeing: RunningServer, browser: Browser) -> None:
     """An image dropped and one pasted are shown, sent and answered, and stand in the tree of Inspect."""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.patience import GUARD_S, stretched
 from tests.server.running import RunningServer
-from tests.whole import RUNS_LONG
+from tests.whole import RUNS_LONG, takes_long
 from weft.config import resolve
 from weft.engine.chat_prompts import ChatPrompts
 from weft.errors import RequestError
@@ -146,6 +146,7 @@ def test_which_bodies_are_large() -> None:
     assert not is_large(b";base64," + b"A" * size) and is_large(b";base64," + b"," * size)
 
 
+@takes_long
 def test_large_bodies_of_every_path(server: RunningServer) -> None:
     tokens = server.client.post("/tokenize", json={"prompt": LONG}).json()
     count = tokens["count"]
@@ -176,7 +177,7 @@ def test_large_bodies_of_every_path(server: RunningServer) -> None:
         (CHAT, {"messages": [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(200_000)]}, 1, 400),
         (CHAT, {"messages": user("x"), "tools": [TOOL] * 60_000}, 1, 400),
         ("/v1/completions", {"prompt": list(range(100, 1100)) * 1500}, 1, 400),
-        ("/tokenize", {"prompt": LONG * MANY}, 1, 200),
+        pytest.param("/tokenize", {"prompt": LONG * MANY}, 1, 200, marks=takes_long),
         (CHAT, {"messages": user(LONG * MANY)}, 4 if RUNS_LONG else 2, 400),
     ],
     ids=["messages", "tools", "ids", "tokenize", "prompts"],

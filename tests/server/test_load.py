@@ -30,6 +30,7 @@ def test_figures(tmp_path: Path) -> None:
     assert 0 < delays["health_ms"]["p50"] < 1000
 
 
+@takes_long
 def test_no_stream_waits_for_what_others_send(server: RunningServer) -> None:
     """On an idle machine no gap is above 0.1 s; the bound leaves room for a busy one, and the whole prompt takes 20."""
     words = "one two three " * 500_000

@@ -12,6 +12,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.patience import GUARD_S
 from tests.server.running import RunningServer
+from tests.whole import takes_long, unless_long
 
 SCHEMA = {
     "type": "object",
@@ -165,7 +166,7 @@ def test_constrained_and_free_requests_share_steps(client: OpenAI) -> None:
         ({"guided_json": {"type": "strange"}}, "strange"),
         ({"guided_json": {"type": "object", "dependentRequired": {"a": ["b"]}}}, "dependentRequired"),
         ({"guided_regex": "a(?=b)"}, "look-around"),
-        ({"guided_json": {"enum": ["x" * 300_000]}}, "bytes"),
+        pytest.param({"guided_json": {"enum": ["x" * 300_000]}}, "bytes", marks=takes_long),
         ({"guided_choice": []}, "option"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "exclude"),
         ({"guided_choice": ["a"], "min_tokens": 3}, "min_tokens"),
@@ -177,7 +178,7 @@ def test_constraints_that_are_refused(client: OpenAI, fields: dict[str, Any], me
         ask(client, extra_body=fields)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", unless_long([True], [False, True]))
 def test_forced_tool_calls(client: OpenAI, stream: bool) -> None:
     named = {"type": "function", "function": {"name": "report"}}
     for choice, names in ((named, {"report"}), ("required", {"record", "report"})):

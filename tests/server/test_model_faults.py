@@ -8,7 +8,7 @@ import pytest
 
 from tests.server import faults
 from tests.server.running import RunningServer
-from tests.whole import RUNS_LONG, takes_long
+from tests.whole import takes_long
 
 
 @pytest.fixture(scope="module")
@@ -17,19 +17,21 @@ def mini() -> Iterator[RunningServer]:
         yield server
 
 
+@takes_long
 def test_callers_that_leave_at_every_stage(mini: RunningServer) -> None:
-    faults.aborts(mini, 100 if RUNS_LONG else 30)
+    faults.aborts(mini, 100)
 
 
+@takes_long
 def test_an_engine_that_stands_still_goes_on_afterwards(mini: RunningServer) -> None:
     faults.stopped_engine(mini)
 
 
+@takes_long
 def test_memory_is_flat(mini: RunningServer, server: RunningServer) -> None:
-    """The engine's and its server's. Long tests send many more requests to a server whose engine costs nothing."""
-    if RUNS_LONG:
-        faults.steady_memory(server, 1200, is_model=False)
-    faults.steady_memory(mini, 300 if RUNS_LONG else 90)
+    """The engine's and its server's; and of many more requests to a server whose engine costs nothing."""
+    faults.steady_memory(server, 1200, is_model=False)
+    faults.steady_memory(mini, 300)
 
 
 def test_a_killed_engine_is_replaced(mini: RunningServer) -> None:

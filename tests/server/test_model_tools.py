@@ -14,7 +14,7 @@ from openai import OpenAI
 from demo import tools
 from tests.patience import GUARD_S
 from tests.server.running import RunningServer
-from tests.whole import RUNS_LONG
+from tests.whole import RUNS_LONG, takes_long
 
 MODEL = "weft-mini"
 RIGHT = 0.75
@@ -101,6 +101,7 @@ def test_a_question_that_needs_no_function_gets_no_call(client: OpenAI) -> None:
     assert choice.finish_reason == "stop" and choice.message.tool_calls is None and choice.message.content
 
 
+@takes_long
 def test_objects_have_the_keys_and_values_that_were_asked_for(client: OpenAI) -> None:
     """Written freely, without a grammar."""
     right, rows = 0, asked_for_objects()

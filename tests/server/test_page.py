@@ -13,6 +13,7 @@ import pytest
 from tests.server.fake_engine import SLOW
 from tests.server.relay import Relay
 from tests.server.running import ROOT, RunningServer, wait_until
+from tests.whole import takes_long
 from weft.server import page
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed (pip install 'weft[test]')")
@@ -160,6 +161,7 @@ def test_conversations_are_kept(server: RunningServer, browser: Browser) -> None
     assert browser.script("return localStorage.length") == 0
 
 
+@takes_long
 @needs_chromium
 def test_full_storage_drops_the_oldest(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)
@@ -198,6 +200,7 @@ def test_edit_and_regenerate(server: RunningServer, browser: Browser) -> None:
     assert not browser.complaints()
 
 
+@takes_long
 @needs_chromium
 def test_two_conversations_answer_at_once(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)
@@ -241,7 +244,7 @@ def test_reasoning_and_tools(server: RunningServer, browser: Browser) -> None:
 
 
 @needs_chromium
-@pytest.mark.parametrize("how", ["click", "escape"])
+@pytest.mark.parametrize("how", ["click", pytest.param("escape", marks=takes_long)])
 def test_stop(server: RunningServer, browser: Browser, how: str) -> None:
     browser.open(server.url)
     browser.set("priority", SLOW)
@@ -262,6 +265,7 @@ def test_stop(server: RunningServer, browser: Browser, how: str) -> None:
     assert browser.all(".note")[-1].text == "Cut at the token limit."
 
 
+@takes_long
 @needs_chromium
 def test_the_end_stays_in_view(server: RunningServer, browser: Browser) -> None:
     """While an answer grows, and after its figures came; unless the reader scrolled up."""
@@ -278,6 +282,7 @@ def test_the_end_stays_in_view(server: RunningServer, browser: Browser) -> None:
     browser.until(lambda: float(str(browser.script(hidden))) < 2 and not browser.one("#to-latest").is_displayed())
 
 
+@takes_long
 @needs_chromium
 def test_a_short_question_has_a_small_bubble(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)
@@ -302,6 +307,7 @@ def test_errors_are_told(server: RunningServer, browser: Browser) -> None:
     browser.until(lambda: browser.contents() == ["hello", "hello"] and not browser.all("#log .error"))
 
 
+@takes_long
 @needs_chromium
 def test_a_server_that_goes_and_comes_back(server: RunningServer, browser: Browser) -> None:
     relay = Relay(int(server.url.rpartition(":")[2]))
@@ -327,6 +333,7 @@ def test_a_server_that_goes_and_comes_back(server: RunningServer, browser: Brows
 PARTS = ["throughput", "latency", "requests", "cache"]
 
 
+@takes_long
 @needs_chromium
 def test_it_fits_a_phone(mini: RunningServer, browser: Browser) -> None:
     browser.open(mini.url)
@@ -366,6 +373,7 @@ def check_the_drawer(browser: Browser) -> None:
     assert not drawer.is_displayed() and not scrim.is_displayed() and not browser.one("#column").get_property("inert")
 
 
+@takes_long
 @needs_chromium
 def test_dark_and_light(server: RunningServer, browser: Browser) -> None:
     colours = set()

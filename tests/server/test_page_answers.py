@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.running import RunningServer
+from tests.whole import takes_long
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed (pip install 'weft[test]')")
 
@@ -135,6 +136,7 @@ def test_formulas_and_colours_are_loaded_when_an_answer_has_some(server: Running
     assert not browser.all(".code b") and not browser.complaints()
 
 
+@takes_long
 @needs_chromium
 def test_a_growing_answer_with_formulas_is_that_of_the_whole(server: RunningServer, browser: Browser) -> None:
     show(server, browser, FORMULAS + CODE)
@@ -198,6 +200,7 @@ x = "</span><a href='javascript:alert(1)'>y</a>"
 """
 
 
+@takes_long
 @needs_chromium
 def test_code_stays_text(server: RunningServer, browser: Browser) -> None:
     show(server, browser, HOSTILE_CODE)
@@ -230,6 +233,7 @@ TABLE = """| name | left | middle | right |
 """
 
 
+@takes_long
 @needs_chromium
 def test_tables(server: RunningServer, browser: Browser) -> None:
     """Columns are aligned as written; on a phone no word is broken, and the table scrolls alone."""
@@ -244,6 +248,7 @@ def test_tables(server: RunningServer, browser: Browser) -> None:
         assert browser.width("chat") == 390
 
 
+@takes_long
 @needs_chromium
 def test_what_the_cache_did_is_folded(server: RunningServer, browser: Browser) -> None:
     show(server, browser, "An answer.", cache="KV matched 9 of 10 tokens", figures="10 prompt tokens, 9 of them reused")

@@ -137,6 +137,7 @@ def check_the_table(browser: Browser) -> None:
     assert rows[0][1] in near
 
 
+@takes_long
 @needs_chromium
 def test_a_request_that_is_forgotten_is_told(mini: RunningServer, browser: Browser) -> None:
     browser.open(mini.url)
@@ -185,6 +186,7 @@ def walk(browser: Browser) -> str:
     return told
 
 
+@takes_long
 @needs_chromium
 def test_the_tree_folds_and_is_searched_by_keyboard(mini: RunningServer, browser: Browser) -> None:
     for text in ("Tell me of the quetzal.", "Tell me of zebras.", "What is 3 + 4?"):
@@ -221,6 +223,7 @@ def test_the_tree_folds_and_is_searched_by_keyboard(mini: RunningServer, browser
     assert "0 found, 0 shown" in browser.text("#tree-count")
 
 
+@takes_long
 @needs_chromium
 def test_the_tree_has_an_axis(mini: RunningServer, browser: Browser) -> None:
     """Its marks lie where bars of these positions begin and end, and without the admin key texts are not there."""
@@ -241,6 +244,7 @@ def test_the_tree_has_an_axis(mini: RunningServer, browser: Browser) -> None:
     assert browser.one("#no-texts").is_displayed() and not browser.all("#tree .text")
 
 
+@takes_long
 @needs_chromium
 def test_steps_by_keyboard(mini: RunningServer, browser: Browser) -> None:
     browser.open(mini.url, "inspect")

@@ -90,6 +90,7 @@ def run(body: Callable[[Server], Awaitable[None]], **settings: Any) -> Server:
     return server
 
 
+@takes_long
 def test_two_replicas_on_two_nodes_and_one_killed_under_load(cluster: Any) -> None:
     """What nobody has seen a token of starts anew on the other node, the rest ends with an error; it comes back."""
 
@@ -174,6 +175,7 @@ def test_a_server_over_ray(cluster: Any) -> None:
         running.close()
 
 
+@takes_long
 def test_two_ranks_on_one_node_generate_what_one_generates(cluster: Any) -> None:
     from weft import LLM, SamplingParams
 

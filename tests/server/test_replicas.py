@@ -111,7 +111,7 @@ def test_requests_are_spread_and_answered() -> None:
     assert sum(isinstance(m, wire.Ready) for m in server.others) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=takes_long)])
 def test_a_replica_dies_or_freezes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody has seen a token of starts anew elsewhere, the rest ends with an error; the replica comes back."""
     monkeypatch.setattr("weft.engine.replicas.FROZEN_AFTER_S", 2.0)
@@ -170,6 +170,7 @@ def test_a_replica_is_drained_and_started_without_losing_a_request() -> None:
     serve(body)
 
 
+@takes_long
 def test_replicas_over_http() -> None:
     running = RunningServer("--dp", "2", "--device", "cpu", "--admin-key", "boss")
     try:

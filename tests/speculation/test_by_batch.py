@@ -11,6 +11,7 @@ import torch
 from tests.engine.conftest import assert_idle
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.speculation.conftest import Case
+from tests.whole import takes_long
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.config.speculation import SpeculativeConfig
@@ -19,7 +20,7 @@ from weft.models.mtp import DraftInputs, MtpDrafter
 LIMITS = ((1, 3), (2, 1))
 
 
-@pytest.mark.parametrize("method", ["mtp", "ngram"])
+@pytest.mark.parametrize("method", ["mtp", pytest.param("ngram", marks=takes_long)])
 def test_tokens_and_graphs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch shrinks from four requests, which get no drafts, to one. The head runs as often as there are drafts,
     and sees as far behind the tokens of a step as it drafts."""

@@ -14,7 +14,7 @@ from tests.models.mtp_chain_reference import make_chain_checkpoint
 from tests.ranks import fork_ranks
 from tests.speculation.conftest import make_repeating_checkpoint
 from tests.speculation.test_heads import SETTINGS, case
-from tests.whole import takes_long
+from tests.whole import takes_long, unless_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.errors import ConfigError
@@ -56,10 +56,10 @@ def prompts(*lengths: int, seed: int = 3) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("mode", "repeats", "more"),
     [
-        ("NONE", False, {}),
+        pytest.param("NONE", False, {}, marks=takes_long),
         ("FULL_DECODE_ONLY", True, {}),
-        ("FULL", True, {}),
-        ("FULL_DECODE_ONLY", True, {"deterministic": True, "max_num_batched_tokens": 80}),
+        pytest.param("FULL", True, {}, marks=takes_long),
+        pytest.param("FULL_DECODE_ONLY", True, {"deterministic": True, "max_num_batched_tokens": 80}, marks=takes_long),
     ],
 )
 def test_drafts_are_the_references(mode: str, repeats: bool, more: dict[str, Any], tmp_path: Path) -> None:
@@ -88,6 +88,7 @@ def test_drafts_after_prefix_hits_and_preemption(tmp_path: Path) -> None:
         assert_idle(llm)
 
 
+@takes_long
 def test_tokens_after_a_hit_that_branches(tmp_path: Path) -> None:
     """The last entries before the branch were computed with another next token, so a draft may differ, and no token."""
     folder = make_repeating_checkpoint(TEXT, tmp_path, head=True)
@@ -102,7 +103,7 @@ def test_tokens_after_a_hit_that_branches(tmp_path: Path) -> None:
         assert mtp.stats().num_hit_tokens and mtp.stats().spec_decode_num_draft_tokens
 
 
-@pytest.mark.parametrize(("num_drafts", "deterministic"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("num_drafts", "deterministic"), [(3, False), *unless_long([], [(1, False), (2, True)])])
 def test_tokens_are_those_without_drafts(num_drafts: int, deterministic: bool, tmp_path: Path) -> None:
     """With ``deterministic`` drafts are verified as short decodes, and steps follow one another."""
     folder = make_repeating_checkpoint(TEXT, tmp_path, head=True)
@@ -124,6 +125,7 @@ def check(mtp: LLM, expected: list[Any], num_drafts: int) -> None:
     assert_idle(mtp)
 
 
+@takes_long
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_quantised_while_loading(quantization: str, tmp_path: Path) -> None:
     """The layers of the head are quantised as those of the model."""

@@ -149,7 +149,7 @@ def engines_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
         yield engines_of
 
 
-@pytest.fixture(params=COLUMNS)
+@pytest.fixture(params=unless_long(["FULL_DECODE_ONLY"], COLUMNS))
 def engines(request: pytest.FixtureRequest, engines_of: Callable[[str], Engines]) -> Engines:
     return engines_of(request.param)
 

@@ -41,7 +41,7 @@ def test_the_text_is_that_without_drafts(mode: str) -> None:
             "now and then": FromOutputs(known, lambda place, rng: rng.random() < 0.3),
             "random": Random(random.Random(1)),
         }
-        for name, drafter in list(drafters.items())[0 if RUNS_LONG else 1 :]:
+        for name, drafter in list(drafters.items())[0 if RUNS_LONG else 1 : 3 if RUNS_LONG else 2]:
             install(drafting, drafter)
             before = drafting.stats().spec_decode_num_accepted_tokens
             assert [(d.text, d.finish_reason) for d in case.run(drafting)] == [

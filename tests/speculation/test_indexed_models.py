@@ -25,10 +25,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
     [
         pytest.param("Glm5NextForConditionalGeneration", marks=takes_long),  # CI: test_heads.py
         pytest.param("Qwen4ExpForCausalLM", marks=takes_long),
-        "Zamba2ForCausalLM",
+        pytest.param("Zamba2ForCausalLM", marks=takes_long),
         "ZayaForCausalLM",
         pytest.param("InklingForCausalLM", marks=takes_long),
-        "Inkling2ForCausalLM",
+        pytest.param("Inkling2ForCausalLM", marks=takes_long),
     ],
 )
 def test_tokens_are_those_without_drafts(arch: str, tmp_path: Path) -> None:

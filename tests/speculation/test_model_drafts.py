@@ -47,7 +47,7 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=unless_long(list(MODES)[:2], MODES))
+@pytest.fixture(scope="module", params=unless_long(["FULL, overlap"], MODES))
 def engines(request: pytest.FixtureRequest, checkpoint: tuple[Path, ReferenceHead]) -> Iterator[Engines]:
     folder, reference = checkpoint
     config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
@@ -99,7 +99,7 @@ def test_drafts_are_the_references(engines: Engines) -> None:
     assert steps.followed > 10 or not mtp.config.enable_overlap
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", unless_long([0.9], [0.0, 0.9]))
 def test_tokens_are_those_without_drafts(engines: Engines, temperature: float) -> None:
     plain, mtp, _ = engines
     params = [

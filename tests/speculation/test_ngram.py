@@ -46,7 +46,7 @@ class Steps:
         llm._core._executor.launch = count  # type: ignore[method-assign]
 
 
-@pytest.fixture(scope="module", params=COLUMNS)
+@pytest.fixture(scope="module", params=unless_long(["NONE"], COLUMNS))
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLM, LLM, Steps]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from weft.forward_context import Batch, MixedBatch, Verification
 
 from weft.ops.attention import AttentionCall, paged_attention  # isort: skip
@@ -159,7 +159,7 @@ VERIFIED = [(heads, n) for heads in HEADS for n in (2, 3, 4, 8)] if ON_GPU else 
 VERIFIED = VERIFIED or [*zip(HEADS, (2, 4, 8, 3), strict=True), (HEADS[2], 3)]
 
 
-@pytest.mark.parametrize(("heads", "query_len"), VERIFIED)
+@pytest.mark.parametrize(("heads", "query_len"), unless_long(VERIFIED[::2], VERIFIED))
 @pytest.mark.parametrize("dtype", list(TOLERANCE) if ON_GPU else [torch.float16])
 def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype: torch.dtype) -> None:
     """A few tokens of every sequence: the last split holds some, one or none of the keys that the first of them see."""
@@ -235,7 +235,10 @@ def test_every_decode_schedule_gives_the_same_bits(ahead: bool, stages: int, aim
     assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize(("heads", "held_keys"), [(HEADS[0], 256), (HEADS[1], 64), *([(HEADS[1], 128)] * ON_GPU)])
+HELD = [(HEADS[0], 256), (HEADS[1], 64), *([(HEADS[1], 128)] * ON_GPU)]
+
+
+@pytest.mark.parametrize(("heads", "held_keys"), unless_long(HELD[:1], HELD))
 def test_splits_that_are_loaded_before_the_wait(heads: tuple[int, int, int], held_keys: int) -> None:
     """The newest token's keys come apart: alone, first and last of a split. Sequences of many splits, or of long ones,
     take the loop."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
@@ -212,7 +212,9 @@ def most_error(state_dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize(("dtype", "state_dtype"), VERIFIED_DTYPES, ids=str)
-@pytest.mark.parametrize(("kernel", "num_tokens"), [(2, 2), (4, 3), (4, 8)] + [(4, 1)] * ON_GPU)
+@pytest.mark.parametrize(
+    ("kernel", "num_tokens"), [(2, 2), (4, 3), *unless_long([], [(4, 8)]), *([(4, 1)] * ON_GPU)]
+)
 def test_verify_step(
     heads: tuple[int, int, int, int], dtype: torch.dtype, state_dtype: torch.dtype, kernel: int, num_tokens: int
 ) -> None:

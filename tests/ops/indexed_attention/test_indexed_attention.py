@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from weft.forward_context import Batch, MixedBatch
 
 from weft.ops.backend import Backend  # isort: skip
@@ -77,7 +78,7 @@ def index_keys(batch: Batch, pool: int, dim: int, dtype: torch.dtype, whole: boo
 
 @pytest.mark.parametrize(
     ("case", "sizes", "whole", "backend"),
-    covering(CASES, [(4, 3, 20, 5), (1, 1, 16, 17), (2, 20, 32, 9)], [False, True], BACKENDS),
+    covering(CASES, [(4, 3, 20, 5), (1, 1, 16, 17), (2, 20, 32, 9)], [False, True], BACKENDS, of=1),
 )
 def test_selection(case: str, sizes: tuple[int, int, int, int], whole: bool, backend: Backend) -> None:
     """Of equal scores, which whole numbers make, the earlier pool is selected."""
@@ -101,7 +102,7 @@ def test_selection(case: str, sizes: tuple[int, int, int, int], whole: bool, bac
 
 @pytest.mark.parametrize(
     ("case", "sizes", "as_mixture", "way"),
-    covering(CASES, [(4, 2, 24, 24), (5, 1, 40, 32), (3, 1, 16, 16)], [False, True], WAYS),
+    covering(CASES, [(4, 2, 24, 24), (5, 1, 40, 32), (3, 1, 16, 16)], [False, True], WAYS, of=1),
 )
 def test_attention(
     case: str, sizes: tuple[int, int, int, int], as_mixture: bool, way: tuple[Backend, torch.dtype]
@@ -161,7 +162,10 @@ def test_blocks_of_tokens(
 
 @pytest.mark.parametrize(
     ("case", "sizes", "as_mixture", "dtype"),
-    covering(["mixed", *LATE], [(4, 2, 24, 24), (3, 1, 16, 16)], [False, True], DTYPES, of=1),
+    unless_long(
+        [("mixed", (4, 2, 24, 24), True, DTYPES[-1])],
+        product(["mixed", *LATE], [(4, 2, 24, 24), (3, 1, 16, 16)], [False, True], DTYPES),
+    ),
 )
 def test_programs_that_share_the_keys_of_a_token(
     case: str, sizes: tuple[int, int, int, int], as_mixture: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +177,7 @@ def test_programs_that_share_the_keys_of_a_token(
     test_attention(case, sizes, as_mixture, (Backend.TRITON, dtype))
 
 
-@pytest.mark.parametrize("held", [16, 32])
+@pytest.mark.parametrize("held", unless_long([32], [16, 32]))
 def test_more_scores_than_a_program_holds(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And fewer rows of scores in memory than the step has."""
     monkeypatch.setattr(select, "_HELD", held)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.ops.delta_rule.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, on_device, poisoned
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
+from tests.whole import takes_long_on_cpu
 from weft.ops.backend import Backend
 from weft.ops.convolution import causal_conv1d_update
 from weft.ops.mamba import ScanWeights, selective_scan, selective_scan_step
@@ -115,7 +116,7 @@ def test_step_kernels(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
         close(got, expected, dtype)
 
 
-@pytest.mark.parametrize("backend", [TORCH, TRITON])
+@pytest.mark.parametrize("backend", [TORCH, pytest.param(TRITON, marks=takes_long_on_cpu)])
 def test_heads_are_scans_of_their_own(backend: Backend) -> None:
     """Prefill and one token, with B and C of each of two heads; a power of two that divides a head's channels is 16."""
     batch, width = mixed_batch(), 4096 if ON_GPU else 48
