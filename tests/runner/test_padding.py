@@ -55,6 +55,15 @@ def test_a_verification_writes_to_slot_0_and_follows_nobody(builder: BatchBuilde
     assert host["rows"][:5] == [0, 1, ROWS, ROWS, OLD] and host["sample_rows"][6:13] == [ROWS] * 6 + [OLD]
 
 
+def test_a_step_may_have_as_many_sequences_as_tokens() -> None:
+    """Padding alone, as while graphs are captured."""
+    for size in (1, 2, 3):
+        sizes: dict[str, Any] = {"page_size": 16, "max_num_tokens": size, "max_num_seqs": size}
+        builder = BatchBuilder(RowTable(size, 4, CPU), LayoutRules(False), **sizes, ends_sparse=False, device=CPU)
+        host = built(builder, [], BatchDescriptor.decodes(size, 64))
+        assert host["cu_seqlens_q"] == list(range(size + 1))
+
+
 def test_decodes_in_a_mixture_have_no_chunk(builder: BatchBuilder) -> None:
     """The table of chunks was written by no step, or by one before."""
     padded = builder.mixed_shape(24, 0)

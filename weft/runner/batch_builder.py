@@ -70,7 +70,7 @@ class BatchBuilder:
         # As many new pages as the table has places: a cache hit can bring thousands.
         self._buffers = StepBuffers(arrays, len(PER_TOKEN), max_num_seqs * rows.max_pages, device, backend)
         self.one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._places = np.arange(max_num_tokens)
+        self._places = np.arange(max_num_tokens + 1)
         self._host: dict[str, np.ndarray] = {}
 
     def inputs(self, layout: StepLayout, padded: BatchDescriptor, *, selects_rows: bool = False) -> StepInputs:
