@@ -227,7 +227,15 @@ def make_coded_checkpoint(arch: str, kind: str, folder: Path, left_out: str = "n
     Args:
         left_out: pattern of further tensors that stay as they are; ``ignore`` has their names.
     """
-    plain = make_checkpoint(arch, folder / "plain", **(GEOMETRY | overrides))
+    return code_checkpoint(make_checkpoint(arch, folder / "plain", **(GEOMETRY | overrides)), kind, left_out)
+
+
+def code_checkpoint(plain: Path, kind: str, left_out: str = "no tensor", *, listed: bool = True) -> Path:
+    """Quantise ``plain``, whose weights become the dequantised ones, into the folder ``coded`` beside it.
+
+    Args:
+        left_out: pattern of further tensors that stay as they are; ``ignore`` has their names if ``listed``.
+    """
     tensors, stored = load_file(plain / "model.safetensors"), dict[str, Tensor]()
     ignored = [name.removesuffix(".weight") for name in tensors if re.search(left_out, name)]
     for name, tensor in tensors.items():
@@ -237,14 +245,14 @@ def make_coded_checkpoint(arch: str, kind: str, folder: Path, left_out: str = "n
         found, tensors[name] = STORES[KINDS[kind].packing](name.removesuffix("weight"), tensor, KINDS[kind])
         stored |= found
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    coded = folder / "coded"
+    coded = plain.parent / "coded"
     coded.mkdir()
     save_file(stored, coded / "model.safetensors", metadata={"format": "pt"})
     for path in plain.glob("*.json"):
         (coded / path.name).write_text(path.read_text())
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = json.loads(json.dumps(KINDS[kind].config))
-    if ignored:
+    if ignored and listed:
         config["quantization_config"]["ignore"] += ignored
     (coded / "config.json").write_text(json.dumps(config))
     return coded

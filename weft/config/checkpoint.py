@@ -13,7 +13,9 @@ from typing import Any
 from weft.config.families import FAMILIES, OTHER_NAMES, Family
 from weft.config.json_object import JsonObject
 from weft.config.model import MTP_LAYER_TYPE, Mixers, ModelConfig, Multipliers
-from weft.config.quantization_formats import read_quantization
+from weft.config.quantization import Rule
+from weft.config.quantization_formats import read_quantization, read_quantization_file
+from weft.config.stored_names import holds_kv_scales, unquantised_head
 from weft.config.verified import nearest
 from weft.config.wrappers import WRAPPERS
 from weft.errors import ConfigError, UnsupportedModelError
@@ -44,9 +46,20 @@ def read_checkpoint_config(folder: Path) -> ModelConfig:
     top = JsonObject.load(Path(folder) / "config.json")
     name = _architecture(top)
     if name not in WRAPPERS:
-        return _read_model(name, top, top)
+        return _with_files(_read_model(name, top, top), Path(folder))
     whole, text, architecture = WRAPPERS[name].unwrap(top, name)
-    return replace(_read_model(architecture, whole, text), wrapper=name)
+    return _with_files(replace(_read_model(architecture, whole, text), wrapper=name), Path(folder))
+
+
+def _with_files(model: ModelConfig, folder: Path) -> ModelConfig:
+    """Add what other files say of the quantisation: the file of ModelOpt, and the names of a head's tensors."""
+    quantization = model.quantization or read_quantization_file(folder)
+    if quantization is None:
+        return model
+    plain = unquantised_head(folder, model.num_hidden_layers) if model.mtp_layers else ()
+    rules = (Rule(None, plain, "part"), *quantization.rules) if plain else quantization.rules
+    kv_cache = holds_kv_scales(folder) if quantization.source == "modelopt" else quantization.kv_cache
+    return replace(model, quantization=replace(quantization, rules=rules, kv_cache=kv_cache))
 
 
 def _read_model(architecture: str, top: JsonObject, given: JsonObject) -> ModelConfig:
@@ -86,12 +99,13 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
     given = {key: value for key, value in text.values.items() if value is not None}
     if "num_local_experts" in given:  # newer files use this name
         given.setdefault("num_experts", given["num_local_experts"])
-    given |= {shared: given[own] for own, shared in family.keys.items() if own in given}
+    called = {shared: own for own, shared in family.keys.items() if own in given}
+    given |= {shared: given[own] for shared, own in called.items()}
     merged = {**_defaults().get(architecture, {}), **given}
     for key in _WITHOUT:
         if text.values.get(key, 0) is None:
             merged.pop(key, None)
-    return JsonObject(merged, text.where)
+    return JsonObject(merged, text.where, called)
 
 
 def _refuse_unsupported(config: JsonObject, family: Family) -> None:

@@ -108,7 +108,7 @@ def read_relative_attention(text: JsonObject) -> RelativeAttentionConfig:
 def read_relative_window(text: JsonObject) -> RelativeAttentionConfig:
     """Read attention over a window, which has heads of its own and a bias for every token of the window."""
     own = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    heads = JsonObject(text.values | {key: text.integer(f"swa_{key}") for key in own}, text.where)
+    heads = JsonObject(text.values | {key: text.integer(f"swa_{key}") for key in own}, f"{text.where} (swa_*)")
     window = text.integer("sliding_window")
     has_effect = window < text.integer("max_position_embeddings")
     return RelativeAttentionConfig(

@@ -27,11 +27,13 @@ class JsonObject:
 
     Args:
         where: the name in error messages, for example ``/models/x/config.json`` or ``… (text_config)``.
+        called: key -> its name in the file, for error messages, where that is another.
     """
 
-    def __init__(self, values: dict[str, Any], where: str) -> None:
+    def __init__(self, values: dict[str, Any], where: str, called: Mapping[str, str] | None = None) -> None:
         self.values = values
         self.where = where
+        self._called = called or {}
 
     @classmethod
     def load(cls, path: Path) -> JsonObject:
@@ -122,11 +124,14 @@ class JsonObject:
 
     def wrong(self, key: str, expected: str) -> ConfigError:
         """Make the error for a value of the wrong kind."""
-        return ConfigError(f"{self.where}: {key}={self.values.get(key)!r} is not valid; expected {expected}")
+        return ConfigError(f"{self.where}: {self._shown(key)} is not valid; expected {expected}")
 
     def unsupported(self, key: str, remedy: str) -> UnsupportedModelError:
         """Make the error for a value that Weft does not compute. ``remedy`` follows "is not supported"."""
-        return UnsupportedModelError(f"{self.where}: {key}={self.values.get(key)!r} is not supported{remedy}")
+        return UnsupportedModelError(f"{self.where}: {self._shown(key)} is not supported{remedy}")
+
+    def _shown(self, key: str) -> str:
+        return f"{self._called.get(key, key)}={self.values.get(key)!r}"
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

@@ -7,6 +7,7 @@ Job: turn the keys of FP8 (Qwen, DeepSeek), ``compressed-tensors``, GPTQ, AWQ, A
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from weft.config.json_object import JsonObject
@@ -52,6 +53,16 @@ def read_quantization(*configs: JsonObject) -> QuantizationConfig | None:
             if found is not None:
                 return _read(found)
     return None
+
+
+def read_quantization_file(folder: Path) -> QuantizationConfig | None:
+    """Read ``hf_quant_config.json``, which files of ModelOpt have instead of a key in ``config.json``, or besides it.
+
+    Raises: as ``read_quantization``.
+    """
+    path = folder / "hf_quant_config.json"
+    found = JsonObject.load(path).object("quantization") if path.is_file() else None
+    return None if found is None or found.raw("quant_algo") is None else _read_modelopt(found)
 
 
 def _read(config: JsonObject) -> QuantizationConfig:

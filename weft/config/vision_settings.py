@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.model import ModelConfig
-from weft.config.tower_tensors import lacks_tower
+from weft.config.stored_names import lacks_tower
 from weft.config.vision import VisionConfig
 from weft.errors import ConfigError
 

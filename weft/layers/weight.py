@@ -277,6 +277,10 @@ class WeightModule(nn.Module):
         return uniform_range(self.get_parameter(name).shape[-1])
 
 
+_KV_SCALE = re.compile(r"\.([kv])_proj\.(?=\1_scale$)")
+"""ModelOpt gives the scales of a KV cache to the projections; others give them to the attention layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTable:
     """How one model's published tensor names relate to its modules.
@@ -304,7 +308,7 @@ class WeightTable:
 
     def module_name(self, stored: str) -> str:
         """Convert the name of a tensor in a checkpoint to the form of ``checkpoint_name``."""
-        name = stored
+        name = _KV_SCALE.sub(".", stored)
         for pattern, replacement in self.patterns.items():
             name = re.sub(pattern, replacement, name)
         prefix = next((p for p in self.renames if name.startswith(p)), None)

@@ -148,7 +148,7 @@ def _copy_piece(piece: WeightPiece, checkpoint: SafetensorsFolder, stored: str) 
             experts, rows, columns = source
             target.copy_(checkpoint.read(stored, (experts, columns, rows)).transpose(1, 2))
         else:
-            target.copy_(checkpoint.read(stored, source))
+            target.copy_(checkpoint.read(stored, source if shape else ()))
 
 
 def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[dict[str, str], dict[str, int]]:
