@@ -9,6 +9,9 @@ FAMILIES, MAMBA = "tests/config/test_checkpoint_families.py", "tests/config/test
 GENERATION, SHARDING = "tests/config/test_generation.py", "tests/config/test_sharding.py"
 QUANTIZATION, FILES = "tests/config/test_quantization.py", "tests/weights/test_weight_files.py"
 LOADING, SHARDS = "tests/quantization/test_loading.py", "tests/layers/test_tensor_parallel.py"
+HEADS = "tests/quantization/test_heads.py::test_drafts_change_no_token"
+OWN_FILE = "tests/quantization/test_heads.py::test_modelopt_writes_a_file_of_its_own"
+OF_PROJECTIONS = "tests/quantization/test_heads.py::test_modelopt_gives_scales_of_the_cache_to_projections"
 
 CONFIGS_AND_WEIGHTS = (
     mutant(
@@ -284,5 +287,43 @@ CONFIGS_AND_WEIGHTS = (
     mutant(
         "decays-of-the-first-rank", "lightning attention's rates are those of this rank's heads",
         "weft/layers/lightning_attention.py", "[tp.rank * heads : (tp.rank + 1) * heads]", "[:heads]", SHARDS,
+    ),
+    mutant(
+        "heads-as-listed", "a head that is stored unquantised is read so", "weft/config/stored_names.py",
+        '        return ("mtp",)\n', "        return ()\n", HEADS,
+    ),
+    mutant(
+        "joint-projections-as-listed", "the first projection of a head is read as it is stored",
+        "weft/config/stored_names.py", "    if joint and not any(", "    if False and not any(", HEADS,
+    ),
+    mutant(
+        "file-of-modelopt-unread", "ModelOpt may have a file of its own", "weft/config/checkpoint.py",
+        "model.quantization or read_quantization_file(folder)", "model.quantization", OWN_FILE,
+    ),
+    mutant(
+        "scales-of-projections", "scales of a KV cache are found under ModelOpt's names", "weft/layers/weight.py",
+        'name = _KV_SCALE.sub(".", stored)', "name = stored", OF_PROJECTIONS,
+    ),
+    mutant(
+        "single-numbers-have-rows", "files may store a single number without dimensions", "weft/weights/loader.py",
+        "source if shape else ()", "source", OF_PROJECTIONS,
+    ),
+    mutant(
+        "keys-of-another-family", "errors name a key as the file does", "weft/config/json_object.py",
+        "{self._called.get(key, key)}=", "{key}=", "tests/config/test_inkling.py",
+    ),
+    mutant(
+        "as-many-sequences-as-tokens", "a step may have as many sequences as tokens", "weft/runner/batch_builder.py",
+        "np.arange(max_num_tokens + 1)", "np.arange(max_num_tokens)", "tests/runner/test_padding.py",
+    ),
+    mutant(
+        "unmasked-padding-of-decodes", "padding rows of decodes are zero", "weft/ops/padding.py",
+        "return y.masked_fill_(padding, 0.0) if out is None", "return y if out is None",
+        "tests/ops/window_attention/test_window_attention.py::test_decode_kernel",
+    ),
+    mutant(
+        "decodes-pad-prompts", "padding of decodes leaves the rows of a given out", "weft/ops/padding.py",
+        "out.copy_(torch.where(padding, out, y))", "out.copy_(y)",
+        "tests/ops/window_attention/test_window_attention.py::test_decode_kernel",
     ),
 )  # fmt: skip
