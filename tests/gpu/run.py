@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "deterministic traffic": ("tests/gpu/test_deterministic_traffic.py", "-n", "4", "--dist", "loadgroup"),
     "tiers": ("tests/gpu/test_offload.py",),
     "rollouts": ("tests/gpu/test_rollouts.py",),
-    "memory": ("tests/gpu/test_memory.py",),
+    "memory": ("tests/gpu/test_memory.py", "tests/gpu/test_shared_device.py"),
 }
 PATIENCE = 8.0
 """Seconds in which pytest says what failed before it is ended."""
