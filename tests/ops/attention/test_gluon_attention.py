@@ -386,7 +386,8 @@ def test_kernels_compile_without_spilling_or_lost_barriers(tmp_path: Path) -> No
     limits += [(168, 8 if is_3_6 else 24)] + 3 * [(168, scans_spill)] + [(128, 0), (192, 0)]
     limits += [(128, 0), (128, 0)]
     limits += [(80, 0), (80, 0)]  # FP8, one row: three programs of eight warps fit on a multiprocessor
-    limits += 3 * [(128, 0)]  # INT4, one row: the words of three or four chunks
+    # INT4, one row: the words of three or four chunks. With more than 128, three programs fit instead of four.
+    limits += [(128 if is_3_6 else 130, 0), (128, 0), (128, 0)]
     experts = kernels[len(limits) :]
     limits += [(168, 0), (168, 0)]
     for kernel, (registers, stack) in zip(kernels, limits, strict=True):
