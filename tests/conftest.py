@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.whole import RUNS_LONG
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
@@ -30,11 +32,17 @@ gc.disable()  # until the tests are collected: two fifths of that time went into
 TIERS = {"cpu": 0, "gpu": 1, "multi_gpu": 2}
 """GPUs that each tier needs."""
 OF_GPUS = [Path(__file__).parent / name for name in ("gpu", "multi_gpu")]
+LONG = [Path(__file__).parent / "clients" / name for name in ("test_langchain.py", "test_openai_agents.py")]
+"""Of ``make test-all`` and ``make test-clients``: every worker would import their packages, which takes ten seconds."""
+
+
+def left_out() -> list[Path]:
+    """Folders and modules that are not collected, except by their path. Without a GPU its tests would be skipped."""
+    return OF_GPUS * (not torch.cuda.is_available()) + LONG * (not RUNS_LONG)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without a GPU its tests are not collected, except by their path: all of them would be skipped."""
-    return True if collection_path in OF_GPUS and not torch.cuda.is_available() else None
+    return True if collection_path in left_out() else None
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -44,7 +52,7 @@ def pytest_collection(session: pytest.Session) -> None:
     if int(worker.removeprefix("gw")) % 2 and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         root = Path(__file__).parent
         for path in sorted(root.rglob("test_*.py"), reverse=True):
-            if not any(folder in path.parents for folder in OF_GPUS):
+            if not {path, *path.parents} & {*OF_GPUS, *left_out()}:
                 name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
                 with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports them
                     importlib.import_module(name)

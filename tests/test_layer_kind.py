@@ -15,7 +15,7 @@ from tests import x_matrix as matrix
 from tests.harness import Harness
 from tests.layer_kind import LayerKind
 from tests.moving_average import AVERAGED
-from tests.whole import covering
+from tests.whole import covering, unless_long
 
 KINDS = [AVERAGED]
 CASES = covering([1, 65, matrix.BUDGET + 18], matrix.PHASES, matrix.PATHS, of=1)
@@ -32,7 +32,8 @@ def references(kind: LayerKind, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {kind.architecture: kind.make_reference(tmp_path_factory.mktemp("kind"))}
 
 
-COLUMNS = [(mode, "overlap", "capture") for mode in matrix.MODES] + [("PIECEWISE", "overlap", "eager")]
+COLUMNS = [(mode, "overlap", "capture") for mode in unless_long(["NONE", "FULL"], matrix.MODES)]
+COLUMNS += unless_long([], [("PIECEWISE", "overlap", "eager")])
 
 
 @pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(p))

@@ -11,6 +11,7 @@ from weft.bench.latency import LatencyWorkload, measure
 from weft.errors import ConfigError
 
 
+@takes_long
 def test_a_given_share_of_drafts_is_right() -> None:
     config = {"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_rate": 0.8}
     settings = {"load_format": "dummy", "cpu_cache_gib": 0.05, "max_num_seqs": 2, "skip_tokenizer_init": True}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_checkpoint
-from tests.whole import unless_long
+from tests.whole import takes_long, unless_long
 from weft.bench import prefix
 from weft.bench.prefix_workloads import WORKLOADS, make_workload
 from weft.cache.spec import CacheSpec
@@ -75,6 +75,7 @@ def test_flop_aware_eviction_is_never_behind_lru(spec: CacheSpec, name: str) -> 
         assert flops >= 1.15 * lru
 
 
+@takes_long
 def test_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     small = [turn for turn in make_workload("chat", 200) if turn.parent is None][:3]
     monkeypatch.setattr(prefix, "make_workload", lambda *_: small * 2)

@@ -224,6 +224,7 @@ def test_a_start_in_another_thread_is_refused_every_time() -> None:
         threads.submit(asyncio.run, main()).result()
 
 
+@takes_long
 def test_an_engine_that_dies() -> None:
     async def main() -> None:
         llm = await AsyncLLM(**SETTINGS).start()

@@ -16,7 +16,7 @@ from tests.engine.test_weight_updates import HYBRID, tensors_of
 from tests.patience import GUARD_S
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
-from tests.whole import RUNS_LONG
+from tests.whole import takes_long
 from weft import AsyncLLM, SamplingParams
 from weft.errors import ConfigError, UnavailableError
 
@@ -44,6 +44,7 @@ async def tokens(llm: AsyncLLM) -> list[int]:
     return list((await last(llm.generate(PROMPT, GREEDY))).outputs[0].token_ids)
 
 
+@takes_long
 def test_pauses_sleep_and_new_weights(pair: tuple[Path, Path]) -> None:
     """In one engine: a start takes longer than all that is asked of it."""
 
@@ -67,8 +68,7 @@ def test_pauses_sleep_and_new_weights(pair: tuple[Path, Path]) -> None:
             await llm.init_weights_update_group("127.0.0.1", 1, 1, 1)
         with pytest.raises(ConfigError, match="Expected `int`, got `str`"):
             await llm.update_weights_from_distributed(["a"], ["float32"], [["x"]])  # type: ignore[list-item]
-        if RUNS_LONG:  # CI: test_weight_groups.py
-            await new_weights_of_a_group(llm, new)
+        await new_weights_of_a_group(llm, new)
 
     async def new_weights_of_a_group(llm: AsyncLLM, new: list[int]) -> None:
         port = free_port()

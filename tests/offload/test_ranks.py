@@ -60,7 +60,6 @@ def names(folder: Path, rank: int) -> set[str]:
     return {found.path.name for found in disk.files_of(share(folder, rank))}
 
 
-@takes_long
 def test_a_restarted_engine_is_warm(folder: Path, expected: list[list[int]]) -> None:
     assert names(folder, 0) and names(folder, 0) == names(folder, 1)
     with always_restores(engine(folder, **RANKS)) as llm:

@@ -20,7 +20,7 @@ from tests.harness import model_context
 from tests.pieces.fake_model import context_of
 from tests.pieces.test_piecewise import ARCHS, SETTINGS, TOKENS, answers, churn  # noqa: F401
 from tests.tiny import make_checkpoint
-from tests.whole import covering, takes_long, unless_long
+from tests.whole import takes_long, unless_long
 from weft.config import resolve
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
@@ -62,6 +62,7 @@ def traced_pass(runner: ModelRunner) -> SplitPass:
     return model
 
 
+@takes_long
 def test_a_real_model_is_cut_at_its_layers(runner: ModelRunner) -> None:
     items = traced_pass(runner).items
     assert [item.layer for item in items if item.op is not None] == list(runner._layers)
@@ -174,7 +175,10 @@ NAMED = {
 """What to split at, and the breaks that this makes of the layers' types. All layers of the checkpoint have experts."""
 
 
-@pytest.mark.parametrize(("what", "source"), covering(NAMED, ["capture", "eager"], of=1))
+@pytest.mark.parametrize(
+    ("what", "source"),
+    unless_long([("modules", "capture"), ("function", "eager")], product(NAMED, ["capture", "eager"])),
+)
 def test_functions_methods_and_modules_are_split_off_by_name(
     tmp_path: Path, what: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

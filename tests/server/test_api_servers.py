@@ -114,6 +114,7 @@ def connections_of(pid: int) -> int:
     return count
 
 
+@takes_long
 def test_calls_are_spread_and_counted_together_and_their_queue_is_one(two: RunningServer) -> None:
     server = two
     before = [connections_of(pid) for pid in server.api_pids]

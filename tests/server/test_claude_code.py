@@ -9,6 +9,7 @@ import pytest
 
 from tests.server import claude_code
 from tests.server.running import RunningServer
+from tests.whole import takes_long
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,7 @@ def long_server() -> Iterator[RunningServer]:
         running.close()
 
 
+@takes_long
 def test_first_calls(long_server: RunningServer) -> None:
     post = long_server.client.post
     quota = post(claude_code.PATH, json=claude_code.quota_call(), headers=claude_code.HEADERS)

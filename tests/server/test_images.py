@@ -359,6 +359,7 @@ def test_the_page(seeing: RunningServer, browser: Browser) -> None:
     assert browser.all("#tree rect.image") and not browser.complaints()
 
 
+@takes_long
 def test_a_tiny_picture_does_not_wait_for_a_huge_one(seeing: RunningServer) -> None:
     """Nor do streams: pictures are decoded outside of the event loop's process."""
     huge = base64.b64encode(encoded(Image.new("RGB", (5000, 5000), (10, 20, 30)))).decode()

@@ -175,7 +175,7 @@ def test_large_bodies_of_every_path(server: RunningServer) -> None:
     ("path", "body", "count", "status"),
     [
         (CHAT, {"messages": [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(200_000)]}, 1, 400),
-        (CHAT, {"messages": user("x"), "tools": [TOOL] * 60_000}, 1, 400),
+        pytest.param(CHAT, {"messages": user("x"), "tools": [TOOL] * 60_000}, 1, 400, marks=takes_long),
         ("/v1/completions", {"prompt": list(range(100, 1100)) * 1500}, 1, 400),
         pytest.param("/tokenize", {"prompt": LONG * MANY}, 1, 200, marks=takes_long),
         (CHAT, {"messages": user(LONG * MANY)}, 4 if RUNS_LONG else 2, 400),

@@ -176,6 +176,7 @@ def test_full_storage_drops_the_oldest(server: RunningServer, browser: Browser) 
     assert len(titles) == 2 and "newer" in titles and "old" not in titles
 
 
+@takes_long
 @needs_chromium
 def test_edit_and_regenerate(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)

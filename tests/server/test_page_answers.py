@@ -114,6 +114,7 @@ def f
 """
 
 
+@takes_long
 @needs_chromium
 def test_formulas_and_colours_are_loaded_when_an_answer_has_some(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)

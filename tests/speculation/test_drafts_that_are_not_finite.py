@@ -49,7 +49,7 @@ def checkpoint(arch: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("arch", "mode"),
     unless_long(
-        [("Qwen3NextForCausalLM", "FULL"), ("Qwen3ForCausalLM", "NONE")],
+        [("Qwen3NextForCausalLM", "FULL")],
         product(
             [*ARCHITECTURES, "Lfm2ForCausalLM", "Qwen4ExpForCausalLM"],
             ["NONE", "FULL", "FULL_AND_PIECEWISE"],

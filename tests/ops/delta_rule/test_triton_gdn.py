@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from tests.whole import covering, unless_long
+from tests.whole import covering, takes_long_on_cpu, unless_long
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
@@ -310,6 +310,7 @@ def test_convolution_of_chunks(tile: conv.Tile, form: tuple[int, bool]) -> None:
     check_convolution(mixed_batch(), tile, kernel, bias, torch.float32, 3, [0, 1, 2, 12])
 
 
+@takes_long_on_cpu
 def test_convolution_of_awkward_lengths() -> None:
     """Lengths around the pieces' and chunks' edges; more padding rows than programs, as in a graph for more tokens."""
     batch = make_batch(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from tests.whole import unless_long
+from tests.whole import covering, unless_long
 from weft.ops.backend import Backend
 from weft.ops.fp8 import E4M3, Fp8Matrix, dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.fp8 import quantize as fp8_quantize
@@ -256,10 +256,10 @@ def test_the_matrix_library_gets_what_it_asks_for(tokens: int, monkeypatch: pyte
     assert_near(out[:, :256], product(values, scales, weight, scale, 128) + bias.double())
 
 
-@pytest.mark.parametrize("inner", [128, 2048, 4096, 5120, 8192, 28672])
-@pytest.mark.parametrize("rows", [128, 2048, 12288, 57344])
-@pytest.mark.parametrize("tokens", [1, 2, 16, 32, 64])
-@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize(
+    ("inner", "rows", "tokens", "block"),
+    covering([128, 2048, 4096, 5120, 8192, 28672], [128, 2048, 12288, 57344], [1, 2, 16, 32, 64], [0, 128]),
+)
 def test_the_rule_for_few_rows_gives_every_program_work(rows: int, inner: int, tokens: int, block: int) -> None:
     config = few_rows_config(rows, inner, tokens, block)
     steps = -(-inner // 128)

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tests.whole import covering
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.drafts import accept_drafts, right_drafts
@@ -129,8 +130,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("draft", [0, 2, 6])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("draft", "option"), covering([0, 2, 6], OPTIONS, of=1))
 def test_distribution(option: str, draft: int) -> None:
     """One request per draw, with a seed of its own and one draft: the first token is distributed as without drafts, the
     draft is accepted with its probability, and the token after an accepted draft is distributed as behind it."""
