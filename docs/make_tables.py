@@ -435,7 +435,7 @@ def beside_fp8_table() -> Table:
 
 INT4 = {
     "Qwen3-Next-80B": ("engine-qwen3-next-48l-int4-h200", E),
-    "dense hybrid of 27B": ("engine-hybrid-27b-int4-h200", "engine-hybrid-27b-fp8-h200"),
+    "dense hybrid of 27B": ("engine-hybrid-27b-int4-h200", "models-hybrid-27b-fp8-h200"),
 }
 """Files of models in INT4 and in FP8."""
 
@@ -454,11 +454,17 @@ def int4_decode_table() -> Table:
 
 
 def int4_rest_table() -> Table:
-    """First tokens of Qwen3-Next-80B, beside FP8."""
-    (name, fp8), lengths = INT4["Qwen3-Next-80B"], (512, 2048, 8192)
-    times = {form: first_token(file) for form, file in (("INT4", name), ("FP8", fp8))}
-    rows = [[form, *(shown(found[length]["first_token_ms"]) for length in lengths)] for form, found in times.items()]
-    return [name, fp8], ("first token, ms", "512", "2,048", "8,192"), rows
+    """First tokens of both models, beside the form that they are compared with."""
+    forms = {
+        "Qwen3-Next-80B, INT4": INT4["Qwen3-Next-80B"][0], "Qwen3-Next-80B, FP8": E,
+        "dense hybrid of 27B, INT4": INT4["dense hybrid of 27B"][0],
+        "dense hybrid of 27B, bf16": "engine-hybrid-27b-bf16-h200",
+    }  # fmt: skip
+    rows = []
+    for form, name in forms.items():
+        found = first_token(name)
+        rows.append([form, *(shown(found[length]["first_token_ms"]) for length in (512, 2048, 8192))])
+    return [*forms.values()], ("first token, ms", "512", "2,048", "8,192"), rows
 
 
 def queue_table() -> Table:
