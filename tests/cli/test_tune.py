@@ -105,6 +105,7 @@ def test_the_first_list_is_left_for_a_gain_alone() -> None:
     assert fastest_split({"a": of(1.0)}) == "a"
 
 
+@takes_long
 def test_config_says_that_it_is_used(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", *FLAGS, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
