@@ -33,7 +33,7 @@ from benchmarks.kernels.fp8_weights import FP8_FLOP_PER_S, fp8_weight
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, LEAST_CALLS, MATRIX_FLOP_PER_S, ON_GPU, graph_ms
 from weft.bench import report
 from weft.ops.backend import Backend
-from weft.ops.linear import fp8_linear, fp8_linear_silu_mul, linear, linear_silu_mul
+from weft.ops.linear import fp8_few_rows, fp8_linear, fp8_linear_silu_mul, linear, linear_silu_mul
 
 ROTATED_BYTES = 192 << 20 if ON_GPU else 0
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 2048, 8192)
@@ -213,8 +213,12 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="run every product once and time none")
     parser.add_argument("--read", nargs="*", metavar="FILE", help="list the worst of these files")
     parser.add_argument("--worst", type=int, default=50)
+    parser.add_argument("--rule", nargs="*", default=[], metavar="NAME=INT", help="constants of fp8_few_rows.py")
     parser.add_argument("--json")
     args = parser.parse_args()
+    for name, _, value in (rule.partition("=") for rule in args.rule):
+        assert isinstance(getattr(fp8_few_rows, name), int), name
+        setattr(fp8_few_rows, name, int(value))
     if args.read:
         files = [json.loads(Path(name).read_text()) for name in args.read]
         print_worst(

@@ -42,8 +42,10 @@ _PIPELINES_BY_BLOCK = {8: (128, 3, 528), 16: (128, 3, 264), 32: (128, 3, 264), 6
 _SHORT_PIPELINES = {32: (range(201), range(397, 529)), 64: (range(265, 1 << 31),)}
 """Numbers of tokens to numbers of programs for which four stages are faster than six (``shapes-few-after-h200.json``).
 With six, two programs of 64 tokens or three of 32 fit on a multiprocessor, and a few more would begin a second wave."""
-_OWN_TOKENS, _OWN_INNER = 2, 8192
-"""Most rows, and most inputs of a row, of which a program finds the largest magnitudes itself."""
+_OWN_TOKENS, _OWN_INNER, _OWN_WEIGHT = 2, 8192, 1 << 23
+"""Most rows, inputs of a row, and bytes of a weight, where a program finds the rows' largest magnitudes itself."""
+_LEAST_LANES = 4
+"""Least lanes for rows whose inputs are given in e4m3."""
 _OWN_GROUP_TOKENS = 16
 """The same where each group of inputs has a scale: most rows that a program quantises itself."""
 
@@ -271,6 +273,11 @@ def few_rows_config(rows: int, inner: int, tokens: int, block: int) -> FewRows:
     return FewRows(False, height, 4, stages, splits)
 
 
+def _finds_scales(tokens: int, rows: int, inner: int) -> bool:
+    """Whether each program finds the scales of whole rows, instead of a pass before."""
+    return tokens <= _OWN_TOKENS and inner <= _OWN_INNER and rows * inner <= _OWN_WEIGHT
+
+
 def few_rows_product(
     x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor, config: FewRows, *, silu_mul: bool
 ) -> None:
@@ -281,9 +288,9 @@ def few_rows_product(
     assert x.stride(1) == 1 and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(-1) == 1
     tokens, width = next_power_of_2(num_tokens), rows // 2 if silu_mul else rows
     scales, kind = x if input_scale is None else input_scale, "own" if input_scale is None else "static"
-    is_short = tokens <= _OWN_GROUP_TOKENS if block else tokens <= _OWN_TOKENS and inner <= _OWN_INNER
-    if input_scale is None and not is_short:
+    if input_scale is None and not (tokens <= _OWN_GROUP_TOKENS if block else _finds_scales(tokens, rows, inner)):
         (x, scales), kind = quantize_inputs_triton(x, None, block=block), "given"
+        tokens = max(tokens, _LEAST_LANES)
     blocks = cdiv(width, config.rows // 2 if silu_mul else config.rows)
     to_add = config.splits if out.dim() == 2 else 1
     partial, arrivals = workspace(blocks, to_add, config.rows, tokens, out)
