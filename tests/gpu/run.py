@@ -49,14 +49,17 @@ def spread(options: tuple[str, ...], num_devices: int) -> list[str]:
     return doubled
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """Let pytest name the failures of a group that runs too long, then end it."""
-    child.send_signal(signal.SIGINT)
-    try:
-        child.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+def end(children: list[subprocess.Popen[bytes]]) -> None:
+    """Let pytest name the failures of groups that run too long, then end them."""
+    for child in children:
+        child.send_signal(signal.SIGINT)
+    until = time.monotonic() + PATIENCE
+    for child in children:
+        try:
+            child.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def outcome(log: str, status: int | None) -> dict[str, Any]:
@@ -96,13 +99,14 @@ def main() -> int:
         deadline = time.monotonic() + args.seconds
         while running:
             time.sleep(1)
-            for name, (child, log) in list(running.items()):
-                status = child.poll()
-                if status is None and time.monotonic() < deadline:
+            states = {name: child.poll() for name, (child, _) in running.items()}
+            is_late = time.monotonic() >= deadline
+            if is_late:
+                end([running[name][0] for name, status in states.items() if status is None])
+            for name, status in states.items():
+                if status is None and not is_late:
                     continue
-                end(child)
-                del running[name]
-                found[name] = outcome(log.read_text(), status)
+                found[name] = outcome(running.pop(name)[1].read_text(), status)
                 print(name, found[name], flush=True)
                 report.write_json(target, report.provenance("cuda") | {"groups": found})
     return int(any(group["status"] != 0 for group in found.values()))
