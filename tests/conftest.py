@@ -80,8 +80,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
-    """Refuse a fixture of a module that pytest makes for each test, as it does where ``parametrize`` gives its
-    parameter together with others."""
+    """Refuse a fixture of a module that pytest makes for each test. It does so where one ``parametrize`` gives the
+    fixture's parameter and other parameters."""
     assert request.scope == fixturedef.scope, f"{fixturedef.argname} is made anew for each test: see tests/shared.py"
 
 

@@ -17,8 +17,8 @@ def kept_open(
     """Yields a function that returns what ``opening(key)`` gives. ``at_most`` of them are open; all close before one
     more is opened.
 
-    A fixture of a module cannot do this where ``parametrize`` gives its parameter together with others: there pytest
-    makes it anew for every test.
+    A fixture of a module cannot do this where one ``parametrize`` gives its parameter and other parameters. Pytest
+    makes such a fixture anew for every test.
     """
     with ExitStack() as stack:
         held: dict[Key, Thing] = {}

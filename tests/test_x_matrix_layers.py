@@ -1,6 +1,8 @@
-"""The x-matrix of the other kinds of layers: every path and phase that the whole matrix (``test_x_matrix.py``) crosses,
-at the lengths around one chunk and at one that takes two steps. ``make test`` runs two
-cells: a branch and a preemption."""
+"""The x-matrix of the other kinds of layers.
+
+It has every path and phase of the whole matrix (``test_x_matrix.py``), with lengths around one chunk and one length
+that takes two steps. ``make test`` runs two cells: a branch and a preemption.
+"""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def snapshot(harness: Harness) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("local", [[0, 2], [1]])
 def test_drafts_are_the_greedy_ones_of_the_reference_and_leave_no_state(local: list[int], tmp_path: Path) -> None:
-    """Of a batch with a decode, a sequence of whose drafts two are rejected, two whose prompts end, one with a state
-    stored at its end, and before these one that does not sample."""
+    """The batch has a sequence that does not sample, a decode, two rejected drafts of another sequence, and two prompts
+    that end. The step stores a state at the end of one prompt."""
     folder, reference = make_chain_checkpoint(INKLING, tmp_path, mtp_local_layer_ids=local, rel_extent=90)
     harness = Harness(folder, mtp=True)
     drafter = ChainDrafter(harness.model, 512, Backend.TORCH)

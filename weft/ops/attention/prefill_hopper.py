@@ -261,7 +261,7 @@ def _prefill_hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Without a use of its own, a barrier's memory would be given to what the parts' warps are told, beside the barrier.
+    # Every barrier here is used. Triton would give the memory of another one to the values that the parts receive.
     turns, merged, sums = (), (), ()
     if HEAD_DIM <= 128:
         turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
