@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ def main() -> None:
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384, "max_num_seqs": 256,
         "enable_prefix_caching": False,
     } | json.loads(args.settings)  # fmt: skip
-    with LLM(str(CONFIGS / args.model), **settings) as llm:
+    with LLM(os.path.relpath(CONFIGS / args.model), **settings) as llm:
         ready = round(time.perf_counter() - STARTED, 2)
         result = {
             "benchmark": "gpu_report",

@@ -194,6 +194,12 @@ def test_a_result_says_what_measured_it(file: Path) -> None:
     assert lost == (file.name in LOST_SCRIPT), f"its command: {command}"
 
 
+def test_no_result_holds_the_path_of_a_machine() -> None:
+    """Models are named from the root of the repository."""
+    placed = re.compile(r'"/[^"]*/(benchmarks|tests|weft)/')
+    assert [file.name for file in FILES if placed.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_the_lists_name_files_that_exist() -> None:
     assert {*LOST_SCRIPT, *LACKING} <= {file.name for file in FILES}
     assert len(LOST_SCRIPT) <= 105 and len(LACKING) <= 8  # both lists may only shrink

@@ -236,6 +236,22 @@ def test_few_rows_are_quantised_by_the_product_itself(
     check_product((tokens, 128, 128), None, scheme, torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_pass_quantises_few_rows_for_a_large_weight(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs less than the same work in each of many programs."""
+    passes: list[int] = []
+
+    def count(x: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        passes.append(x.shape[0])
+        return quantize_inputs_triton(x, *given, **more)
+
+    monkeypatch.setattr(fp8_few_rows, "quantize_inputs_triton", count)
+    for largest in (128 * 128, 128 * 128 - 1):
+        monkeypatch.setattr(fp8_few_rows, "_OWN_WEIGHT", largest)
+        check_product((tokens, 128, 128), None, "token", torch.float32)
+    assert passes == [tokens]
+
+
 @pytest.mark.parametrize("tokens", [65, 68])
 def test_the_matrix_library_gets_what_it_asks_for(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With scales by block: a multiple of four rows, and the scales of a group side by side. No bias in float32."""
