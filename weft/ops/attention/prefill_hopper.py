@@ -9,8 +9,9 @@ A program has rows (``row = token * group + head``) of one sequence and key head
   cache it widens them to float16, which holds all e4m3 numbers;
 - *two consumers*, four warps each, multiply on the matrix units and compute the online softmax.
 
-Each consumer has 64 rows of its own. If that makes too few programs, both consumers have the same 64 rows, and every
-other tile of the keys. At the end the second writes its sums to shared memory, and the first adds them to its own.
+Each consumer has 64 rows of its own, or as many of them as whole tokens fill (60 for groups of six). If that makes too
+few programs, both consumers have the same rows, and every other tile of the keys. At the end the second writes its sums
+to shared memory, and the first adds them to its own.
 
 The schedule is that of FlashAttention-3 (arXiv 2407.08608). A consumer starts the scores of tile j, then the product of
 the values of tile j - 1, and computes the softmax of tile j while that product runs. For heads of up to 128 the
@@ -171,10 +172,13 @@ def _attend(
 def _offsets(
     row, kv_head, stride, FIRST: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Compute tokens within the block, and offsets in ``q`` or ``out``, of 64 rows in a layout."""
+    """Compute tokens within the block, and offsets in ``q`` or ``out``, of 64 rows in a layout. Rows behind those of
+    whole tokens are of no token of any block."""
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
     tokens = FIRST + lanes // GROUP
+    if 64 % GROUP != 0:
+        tokens = gl.where(lanes < 64 // GROUP * GROUP, tokens, 1 << 30)
     heads = kv_head * GROUP + lanes % GROUP
     return tokens, ((row + tokens).to(gl.int64) * stride + heads * HEAD_DIM)[:, None] + dims[None, :]
 
@@ -251,7 +255,7 @@ def _prefill_hopper_kernel(
     kv_head = gl.program_id(0)
     place, table = place_of_block(
         page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table,
-        (64 if SHARED else 128) // GROUP,
+        (1 if SHARED else 2) * (64 // GROUP),
     )  # fmt: skip
     OPERAND: gl.constexpr = gl.float16 if WIDENED else gl.bfloat16
     q_tiles = gl.allocate_shared_memory(OPERAND, [2, 64, HEAD_DIM], BOX)
@@ -318,14 +322,14 @@ def shares_rows(q: Tensor, k_cache: Tensor) -> bool:
 
 def block_tokens(group: int) -> int:
     """Query tokens of a block, where each consumer has rows of its own."""
-    return 2 * _ROWS // group
+    return 2 * (_ROWS // group)
 
 
 def takes(q: Tensor, k_cache: Tensor) -> bool:
     """Whether the kernel supports these tensors.
 
     It runs on compute capability 9, for queries in bfloat16 over a cache in bfloat16 or e4m3, with heads of 64, 128 or
-    256 and groups that divide 64. Pages divide a tile and are whole swizzle patterns (8 rows).
+    256 and groups of up to 64. Pages divide a tile and are whole swizzle patterns (8 rows).
     """
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     return (
@@ -333,7 +337,7 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
         and q.dtype == torch.bfloat16
         and k_cache.dtype in (torch.bfloat16, E4M3)
         and head_dim in (64, 128, 256)
-        and 64 % (num_heads // num_kv_heads) == 0
+        and num_heads // num_kv_heads <= _ROWS
         and page_size % 8 == 0
         and _tiles(head_dim, False, False)[0] % page_size == 0
     )
