@@ -223,7 +223,7 @@ def test_dispatch(tokens: int, scheme: str) -> None:
         assert_near(got, want.double(), near)
 
 
-@pytest.mark.parametrize(("tokens", "scheme"), [(16, "block"), (64, "static"), (2, "token")])
+@pytest.mark.parametrize(("tokens", "scheme"), [(16, "block"), (16, "static"), (2, "token")])
 def test_few_rows_are_quantised_by_the_product_itself(
     tokens: int, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,9 +236,31 @@ def test_few_rows_are_quantised_by_the_product_itself(
     check_product((tokens, 128, 128), None, scheme, torch.float32)
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_a_pass_quantises_few_rows_for_a_large_weight(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "scheme", "rule"),
+    [(1, "token", "_OWN_WEIGHT"), (2, "token", "_OWN_WEIGHT"), (1, "static", "_OWN_WEIGHT"),
+     (8, "static", "_OWN_WEIGHT"), (9, "static", "_OWN_STATIC_WEIGHT")],
+)  # fmt: skip
+def test_a_pass_quantises_few_rows_for_a_large_weight(
+    tokens: int, scheme: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It costs less than the same work in each of many programs."""
+    passes = count_passes(monkeypatch)
+    for largest in (128 * 128, 128 * 128 - 1):
+        monkeypatch.setattr(fp8_few_rows, rule, largest)
+        check_product((tokens, 128, 128), None, scheme, torch.float32)
+    assert passes == [tokens]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_pass_quantises_more_rows_than_a_program_has_time_for(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = count_passes(monkeypatch)
+    check_product((17, 128, 256), None, scheme, torch.float32)
+    assert passes == [17]
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of the passes to come."""
     passes: list[int] = []
 
     def count(x: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -246,10 +268,7 @@ def test_a_pass_quantises_few_rows_for_a_large_weight(tokens: int, monkeypatch: 
         return quantize_inputs_triton(x, *given, **more)
 
     monkeypatch.setattr(fp8_few_rows, "quantize_inputs_triton", count)
-    for largest in (128 * 128, 128 * 128 - 1):
-        monkeypatch.setattr(fp8_few_rows, "_OWN_WEIGHT", largest)
-        check_product((tokens, 128, 128), None, "token", torch.float32)
-    assert passes == [tokens]
+    return passes
 
 
 @pytest.mark.parametrize("tokens", [65, 68])

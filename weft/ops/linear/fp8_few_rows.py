@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.fp8 import Fp8Matrix
+from weft.ops.fp8 import E4M3, Fp8Matrix
 from weft.ops.fp8.quantize import quantize_inputs_triton, scale_of, to_e4m3
 from weft.ops.linear.few_rows import MAX_BLOCKS, add_splits, load_inner, rows_of_block, workspace
 from weft.ops.triton.early_launch import early_launch, release, wait
@@ -47,7 +47,10 @@ _OWN_TOKENS, _OWN_INNER, _OWN_WEIGHT = 2, 8192, 1 << 23
 _LEAST_LANES = 4
 """Least lanes for rows whose inputs are given in e4m3."""
 _OWN_GROUP_TOKENS = 16
-"""The same where each group of inputs has a scale: most rows that a program quantises itself."""
+"""Most rows that a program quantises itself where each group of inputs has a scale, or all inputs have one."""
+_OWN_STATIC_WEIGHT = 30 << 20
+"""Where all inputs have one scale, bytes of the largest weight whose programs quantise 9 to 16 rows; up to 8 rows
+``_OWN_WEIGHT`` (``shapes-static-before-h200.json``, ``shapes-static-pass-h200.json``)."""
 
 
 class FewRows(NamedTuple):
@@ -91,8 +94,8 @@ class Fixed(NamedTuple):
         splits, rows, held, stages: as of ``FewRows``.
         tokens: a power of two.
         block: inputs that share a scale, and weight rows; 0: a scale for each row.
-        scales: scales of the inputs. ``own``: each program computes them. ``static``: one scale is given. ``given``:
-            inputs are e4m3 with scales by row, or by group and row.
+        scales: scales of the inputs. ``own``: each program computes them. ``static``: one scale is given, and inputs
+            may be e4m3. ``given``: inputs are e4m3 with scales by row, or by group and row.
         gated, bias: whether gate and up rows take turns; whether there is a bias.
         even: all splits have as much to do.
         uniform: with scales by block, all even rows of a program have one block's scale, and all odd ones.
@@ -163,7 +166,7 @@ def _products(weight_tile, x_tile, of_inputs, group_scales, stride_group, of_wei
     """
     BLOCK: tl.constexpr = FIXED.block
     values = x_tile
-    if FIXED.scales != "given":
+    if x_tile.dtype != tl.float8e4nv:
         wide = x_tile.to(tl.float32)
         if BLOCK and FIXED.scales == "own":
             of_inputs = scale_of(tl.max(tl.abs(wide), 0))
@@ -273,8 +276,13 @@ def few_rows_config(rows: int, inner: int, tokens: int, block: int) -> FewRows:
     return FewRows(False, height, 4, stages, splits)
 
 
-def _finds_scales(tokens: int, rows: int, inner: int) -> bool:
-    """Whether each program finds the scales of whole rows, instead of a pass before."""
+def _quantizes_itself(tokens: int, rows: int, inner: int, block: int, *, static: bool) -> bool:
+    """Whether each program quantises the inputs that it multiplies, instead of a pass before."""
+    if static:
+        limit = _OWN_WEIGHT if tokens <= 8 else _OWN_STATIC_WEIGHT
+        return tokens <= _OWN_GROUP_TOKENS and rows * inner <= limit
+    if block:
+        return tokens <= _OWN_GROUP_TOKENS
     return tokens <= _OWN_TOKENS and inner <= _OWN_INNER and rows * inner <= _OWN_WEIGHT
 
 
@@ -287,15 +295,15 @@ def few_rows_product(
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(-1) == 1
     tokens, width = next_power_of_2(num_tokens), rows // 2 if silu_mul else rows
-    scales, kind = x if input_scale is None else input_scale, "own" if input_scale is None else "static"
-    if input_scale is None and not (tokens <= _OWN_GROUP_TOKENS if block else _finds_scales(tokens, rows, inner)):
-        (x, scales), kind = quantize_inputs_triton(x, None, block=block), "given"
-        tokens = max(tokens, _LEAST_LANES)
+    scales, kind = (x, "own") if input_scale is None else (input_scale, "static")
+    if not _quantizes_itself(tokens, rows, inner, block, static=input_scale is not None):
+        x, scales = quantize_inputs_triton(x, input_scale, block=block)
+        kind, tokens = "given" if input_scale is None else kind, max(tokens, _LEAST_LANES)
     blocks = cdiv(width, config.rows // 2 if silu_mul else config.rows)
     to_add = config.splits if out.dim() == 2 else 1
     partial, arrivals = workspace(blocks, to_add, config.rows, tokens, out)
     span = cdiv(cdiv(inner, 128), config.splits) * 128
-    stages = config.stages if kind == "given" else min(config.stages, 4)  # inputs of two bytes need twice the room
+    stages = config.stages if x.dtype == E4M3 else min(config.stages, 4)  # inputs of two bytes need twice the room
     fixed = Fixed(
         inner, span, to_add, config.rows, config.held, stages, tokens, block, kind, silu_mul,
         bias is not None, inner == span * config.splits, not silu_mul or width % 128 == 0,
