@@ -152,7 +152,7 @@ class Timed:
         """``count``: copies of the weight, which calls take in turn."""
         self.product, self.form, self.fp8 = product, form, form != "bf16"
         block, shape = 128 if form == "block" else 0, (product.out, product.inner)
-        static = torch.tensor(0.05, device=DEVICE) if form == "tensor" else None
+        static = torch.full((1,), 0.05, device=DEVICE) if form == "tensor" else None
         if self.fp8:
             self.weights: list[Any] = [fp8_weight(*shape, block) for _ in range(count)]
             call = fp8_linear_silu_mul if product.gated else fp8_linear

@@ -1,10 +1,11 @@
 """Experts of published models on the GPU, beside the floor: ``python -m benchmarks.kernels.expert_shapes``.
 
 Job: the time of the experts of models that no tile was tuned for, by number of tokens. They are in bfloat16, or in FP8
-with a scale for each row and token, as ``--quantization fp8`` makes them. Owns: the sizes, which are those of published
-configs. ``--tiles`` also times other tiles. ``--compile`` runs every kernel once, so that several processes fill the
-cache of kernels before one of them measures. ``$OUT/expert-shapes-FORMAT-h200.json`` holds the times. Without a GPU
-tiny experts are rehearsed under the interpreter.
+with a scale for each row and token (``fp8``, as ``--quantization fp8`` makes them) or for each block of 128 x 128
+(``block``, as most published checkpoints have). Owns: the sizes, which are those of published configs. ``--tiles`` also
+times other tiles: of each number of rows one product's tiles with the first of the other's. ``--compile`` runs every
+kernel once, so that several processes fill the cache of kernels before one of them measures.
+``$OUT/expert-shapes-FORMAT-h200.json`` holds the times. Without a GPU tiny experts are rehearsed under the interpreter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from benchmarks.kernels.fp8_weights import FP8_FLOP_PER_S, fp8_weight
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, graph_ms, write_json
 from weft.ops.fp8 import Fp8Matrix
-from weft.ops.moe.blocks import Tile, Tiles
+from weft.ops.moe import NO_EXTRAS
+from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles
 from weft.ops.moe.experts import fused_moe_triton, moe_tiles
 from weft.ops.moe.fp8_experts import choose_config, fp8_fused_moe_triton
 from weft.ops.moe.router import topk_router_triton
@@ -37,36 +39,55 @@ EXPERTS = {
     "lfm2-8b-a1b": (32, 4, 2048, 1792),
     "jamba-mini": (16, 2, 4096, 14336),
     "granite-4.0-h-tiny": (64, 6, 1536, 512),
+    "qwen3.5-397b-a17b TP=4": (512, 10, 4096, 256),
+    "deepseek-v3 TP=8": (256, 8, 7168, 256),
+    "glm-4.5-air": (128, 8, 4096, 1408),
+    "mixtral-8x7b TP=2": (8, 2, 4096, 7168),
 }
 """Experts of a layer, experts of a token, hidden size, width of an expert on one rank."""
 TOKENS: tuple[int, ...] = (1, 8, 32, 128, 512, 2048, 8192)
-Shapes = tuple[tuple[int, int, int, int, int], ...]
-UP: Shapes = ((16, 32, 128, 4, 4), (16, 32, 256, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 32, 256, 8, 4))
-DOWN: Shapes = ((16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 128, 128, 4, 2), (16, 64, 256, 4, 2))
-FP8_TILES: dict[int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = {
-    128: (
-        ((16, 32, 128, 4, 4), (16, 64, 128, 4, 4)),
-        ((16, 64, 128, 4, 4), (16, 128, 128, 4, 3)),
-        ((16, 32, 128, 4, 6), (16, 64, 128, 4, 6)),
-        ((32, 64, 128, 4, 4), (32, 128, 128, 4, 4)),
-        ((32, 128, 128, 4, 3), (32, 128, 128, 4, 3)),
-    ),
-    8192: (
-        ((32, 128, 128, 4, 3), (32, 128, 128, 4, 4)),
-        ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4)),
-        ((64, 128, 128, 8, 4), (64, 256, 128, 8, 3)),
-        ((128, 128, 128, 8, 4), (128, 128, 128, 4, 3)),
-        ((128, 128, 128, 8, 4), (128, 128, 128, 8, 4)),
-        ((128, 128, 128, 8, 3), (128, 256, 128, 8, 3)),
-        ((128, 64, 128, 4, 4), (128, 128, 128, 8, 4)),
-    ),
+Parts = tuple[tuple[int, ...], ...]
+"""``Tile`` without its rows."""
+SWEPT: dict[str, dict[int, tuple[Parts, Parts]]] = {
+    "bf16": {
+        16: (
+            ((32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 4), (64, 128, 4, 3), (32, 256, 8, 4)),
+            ((64, 128, 4, 4), (64, 128, 4, 3), (128, 128, 4, 2), (64, 256, 4, 2)),
+        ),
+        32: (((64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3)), ((128, 128, 4, 3), (128, 64, 4, 4), (256, 64, 8, 3))),
+        64: (((64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4)), ((128, 64, 4, 3), (256, 64, 8, 3), (128, 64, 4, 4))),
+        128: (
+            ((128, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 4)),
+            ((256, 64, 8, 4), (256, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4)),
+        ),
+    },
+    "fp8": {
+        16: (
+            ((32, 128, 4, 4), (32, 128, 4, 6), (64, 128, 4, 4), (128, 128, 4, 4)),
+            ((64, 128, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4, 4)),
+        ),
+        32: (
+            ((64, 128, 4, 4), (128, 128, 4, 3), (128, 128, 8, 4)),
+            ((128, 128, 4, 4), (128, 128, 4, 4, 4), (128, 128, 4, 4, 8)),
+        ),
+        64: (
+            ((128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4)),
+            ((128, 128, 4, 4), (128, 128, 4, 4, 8), (128, 128, 8, 4, 4)),
+        ),
+        128: (
+            ((128, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 4), (64, 128, 8, 4)),
+            ((128, 128, 8, 4), (128, 128, 4, 3), (128, 128, 8, 4, 4), (128, 128, 4, 4, 8)),
+        ),
+    },
 }
-"""Tiles of both products to try in FP8, for up to so many tokens."""
+"""Tiles of both products to try, by rows."""
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 if not ON_GPU:
     EXPERTS, TOKENS = {"tiny": (8, 2, 128, 128)}, (1, 8)
-    UP, DOWN = ((16, 32, 32, 4, 2),), ((16, 16, 16, 4, 2),)
-    FP8_TILES = {8192: (((16, 32, 128, 4, 2), (16, 64, 128, 4, 2)),)}
+    SWEPT = {
+        "bf16": {16: (((32, 32, 4, 2), (16, 32, 4, 2)), ((16, 16, 4, 2),))},
+        "fp8": {16: (((32, 128, 4, 2), (128, 128, 4, 2)), ((64, 128, 4, 2), (64, 128, 4, 2, 2)))},
+    }
 
 
 class Layer:
@@ -76,31 +97,35 @@ class Layer:
         self.name, self.form = name, form
         self.experts, self.top_k, self.hidden, self.width = EXPERTS[name]
         sizes = (2 * self.width, self.hidden), (self.hidden, self.width)
-        if form == "fp8":
-            self.matrices: list[Any] = [Fp8Matrix(*fp8_weight(*size, 0, self.experts), None, 0) for size in sizes]
+        self.block = 128 if form == "block" else 0
+        if form != "bf16":
+            self.matrices: list[Any] = [
+                Fp8Matrix(*fp8_weight(*size, self.block, self.experts), None, self.block) for size in sizes
+            ]
         else:
             shapes = [(self.experts, *size) for size in sizes]
             self.matrices = [torch.empty(s, device=DEVICE, dtype=DTYPE).normal_(std=s[2] ** -0.5) for s in shapes]
 
     def chosen(self, num_tokens: int) -> Any:
-        if self.form == "fp8":
-            return choose_config(self.matrices[1].weight, num_tokens, self.top_k, 0)
+        if self.form != "bf16":
+            return choose_config(self.matrices[1].weight, num_tokens, self.top_k, self.block)
         return moe_tiles(num_tokens * self.top_k, self.experts, DTYPE.itemsize, self.width)
 
     def others(self, num_tokens: int) -> list[Tiles]:
-        if self.form == "fp8":
-            tiles = FP8_TILES[min(most for most in FP8_TILES if most >= num_tokens)] if num_tokens > 4 else ()
-            return [Tiles(Tile(*up), Tile(*down)) for up, down in tiles]
-        chosen = self.chosen(num_tokens)
-        if chosen.up.rows != 16:
-            return []
-        return [Tiles(Tile(*up), chosen.down) for up in UP] + [Tiles(chosen.up, Tile(*down)) for down in DOWN]
+        """Tiles whose rows are about as many as an expert has pairs."""
+        average, found = num_tokens * self.top_k / self.experts, []
+        for rows, (ups, downs) in SWEPT["bf16" if self.form == "bf16" else "fp8"].items():
+            if num_tokens > UNGROUPED_TOKENS and average / 8 <= rows <= max(16, 4 * average):
+                tiles = [Tiles(Tile(rows, *up), Tile(rows, *downs[0])) for up in ups]
+                found += tiles + [Tiles(tiles[0].up, Tile(rows, *down)) for down in downs[1:]]
+        return found
 
     def run(self, inputs: tuple[torch.Tensor, ...], tiles: Any) -> torch.Tensor:
         x, weights, ids = inputs
-        if self.form == "fp8":
-            return fp8_fused_moe_triton(x, *self.matrices, weights, ids, shared=None, shared_gate=None, config=tiles)
-        return fused_moe_triton(x, *self.matrices, weights, ids, tiles=tiles)
+        plain: dict[str, Any] = {"extras": NO_EXTRAS, "shared": None, "shared_gate": None}
+        if self.form != "bf16":
+            return fp8_fused_moe_triton(x, *self.matrices, weights, ids, **plain, config=tiles)
+        return fused_moe_triton(x, *self.matrices, weights, ids, **plain, tiles=tiles)
 
     def inputs(self, num_tokens: int) -> list[tuple[torch.Tensor, ...]]:
         found: list[tuple[torch.Tensor, ...]] = []
@@ -113,7 +138,7 @@ class Layer:
     def floor_us(self, inputs: list[tuple[torch.Tensor, ...]]) -> float:
         """Microseconds of the weights that these tokens need, or of their arithmetic."""
         used = sum(len(ids.unique()) for *_, ids in inputs) / len(inputs)
-        size, peak = (1, FP8_FLOP_PER_S) if self.form == "fp8" else (DTYPE.itemsize, MATRIX_FLOP_PER_S)
+        size, peak = (1, FP8_FLOP_PER_S) if self.form != "bf16" else (DTYPE.itemsize, MATRIX_FLOP_PER_S)
         products = 6 * self.hidden * self.width
         return max(used * products / 2 * size / COPY_BYTES_PER_S, inputs[0][2].numel() * products / peak) * 1e6
 
@@ -142,7 +167,7 @@ def compile_all(layer: Layer, tokens: list[int], part: int, parts: int, *, sweep
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--format", choices=["bf16", "fp8"], default="bf16")
+    parser.add_argument("--format", choices=["bf16", "fp8", "block"], default="bf16")
     parser.add_argument("--experts", nargs="+", choices=list(EXPERTS), default=list(EXPERTS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--tiles", action="store_true", help="time other tiles too")
