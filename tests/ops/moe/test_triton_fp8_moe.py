@@ -183,7 +183,7 @@ def test_grouping_quantises_as_the_reference_does(tokens: int, scheme: str) -> N
 @pytest.mark.parametrize(("pairs", "scheme"), sampled([200, 10240, 20480], SCHEMES)[:: 1 if ON_GPU else 4])
 def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
     """Each set of tiles that any number of tokens selects."""
-    tiles = fp8_moe_tiles(pairs, 512)
+    tiles = fp8_moe_tiles(pairs, 512, block_of(scheme))
     check_moe((300, 3, 2, 384, 256) if ON_GPU else (40, 3, 2, 128, 128), scheme, torch.float32, 3, tiles)
 
 
