@@ -26,7 +26,7 @@ if not ON_GPU:
 
 def expert_candidates(tokens: int) -> list[Tiles | HopperPairs]:
     num_experts, top_k, *_ = EXPERTS
-    found: list[Tiles | HopperPairs] = [fp8_moe_tiles(tokens * top_k, num_experts, 128)]
+    found: list[Tiles | HopperPairs] = [fp8_moe_tiles(tokens * top_k, num_experts, 512, 128)]
     if not ON_GPU:
         return [*found, SINGLE]
     if tokens <= 16:

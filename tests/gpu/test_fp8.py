@@ -50,7 +50,7 @@ def test_every_configuration_of_the_linear_table(key: tuple[int, int, bool, int]
 @pytest.mark.parametrize("num_tokens", [1, 8, 33, 130])
 def test_experts_of_the_published_widths(num_tokens: int) -> None:
     """With the tiles that the rule has for this many tokens of Qwen3-Next; fewer experts fit the time."""
-    tiles = fp8_moe.fp8_moe_tiles(num_tokens * 10, 512, 128)
+    tiles = fp8_moe.fp8_moe_tiles(num_tokens * 10, 512, 512, 128)
     check_moe((num_tokens, 16, 4, 2048, 512), "block", torch.bfloat16, min(1, num_tokens - 1), tiles)
 
 

@@ -312,6 +312,7 @@ def test_only_what_pays_goes_to_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("256 of 8", [1] * 16 + [496]) == ["decode", "hopper"], "17 blocks may be empty, 32 full"
     assert names("128 of 2", [256] * 2) == ["hopper"]
     assert names("128 of 2", [250] * 3) == ["triton"], "short sequences"
+    assert names("128 of 5", [512] * 2) == ["hopper"] and names("128 of 5", [511] * 2) == ["triton"], "blocks not full"
     cache = E4M3
     assert names("128 of 2", [512]) == ["hopper"] and names("128 of 2", [511]) == ["triton"]
     assert names("128 of 2", [512], mixture=16) == ["decode", "hopper"]

@@ -183,8 +183,17 @@ def test_grouping_quantises_as_the_reference_does(tokens: int, scheme: str) -> N
 @pytest.mark.parametrize(("pairs", "scheme"), sampled([200, 10240, 20480], SCHEMES)[:: 1 if ON_GPU else 4])
 def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
     """Each set of tiles that any number of tokens selects."""
-    tiles = fp8_moe_tiles(pairs, 512, block_of(scheme))
+    tiles = fp8_moe_tiles(pairs, 512, 512, block_of(scheme))
     check_moe((300, 3, 2, 384, 256) if ON_GPU else (40, 3, 2, 128, 128), scheme, torch.float32, 3, tiles)
+
+
+def test_narrow_experts_with_block_scales_go_through_tiles_of_columns() -> None:
+    spans = {
+        (width, block): fp8_moe_tiles(512 * 9, 512, width, block).down.span
+        for width in (256, 384)
+        for block in (0, 128)
+    }
+    assert spans == {(256, 0): 1, (384, 0): 1, (256, 128): 8, (384, 128): 1}
 
 
 @pytest.mark.parametrize(("block", "tokens", "is_large"), [(0, 769, True), (0, 768, False), (128, 769, False)])

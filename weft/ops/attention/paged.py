@@ -41,7 +41,9 @@ _FIXED_SPLIT = 256
 
 _HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
 """Least rows of q, and least rows per prefilling sequence, for the kernel for Hopper. On an H200 both kernels are equal
-at 512 rows of one sequence without context, and with context it leads; many short sequences lose."""
+at 512 rows of one sequence without context, and with context it leads; many short sequences lose. Groups that leave
+rows of a block empty need twice as many: 16 sequences of 256 take 112 to 119% of the other kernel's time
+(``attention-shapes-h200.json``, ``attention-shapes-before-h200.json``)."""
 
 
 @launches(paged_attention, invariant={"fixed": True})
@@ -91,13 +93,15 @@ def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
     many sequences a graph of a mixture will serve is not known: it is made for few."""
     if not GLUON_IS_KNOWN or q.shape[0] < _HOPPER_ROWS or not hopper.takes(q, k_cache):
         return False
+    group = q.shape[1] // k_cache.shape[2]
+    rows_each = _HOPPER_ROWS_EACH if hopper.fills_blocks(group) else 2 * _HOPPER_ROWS_EACH
     if batch.mixed is not None:
         num_seqs = batch.mixed.max_prefills
     else:
         num_seqs = batch.seq_lens.shape[0]
-        if q.shape[0] < _HOPPER_ROWS_EACH * (batch.num_seqs - batch.num_decodes):
+        if q.shape[0] < rows_each * (batch.num_seqs - batch.num_decodes):
             return False
-    return num_seqs <= 2 * (q.shape[0] // hopper.block_tokens(q.shape[1] // k_cache.shape[2]))
+    return num_seqs <= 2 * (q.shape[0] // hopper.block_tokens(group))
 
 
 def verifies(q: Tensor, k_cache: Tensor, query_len: int) -> bool:

@@ -320,6 +320,11 @@ def shares_rows(q: Tensor, k_cache: Tensor) -> bool:
     return fits and num_rows * num_heads <= _SHARED_HEADS
 
 
+def fills_blocks(group: int) -> bool:
+    """Whether whole tokens fill all rows of a block."""
+    return _ROWS % group == 0
+
+
 def block_tokens(group: int) -> int:
     """Query tokens of a block, where each consumer has rows of its own."""
     return 2 * (_ROWS // group)

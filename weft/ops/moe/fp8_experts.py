@@ -255,7 +255,7 @@ def _choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tile
             return choose_tile(tuned, num_tokens)
         if block == 0 and num_tokens * top_k > 48 * num_experts:
             return LARGE
-    return SINGLE if num_tokens <= UNGROUPED_TOKENS else fp8_moe_tiles(num_tokens * top_k, num_experts, block)
+    return SINGLE if num_tokens <= UNGROUPED_TOKENS else fp8_moe_tiles(num_tokens * top_k, num_experts, width, block)
 
 
 SINGLE = Tiles(Tile(1, 16, 128, 2, 8), Tile(1, 32, 128, 2, 4))
@@ -266,20 +266,26 @@ LARGE = Tiles(Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 4))
 memory, which Hopper has."""
 
 
-def fp8_moe_tiles(num_pairs: int, num_experts: int, block: int) -> Tiles:
+def fp8_moe_tiles(num_pairs: int, num_experts: int, width: int, block: int) -> Tiles:
     """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert. Pairs that hardly share
     experts are not grouped: that was faster for up to 8 tokens of Qwen3-Next. With scales of blocks, an up product
     whose tile is as wide as a block quantises hidden values itself. ``inner`` is always 128."""
     average = num_pairs / num_experts
     if average <= 0.2:
         return SINGLE
+    if block:
+        if average <= 8:
+            return Tiles(Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 3))
+        return Tiles(Tile(64, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4, 8 if width <= _NARROW else 1))
     if average <= 8:
-        return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 128, 128, 4, 3) if block else Tile(16, 64, 128, 4, 4))
+        return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
     if average <= 24:
-        up = Tile(32, 128, 128, 4, 3) if block else Tile(32, 64, 128, 4, 4)
-        return Tiles(up, Tile(32, 128, 128, 4, 4))
+        return Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))
     return Tiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4))
 
+
+_NARROW = 256
+"""Widest experts whose down product goes through several tiles of columns by rule: a tile has two steps or less."""
 
 _FIXED = Tiles(Tile(64, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4))
 """Tiles for any number of pairs where a pair's sums must not follow it. In FP8 tiles of fewer rows sum otherwise."""
