@@ -35,7 +35,7 @@ MOST_TOKENS = 28
 PREEMPTING = [7] * 12
 """The prompt of the request that preempts the other one."""
 
-CAPTURED = [4, 16, 72, 136, 216, 320, 512] if WHOLE else [16, 72, 216]
+CAPTURED = [4, 16, 72, 136, 216, 320, 512] if WHOLE else [16, 72, 136]
 """Sizes of captured steps on a CPU. They hold the steps of all cases that run. Each row takes a megabyte in FP8."""
 
 FP8 = " in FP8 by "

@@ -60,6 +60,7 @@ def test_flags_in_documents_exist(page: Path) -> None:
     assert used <= known, f"{page.name} speaks of unknown flags"
 
 
+@functools.cache
 def _help_texts() -> list[str]:
     return [parser.format_help() for parser in (*_verbs().values(), *_benchmarks().values())]
 

@@ -32,7 +32,7 @@ def references(kind: LayerKind, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {kind.architecture: kind.make_reference(tmp_path_factory.mktemp("kind"))}
 
 
-COLUMNS = [(mode, "overlap", "capture") for mode in unless_long(["NONE", "FULL"], matrix.MODES)]
+COLUMNS = [(mode, "overlap", "capture") for mode in unless_long(["FULL"], matrix.MODES)]
 COLUMNS += unless_long([], [("PIECEWISE", "overlap", "eager")])
 
 

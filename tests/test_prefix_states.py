@@ -231,7 +231,7 @@ def test_aligned_stores_multiples_of_64(folder: Path, half: range, prompt: list[
             assert stored_positions(llm, str(p)) == expected
             for position in expected:
                 check_stored(llm, str(p), prompt[:position], stopped(prompt[:position]))
-        for length in (30, 63, 64, 65, 120):
+        for length in unless_long([63, 120], [30, 63, 64, 65, 120]):
             salt = f"decodes from {length}"
             (tokens,) = generate(llm, [{"prompt_token_ids": prompt[:length], "cache_salt": salt}], max_tokens=80)
             last = len(tokens) // 64 * 64

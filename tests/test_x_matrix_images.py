@@ -59,16 +59,16 @@ PROMPTS = [
 COLUMNS = [
     (VL, "FULL", "overlap", "exact"),
     (HYBRID, "FULL_DECODE_ONLY", "overlap", "exact"),
-    (HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only"),
     *unless_long([], [(VL, "NONE", "in turn", "exact"), (VL_MOE, "FULL_AND_PIECEWISE", "overlap", "exact")]),
     *unless_long([], [(HYBRID, "FULL", "overlap", "aligned")]),
+    *unless_long([], [(HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only")]),
     (INDEXED, "FULL", "overlap", "exact"),
     (GLM, "FULL", "overlap", "exact"),
     *unless_long([], [(INKLING2, "FULL", "overlap", "exact"), (INKLING2, "FULL_AND_PIECEWISE", "in turn", "aligned")]),
     *unless_long([], [(INKLING, "FULL", "overlap", "exact")]),
 ]
 """Model, graph mode, overlap, checkpoint policy."""
-DRAFTING = [(VL, "FULL", "in turn", "exact"), (HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact")]
+DRAFTING = [(HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact"), *unless_long([], [(VL, "FULL", "in turn", "exact")])]
 DRAFTING += unless_long([], [(arch, "FULL", "overlap", "exact") for arch in (INDEXED, GLM, INKLING2, INKLING)])
 ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact")]
 ON_TWO_RANKS += unless_long([], [(arch, "FULL", "overlap", "exact") for arch in (INKLING2, GLM, INKLING)])

@@ -10,6 +10,7 @@ import pytest
 from tests.media import VL, make_vision_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from weft.bench.graph_check import SizeCheck, verify_graphs
 from weft.config import resolve
 from weft.errors import CapacityError
@@ -24,7 +25,7 @@ def make_runner(path: Path, arch: str = "Qwen3NextForCausalLM", **settings: obje
     return ModelRunner(resolve(model=str(folder), device="cpu", **{"cuda_graph_mode": "FULL_DECODE_ONLY"} | settings))
 
 
-@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", pytest.param("LlamaForCausalLM", marks=takes_long)])
 def test_graphs_agree_with_eager_steps(arch: str, tmp_path: Path) -> None:
     checks = list(verify_graphs(make_runner(tmp_path, arch, **SIZES)))
     assert [(check.size, check.num_rows) for check in checks] == [(1, 1), (2, 1), (4, 3), (5, 4)]
@@ -51,7 +52,7 @@ def test_graphs_of_the_vision_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not any(check.agrees for check in verify_graphs(runner))
 
 
-@pytest.mark.parametrize("method", ["mtp", "ngram"])
+@pytest.mark.parametrize("method", ["mtp", pytest.param("ngram", marks=takes_long)])
 def test_verification_graphs_agree_with_eager_steps(method: str, tmp_path: Path) -> None:
     """Also where sequences follow a step whose rejected drafts only the device knows."""
     folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from tests.fp8_checkpoints import GEOMETRY
 from tests.harness import model_context
 from tests.tiny import ARCHITECTURES as PLAIN
-from tests.tiny import make_checkpoint
+from tests.tiny import make_checkpoint, make_config
 from weft.cli.config import on_gpu
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.quantization import ONLINE, ONLINE_INT4, QuantizationConfig, Rule
@@ -28,8 +28,10 @@ def test_bytes_of_a_model(arch: str, quantized: bool, tmp_path: Path) -> None:
     """But for what is left out: norms, convolutions, scales."""
     heads = {"num_key_value_heads": 2} if arch.startswith(("Bailing", "Glm5Next")) else {}  # which has no other
     heads |= {"n_mamba_heads": 8, "head_dim": 256, "num_key_value_heads": 2} if arch.startswith("Zamba2") else {}
-    folder = make_checkpoint(arch, tmp_path, **GEOMETRY | heads)
-    config = dataclasses.replace(read_checkpoint_config(folder), quantization=ONLINE if quantized else None)
+    made = make_config(arch, **GEOMETRY | heads)
+    made.architectures = [arch]
+    made.save_pretrained(tmp_path)
+    config = dataclasses.replace(read_checkpoint_config(tmp_path), quantization=ONLINE if quantized else None)
     model = create_model(config, model_context())
     kept = sum(p.numel() * p.element_size() for p in model.parameters())
     assert weight_bytes(config, "float32") == pytest.approx(kept, rel=0.05)

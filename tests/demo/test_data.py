@@ -13,6 +13,7 @@ from demo import arithmetic, data, make_eval, problems, templates, words
 from tests.whole import RUNS_LONG
 from weft.assets import EVAL_PATH, MODEL_DIR, extract_answer
 
+NUM_PROBLEMS = 8000 if RUNS_LONG else 3000
 SIGNS = {"×": "*", "÷": "//"}
 
 
@@ -41,14 +42,14 @@ def test_evaluation_is_the_frozen_one(evaluation):
 
 def test_training_never_draws_an_evaluation_problem(evaluation):
     held = {(row["template"], tuple(row["numbers"])) for row in evaluation}
-    drawn = sample(8000 if RUNS_LONG else 2000)
+    drawn = sample(NUM_PROBLEMS)
     assert not held & {(p.template, p.numbers) for p in drawn}
     assert all(p.split == problems.TRAIN for p in drawn)
     assert all(problems.Problem(t, n, "", "", 0, 0).split == problems.EVAL for t, n in held)
 
 
 def test_training_never_draws_a_held_out_template():
-    names = {p.template for p in sample(8000)}
+    names = {p.template for p in sample(NUM_PROBLEMS)}
     assert not names & {t.name for t in [*templates.HELD_OUT, *templates.DEV_HELD_OUT]}
     assert len([n for n in names if n.startswith("many")]) >= 60
 
@@ -61,7 +62,7 @@ def test_training_never_asks_a_held_out_question_in_its_words(evaluation):
         return tuple("_" if w in names or w.isdigit() else w for w in re.findall(r"\w+", question))
 
     unseen = {skeleton(row["messages"][-1]["content"]) for row in evaluation if row["unseen_template"]}
-    assert not unseen & {skeleton(p.question) for p in sample(8000)}
+    assert not unseen & {skeleton(p.question) for p in sample(NUM_PROBLEMS)}
 
 
 def test_examples_are_training_problems_of_other_templates(evaluation):

@@ -60,7 +60,7 @@ def pair(engines: tuple[LLM, LLM]) -> Iterator[tuple[LLM, LLM]]:
     assert_idle(engines[0])
 
 
-@pytest.mark.parametrize("engines", [*ARCHITECTURES, *unless_long(OTHER_KINDS[1::2], OTHER_KINDS)], indirect=True)
+@pytest.mark.parametrize("engines", [*ARCHITECTURES, *unless_long(OTHER_KINDS[1::3], OTHER_KINDS)], indirect=True)
 def test_worked_example(pair: tuple[LLM, LLM]) -> None:
     """210 tokens, then the same and 20 more: all but what must be computed is reused, and outputs equal a cold run."""
     cached, cold = pair

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.conftest import assert_idle
 from tests.engine.simulator import log_probs
 from tests.tiny import make_checkpoint, make_model
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from weft import LLM, SamplingParams
 from weft.cache.spec import CacheSpec
 from weft.config import resolve
@@ -60,7 +60,7 @@ def test_greedy_tokens_of_the_reference(model: tuple[str, dict[str, Any]], mode:
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("policy", ["exact", "aligned", "finish_only"])
+@pytest.mark.parametrize("policy", unless_long(["exact"], ["exact", "aligned", "finish_only"]))
 def test_branching_workload_equals_a_cold_run(policy: str, tmp_path: Path) -> None:
     """On pools so small that windows and KV are always evicted."""
     rng = random.Random(policy)

@@ -17,7 +17,7 @@ import torch
 from tests.patience import stretched
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
-from tests.whole import unless_long
+from tests.whole import takes_long, unless_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.engine.core import EngineCore
@@ -45,7 +45,7 @@ ON_FOUR = MODELS[:6]
 """Keys and values are replicated there; of the others layers alone are tested (``tests/layers``)."""
 EVERY = [*((arch, 2) for arch in MODELS), *((arch, 4) for arch in ON_FOUR)]
 SOME = [*zip(ON_FOUR, cycle((2, 4)), strict=False), *((arch, 2) for arch in MODELS if arch not in ON_FOUR)]
-IN_LAYERS = ("Qwen3_5ForC", "Qwen3Moe", "Jamba", "InklingFor", "Olmo", "MiniMax")
+IN_LAYERS = ("Llama", "Qwen3_5", "Qwen3Moe", "Jamba", "InklingFor", "Olmo", "MiniMax", "Zamba2")
 SOME = [case for case in SOME if not case[0].startswith(IN_LAYERS)]
 """The cases that ``make test`` runs: each model once, but for those whose layers others have, or ``tests/layers``."""
 CASES = unless_long(SOME, EVERY)
@@ -124,7 +124,7 @@ PIECES: dict[str, Any] = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_
     [
         (HYBRID, {"enable_expert_parallel": True}),
         (HYBRID, PIECES | {"splitting_ops": ["attention"]}),
-        ("Qwen3ForCausalLM", PIECES | {"piecewise_cuda_graph_compiler": "eager"}),
+        pytest.param("Qwen3ForCausalLM", PIECES | {"piecewise_cuda_graph_compiler": "eager"}, marks=takes_long),
         (HYBRID, CRAMPED | {"enable_prefix_caching": False, "num_state_slots": 4}),
     ],
     ids=["experts", "all-reduce-inside", "traced", "preempted"],
@@ -155,7 +155,7 @@ def exact(folders: dict[str, Path]) -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize(
     "settings",
     [
-        PIECES,
+        pytest.param(PIECES, marks=takes_long),
         {"cuda_graph_mode": "FULL", "cuda_graph_bs": [4], "piecewise_cuda_graph_max_tokens": 64},
     ],
     ids=["pieces", "full"],

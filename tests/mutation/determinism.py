@@ -128,7 +128,8 @@ DETERMINISM = (
     ),
     mutant(
         "kda-together", "a row of Kimi Delta Attention does not depend on others", "weft/ops/delta_rule/__init__.py",
-        'by_row("projected", "f", "gate", "state_slots")', "lambda f, *args, **kwargs: f(*args, **kwargs)", OTHERS,
+        'by_row("projected", "f", "gate", "state_slots")', "lambda f, *args, **kwargs: f(*args, **kwargs)",
+        ROWS, OTHERS,
     ),
     mutant(
         "fp8-together", "a row's FP8 product does not depend on others", "weft/ops/linear/__init__.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,16 @@ from tests.mutation.mutants import MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@cache
+def source(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_changes_one_place(mutant: Mutant) -> None:
     """And the tests that should notice it are there."""
-    assert (ROOT / mutant.path).read_text(encoding="utf-8").count(mutant.old) == 1
+    assert source(mutant.path).count(mutant.old) == 1
     for test in mutant.tests:
         file, _, name = test.partition("::")
-        assert not name or f"def {name.split('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name.split('[')[0]}(" in source(file)
         assert (ROOT / file).exists()

@@ -53,12 +53,26 @@ if DEVICE == "cpu":
 
     def _patch_where_it_is_not(fn):  # type: ignore[no-untyped-def]
         """Triton 3.6 patches the language for a launch, and again at every call in a kernel: half of its time."""
-        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-        if any(tl.core.is_builtin(language.load) for language in languages):
-            return _patch_lang(fn)
+        language = fn.__globals__.get("tl")
+        if (language is not tl and language is not tl.core) or tl.core.is_builtin(language.load):
+            languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+            if any(tl.core.is_builtin(language.load) for language in languages):
+                return _patch_lang(fn)
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = _patch_where_it_is_not
+
+    def _patch_attr(obj, name, member, builder, scope) -> None:  # type: ignore[no-untyped-def]
+        """Calls of the language without the copies of their arguments and the check that Triton makes each time."""
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = _patch_attr
 
     # Triton 3.6 looks at every sum for an overflow and says nothing of one: a quarter of its time.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -93,12 +107,59 @@ if DEVICE == "cpu":
     _init_block = tl.core.block_type.__init__
 
     def _init_known_block(self, element_ty, shape) -> None:  # type: ignore[no-untyped-def]
-        key = (element_ty.name, *(tl.core._unwrap_if_constexpr(size) for size in shape))
+        key = (element_ty.name, *[size.value if type(size) is tl.constexpr else size for size in shape])
         found = _blocks.get(key)
         if found is None:
             _init_block(self, element_ty, shape)
             _blocks[key] = dict(vars(self))
             return
-        vars(self).update(found, element_ty=element_ty)
+        vars(self).update(found)
+        self.element_ty = element_ty
 
     tl.core.block_type.__init__ = _init_known_block
+
+    _operands = interpreter.TritonSemantic.binary_op_type_checking_impl
+
+    def _operands_of_one_type(  # type: ignore[no-untyped-def]
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        """Triton promotes and broadcasts operands of one type too. Nothing changes, but for quotients of 16 bits."""
+        if (
+            isinstance(lhs, tl.tensor)
+            and isinstance(rhs, tl.tensor)
+            and lhs.type.name == rhs.type.name
+            and not lhs.dtype.is_ptr()
+            and not (div_or_mod and lhs.dtype.primitive_bitwidth == 16)
+        ):
+            return lhs, rhs
+        return _operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    interpreter.TritonSemantic.binary_op_type_checking_impl = _operands_of_one_type
+
+    _broadcast = interpreter.TritonSemantic.broadcast_impl_value
+
+    def _broadcast_to_another_type(self, lhs, rhs):  # type: ignore[no-untyped-def]
+        return (lhs, rhs) if lhs.type.name == rhs.type.name else _broadcast(self, lhs, rhs)
+
+    interpreter.TritonSemantic.broadcast_impl_value = _broadcast_to_another_type
+
+    _unwrap = tl.core._unwrap_if_constexpr
+    _wrapped = (tl.constexpr, list, tuple, tl.core.tuple)
+
+    def _unwrap_what_is_wrapped(value):  # type: ignore[no-untyped-def]
+        return _unwrap(value) if isinstance(value, _wrapped) else value
+
+    tl.core._unwrap_if_constexpr = _unwrap_what_is_wrapped
+
+    def _init_handle(self, data, dtype, attr=None) -> None:  # type: ignore[no-untyped-def]
+        """What the data class does, whose check of sizes asks the type anew each time."""
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1:
+            self.__post_init__()
+
+    TensorHandle.__init__ = _init_handle
+
+    _integers = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
+    tl.dtype.is_int = lambda self: self.name in _integers
+    _equal = tl.dtype.__eq__
+    tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)

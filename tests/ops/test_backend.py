@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +25,7 @@ def test_an_unknown_backend_is_refused() -> None:
         resolve_backend("cuda", "cpu")
 
 
+@cache
 def operations() -> dict[str, Any]:
     """All operations with a kernel, by name."""
     modules = [import_module(m.name) for m in pkgutil.walk_packages(weft.ops.__path__, "weft.ops.")]

@@ -11,11 +11,12 @@ from torch import Tensor
 from tests.ops.attention.test_attention import filled_cache
 from tests.ops.oracles import make_batch
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.kimi import KimiDeltaConfig
 from weft.ops.activation import gate_heads, silu_and_mul
 from weft.ops.attention import paged_attention
 from weft.ops.backend import Backend
 from weft.ops.convolution import causal_conv1d
-from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, gdn_decode, gdn_verify
+from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, gdn_decode, gdn_verify, kda_decode
 from weft.ops.linear import linear, linear_silu_mul
 from weft.ops.moe import fused_moe, topk_router
 from weft.ops.norm import rms_norm
@@ -127,3 +128,25 @@ def test_a_verification_leaves_what_decodes_leave() -> None:
         assert torch.equal(conv[after], alone[0][working.long()]) and torch.equal(
             state[after], alone[1][working.long()]
         )
+
+
+@pytest.mark.parametrize("backend", [ALONE, Backend.TORCH])
+def test_a_row_of_kimi_delta_attention_has_the_bits_that_it_has_alone(backend: Backend) -> None:
+    """All rows at once have other bits, or this would show nothing."""
+    geometry, count = KimiDeltaConfig(num_heads=3, head_dim=21, conv_kernel=4), 7
+    rows, (f, gate) = torch.randn(count, 3 * geometry.width + 3), torch.randn(2, count, geometry.width)
+    weights = DeltaWeights(
+        torch.randn(3 * geometry.width, 4), torch.rand(3), torch.rand(geometry.width), torch.rand(21), 1e-6
+    )
+    conv, state = torch.randn(count + 1, 3 * geometry.width, 3), torch.randn(count + 1, 3, 21, 21)
+    slots = torch.arange(1, count + 1, dtype=torch.int32)
+
+    def decoded(rows: Tensor, f: Tensor, gate: Tensor, slots: Tensor) -> list[Tensor]:
+        states = conv.clone(), state.clone()
+        out = kda_decode(rows, f, gate, weights, *states, slots, geometry, backend=backend)
+        return [out, *(each[slots.long()] for each in states)]
+
+    together = decoded(rows, f, gate, slots)
+    alone = [decoded(*(x[i : i + 1].clone() for x in (rows, f, gate, slots))) for i in range(count)]
+    equal = all(map(torch.equal, together, map(torch.cat, zip(*alone, strict=True))))
+    assert equal == (backend is ALONE)

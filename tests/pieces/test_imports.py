@@ -24,9 +24,8 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-@pytest.mark.parametrize(
-    "mode", ["FULL", *(pytest.param(m, marks=takes_long) for m in ("PIECEWISE", "NONE", "FULL_DECODE_ONLY"))]
-)
+@takes_long  # tests/bench/test_startup.py asks an engine without graphs
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE", "FULL_DECODE_ONLY"])
 def test_pieces_and_tiers_are_imported_only_by_engines_that_use_them(tmp_path: Path, mode: str) -> None:
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     done = subprocess.run([sys.executable, "-c", RUN, str(folder), mode], capture_output=True, text=True, check=False)

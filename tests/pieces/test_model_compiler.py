@@ -97,7 +97,8 @@ def test_layers_that_are_built_alike_have_the_same_code(tmp_path: Path) -> None:
     assert len(codes) == 6 and len(set(codes)) == 3 and len(set(codes[1:-1])) == 1
 
 
-@pytest.mark.parametrize("splitting_ops", [pytest.param(None, marks=takes_long), ["+gated_delta_net"]])
+@takes_long  # tests/test_x_matrix.py has traced pieces
+@pytest.mark.parametrize("splitting_ops", [None, ["+gated_delta_net"]])
 def test_traced_pieces_do_not_change_the_answers(
     checkpoint: Path,
     splitting_ops: list[str] | None,
@@ -177,7 +178,7 @@ NAMED = {
 
 @pytest.mark.parametrize(
     ("what", "source"),
-    unless_long([("modules", "capture"), ("function", "eager")], product(NAMED, ["capture", "eager"])),
+    unless_long([("modules", "capture")], product(NAMED, ["capture", "eager"])),
 )
 def test_functions_methods_and_modules_are_split_off_by_name(
     tmp_path: Path, what: str, source: str, monkeypatch: pytest.MonkeyPatch

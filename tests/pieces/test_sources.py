@@ -60,7 +60,7 @@ def folder(compiled: tuple[Path, Pieces, CompileCounters]) -> Path:
 @pytest.mark.parametrize("name", ["capture", *(pytest.param(name, marks=takes_long) for name in ("eager", "inductor"))])
 def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model, name: str, folder: Path) -> None:
     pieces, rng = prepared_pieces(model, make(name, folder) if name != "capture" else None), random.Random(4)
-    kept, count = [], 150 if RUNS_LONG else 50
+    kept, count = [], 150 if RUNS_LONG else 30
     for _ in range(count):
         size = rng.choice(SIZES)
         num_tokens = rng.randint(1, size)

@@ -111,6 +111,7 @@ def _is_ready(client: httpx.Client) -> bool:
         return False
 
 
+@takes_long  # tests/server/test_model_faults.py reads such a log
 def test_every_line_of_a_json_log_is_json() -> None:
     """From the start to the end, whichever process writes it."""
     flags = ("--log-format", "json", "--cpu-cache-gib", "0.02", "--verbose")

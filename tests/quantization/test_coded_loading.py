@@ -21,7 +21,7 @@ from tests.harness import Harness, model_context, poison
 from tests.layers.test_tensor_parallel import Group, run_layer, run_sharded
 from tests.quantization.test_coded_parity import logits_of, prompt, reference
 from tests.tiny import make_checkpoint
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from weft import LLM, SamplingParams
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.quantization import ONLINE_INT4
@@ -271,7 +271,10 @@ def test_online_shards_quantise_their_share(tmp_path: Path) -> None:
     assert torch.equal(dequantize_codes(whole)[:, shard.columns :], dequantize_codes(shard))
 
 
-@pytest.mark.parametrize("kind", ["int4 g64 zeros", "int8 rows", "nvfp4", "mxfp4", "mxfp8", "online"])
+DUMMIES = ["int4 g64 zeros", "int8 rows", "nvfp4", "mxfp4", "mxfp8", "online"]
+
+
+@pytest.mark.parametrize("kind", unless_long(DUMMIES[::2], DUMMIES))
 def test_dummy_weights(kind: str, tmp_path: Path) -> None:
     online = kind == "online"
     folder = make_checkpoint(NEXT, tmp_path, **GEOMETRY) if online else make_coded_checkpoint(NEXT, kind, tmp_path)
@@ -282,7 +285,10 @@ def test_dummy_weights(kind: str, tmp_path: Path) -> None:
             assert abs(weights.mean()) < 0.08 * weights.std(), name
 
 
-@pytest.mark.parametrize("kind", ["int4 g128", "int8 g128 zeros", "nvfp4", "mxfp4", "mxfp8"])
+COUNTED = ["int4 g128", "int8 g128 zeros", "nvfp4", "mxfp4", "mxfp8"]
+
+
+@pytest.mark.parametrize("kind", unless_long(COUNTED[::2], COUNTED))
 def test_bytes_are_counted(kind: str, tmp_path: Path) -> None:
     model = load(make_coded_checkpoint(NEXT, kind, tmp_path, hidden_size=512))
     config = read_checkpoint_config(tmp_path / "coded")

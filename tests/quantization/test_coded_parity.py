@@ -37,7 +37,7 @@ def logits_of(model: transformers.PreTrainedModel, tokens: list[int]) -> Tensor:
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize(("arch", "kind"), unless_long([*CASES[:18:2], *CASES[-3:-1]], CASES))
+@pytest.mark.parametrize(("arch", "kind"), unless_long([*CASES[:18:3], *CASES[-3:-1]], CASES))
 def test_logits(arch: str, kind: str, tmp_path: Path) -> None:
     """Prompts and decodes, with padding; the shared expert is one of the others where it is as wide."""
     joined = {"shared_expert_intermediate_size": 128} if kind in ("int4 g32", "nvfp4") else {}

@@ -199,6 +199,7 @@ def test_processes_are_not_given_up_while_others_answer(monkeypatch: pytest.Monk
         assert killed == [30.0, 40.0] and processes._answered == 50.0
 
 
+@takes_long  # their threads are above
 def test_processes_that_do_not_answer_are_given_up(tmp_path: Path) -> None:
     run = _run(tmp_path, "asleep")
     assert (run["given_away"], run["compiled_here"], run["left"]) == (4, 4, 0)

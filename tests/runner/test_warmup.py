@@ -115,6 +115,7 @@ def test_a_start_tells_its_stages_and_collects_nothing() -> None:
         assert 0 < llm.startup["weights"] <= llm.startup["kernels"]
 
 
+@takes_long  # tests/bench/test_startup.py asks a whole engine
 def test_the_engine_loads_no_compiler_that_it_does_not_use() -> None:
     """Tracers and compilers of torch cost a start a second; nothing imports them until pieces are traced."""
     code = "import weft.engine.core, weft.executor.executor, sys; print(*sys.modules)"

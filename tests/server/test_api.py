@@ -385,6 +385,7 @@ def test_other_refusals(server: RunningServer, client: OpenAI) -> None:
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
     with pytest.raises(BadRequestError, match="temperature"):
         say(client, "x", temperature=1000)
+    assert server.client.post("/sleep").status_code == 404, "only with --enable-admin-api"
     nothing = server.client.get("/nothing")
     assert nothing.status_code == 404 and "/openapi.json" in nothing.json()["error"]["message"]
     wrong = server.client.get("/v1/completions")

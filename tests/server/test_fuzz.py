@@ -12,7 +12,7 @@ from tests.server.fuzz import FLAGS, Answer, Fuzzer, judge
 from tests.server.running import RunningServer
 from tests.whole import RUNS_LONG
 
-NUM_INPUTS = int(os.environ.get("WEFT_FUZZ_INPUTS", "200" if RUNS_LONG else "32"))
+NUM_INPUTS = int(os.environ.get("WEFT_FUZZ_INPUTS", "200" if RUNS_LONG else "16"))
 
 
 def test_no_input_breaks_the_server() -> None:

@@ -88,6 +88,7 @@ def test_the_first_screen(server: RunningServer, browser: Browser) -> None:
     assert browser.one("#title").rect == title, "the title has jumped"
 
 
+@takes_long
 @needs_chromium
 def test_the_composer_offers_what_the_model_can_do(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)
@@ -293,6 +294,7 @@ def test_a_short_question_has_a_small_bubble(server: RunningServer, browser: Bro
     assert bar["x"] + bar["width"] < box["x"] - 300, "apart, so that no answer is lost by a slip"
 
 
+@takes_long
 @needs_chromium
 def test_errors_are_told(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)

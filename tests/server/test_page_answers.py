@@ -83,6 +83,7 @@ def grows_to_the_whole(browser: Browser, text: str) -> object:
     )
 
 
+@takes_long
 @needs_chromium
 def test_markdown_that_grows_is_that_of_the_whole(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)

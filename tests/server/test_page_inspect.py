@@ -150,6 +150,7 @@ def test_a_request_that_is_forgotten_is_told(mini: RunningServer, browser: Brows
     browser.until(lambda: "does not know this request any more" in browser.text("#explanation"))
 
 
+@takes_long
 @needs_chromium
 def test_plots(server: RunningServer, browser: Browser) -> None:
     """Labels lie inside the picture; nothing is drawn through time that was not measured."""

@@ -57,7 +57,7 @@ def prompts(*lengths: int, seed: int = 3) -> list[list[int]]:
     ("mode", "repeats", "more"),
     [
         pytest.param("NONE", False, {}, marks=takes_long),
-        ("FULL_DECODE_ONLY", True, {}),
+        pytest.param("FULL_DECODE_ONLY", True, {}, marks=takes_long),
         pytest.param("FULL", True, {}, marks=takes_long),
         ("FULL_DECODE_ONLY", True, {"deterministic": True, "max_num_batched_tokens": 80}),
     ],

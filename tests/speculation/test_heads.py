@@ -45,8 +45,6 @@ MODES = {1: "FULL_DECODE_ONLY", 2: "NONE", 3: "NONE", 4: "FULL_DECODE_ONLY"}
 """By number of drafts."""
 IN_CI = [
     ("Qwen3NextForCausalLM", 1),
-    ("Qwen3_5ForCausalLM", 2),
-    ("Qwen3_5MoeForCausalLM", 3),
     ("Qwen3_5ForConditionalGeneration", 4),
 ]
 """Heads and numbers of drafts of ``make test``. ``tests/models/test_mtp.py`` has the others' drafts."""

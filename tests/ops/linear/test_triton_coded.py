@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from tests.whole import covering
+from tests.whole import covering, unless_long
 from weft.ops.backend import Backend
 from weft.ops.codes import CodedMatrix, Packing, dequantize_codes, pack_words
 from weft.ops.linear import coded_linear, coded_linear_parts, coded_linear_silu_mul
@@ -99,7 +99,7 @@ CASES = list(itertools.product(FORMS, TILES)) if ON_GPU else [
 ] + [(form, TILES[(i + 2) % len(TILES)]) for i, form in enumerate(FORMS)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "dtype"), covering(CASES, DTYPES, of=1))
+@pytest.mark.parametrize(("case", "dtype"), covering(unless_long(CASES[: len(FORMS)], CASES), DTYPES, of=1))
 def test_products(case: tuple[str, CodedTile], dtype: torch.dtype) -> None:
     form, tile = case
     shapes = SHAPES if ON_GPU else [SHAPES[len(form) % 4]]

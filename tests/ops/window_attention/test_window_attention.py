@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.delta_rule.test_triton_gdn import DTYPES, TOLERANCE, mixed_batch, on_device
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from tests.whole import covering
+from tests.whole import covering, takes_long_on_cpu
 from weft.ops.backend import Backend
 from weft.ops.window_attention import ScoreTerms, Windows, window_attention, window_attention_decode
 
@@ -146,7 +146,7 @@ def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_ou
         assert torch.equal(got[1:].nan_to_num(), expected[1:].nan_to_num())
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_bias", [pytest.param(False, marks=takes_long_on_cpu), True])
 def test_a_token_has_the_bits_that_it_has_alone(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefilled in other steps, which end at multiples of 64 tokens, and decoded beside others, which would choose
     other splits."""
