@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import make_checkpoint
-from tests.whole import takes_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.config.parallelism import TORCHRUN
@@ -38,44 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("Qwen3ForCausalLM", tmp_path_factory.mktemp("tiny"))
 
 
-def by_torchrun(*command: str) -> str:
-    """What two processes of torchrun print."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+def test_one_script_in_two_processes(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     done = subprocess.run(
-        [*launch, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *command],
+        [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), str(folder)],
         capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def by_hand(*command: str) -> str:
-    """What two processes print that have torchrun's variables. torchrun itself takes a third of the time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"}
-            | dict(zip(TORCHRUN, (rank, "2", rank, "2", "127.0.0.1", str(port)), strict=True)),
-        )
-        for rank in "01"
-    ]  # fmt: skip
-    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    return "".join(printed)
-
-
-@pytest.mark.parametrize("launch", [by_hand, pytest.param(by_torchrun, marks=takes_long)])
-def test_one_script_in_two_processes(launch: Callable[..., str], folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    printed = launch(str(script), str(folder))
     with LLM(str(folder), skip_tokenizer_init=True) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
         want = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids
-    assert printed.splitlines() == [f"external_launcher {want}", "the end of the script"]
+    assert done.stdout.splitlines() == [f"external_launcher {want}", "the end of the script"]
 
 
 @pytest.mark.parametrize(
