@@ -80,7 +80,7 @@ def expected(reference: Any, prompt: list[int], output: list[int], given: dict[s
     return [math.log(p) if p else -math.inf for p in shares]
 
 
-@pytest.mark.parametrize("case", unless_long(["NONE", "accepted drafts in graphs"], CASES))
+@pytest.mark.parametrize("case", unless_long(["accepted drafts in graphs"], CASES))
 def test_they_are_those_of_the_sampled_distribution(case: str, folder: Path, drafting: Path, reference: Any) -> None:
     with fork_ranks():
         outputs = answers(drafting if "head" in case else folder, **CASES[case], **PROCESSED)

@@ -44,7 +44,11 @@ MORE = ["BailingHybridForCausalLM", "Glm5NextForConditionalGeneration"]
 ATTEND_OR_DECAY_BY_HEAD = ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("arch", ATTEND_OR_DECAY_BY_HEAD + unless_long(VERIFY, VERIFY + MORE))
+ONE_BY_ONE = [f"{name}ForCausalLM" for name in ("Jamba", "RecurrentGemma", "Bamba", "MiniMax", "GptOss")]
+"""Families of other layers, which decode a sequence's tokens one after the other."""
+
+
+@pytest.mark.parametrize("arch", ATTEND_OR_DECAY_BY_HEAD + ONE_BY_ONE + unless_long(VERIFY, VERIFY + MORE))
 def test_logits_and_the_states_after_every_token(arch: str, tmp_path: Path) -> None:
     harness, reference = Harness(make_checkpoint(arch, tmp_path), num_slots=20), make_model(arch)
     sequences = [harness.sequence(prompt(n)) for n in (30, 90)]
