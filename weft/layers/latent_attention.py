@@ -116,13 +116,22 @@ class LatentAttention(PagedAttention):
         if self._cos_sin is not None:
             of_shared, shared = _rotate_pairs(of_shared, shared, batch.positions, self._cos_sin)
         store_latents(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), cache, batch.slot_mapping)
-        absorbed = self._by_head(own, self.kv_b_proj.get_parameter("k"))
-        q = torch.cat([absorbed, of_shared], dim=-1)
-        attended = self.attend_latents(q, cache, batch)
+        attended = self.attend_latents(self._absorb(own, of_shared), cache, batch)
         values = self._by_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2))
         if gates:
             values = gate_heads(values, gate, backend=self._backend)
         return values.flatten(1)
+
+    def _absorb(self, own: Tensor, of_shared: Tensor) -> Tensor:
+        """Queries ``[T, H, rank + shared_dim]`` of latents: the product writes to its columns, unless rows have to be
+        independent."""
+        weight, rank = self.kv_b_proj.get_parameter("k"), self._geometry.rank
+        if self._backend.is_invariant:
+            return torch.cat([self._by_head(own, weight), of_shared], dim=-1)
+        q = own.new_empty(*own.shape[:2], rank + of_shared.shape[2])
+        torch.bmm(own.transpose(0, 1), weight, out=q[..., :rank].transpose(0, 1))
+        q[..., rank:] = of_shared
+        return q
 
     def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """``head_linear``, by the matrix library unless rows have to be independent."""
