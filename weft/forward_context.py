@@ -129,6 +129,7 @@ class Batch:
         mixed: real sizes on the device, in a captured graph that serves any mixture of decodes and prefills; None
             otherwise.
         logits_rows: set if the model returns the hidden states of these rows alone; None: of all rows.
+        num_begun: sequences that begin in this step; None where the host does not know.
     """
 
     num_tokens: int
@@ -148,6 +149,7 @@ class Batch:
     verification: Verification | None = None
     may_have_media: bool = False
     logits_rows: LogitsRows | None = None
+    num_begun: int | None = None
 
     @property
     def chunk_table(self) -> ChunkTable:

@@ -160,7 +160,7 @@ DETERMINISM = (
     ),
     mutant(
         "decodes-as-prompts", "a token that decodes has the splits of its position", "weft/ops/attention/latent.py",
-        "least_tokens=2 if splits else 1)", "least_tokens=1)", "tests/ops/delta_rule/test_kimi.py",
+        "2 if splits else 1\n", "1\n", "tests/ops/delta_rule/test_kimi.py",
     ),
     mutant(
         "latent-splits-by-load", "splits follow from a token's position alone", "weft/ops/attention/latent.py",

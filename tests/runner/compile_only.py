@@ -133,6 +133,7 @@ def main(
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
     attention_decode._HELD_WORK = 8 * 128  # batches so small take all of its ways
     if attention.GLUON_IS_KNOWN:
+        from weft.ops.attention import expanded_latent_hopper
         from weft.ops.linear import coded as coded_linear
         from weft.ops.linear import fp8 as fp8_linear
         from weft.ops.linear import gated_hopper as gated_linear_hopper
@@ -140,6 +141,7 @@ def main(
         from weft.ops.moe import fp8_pairs_hopper as fp8_moe_pairs_hopper
 
         attention.hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
+        expanded_latent_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
         attention.decode_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
         delta_scan.hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
         gdn_verify.gdn_verify_gluon.runs_gluon = lambda device: True  # type: ignore[assignment]

@@ -23,6 +23,8 @@ class IndexedLatentAttention(LatentAttention):
         selection: what this layer's indexer selects, or what the layer shares.
     """
 
+    _sees_all = False
+
     def __init__(self, geometry: IndexedLatentConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         earlier = [layer for layer in context.layers.values() if isinstance(layer, IndexedLatentAttention)]
         super().__init__(geometry.latent, config, context, name)
@@ -56,7 +58,7 @@ class IndexedLatentAttention(LatentAttention):
             self.selection.pools = None
         return attended
 
-    def attend_latents(self, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
+    def attend_latents(self, q: Tensor, latents: Tensor, batch: Batch, *, skips_begun: bool = False) -> Tensor:
         """``[T, H, entry] -> [T, H, rank]`` over the selected tokens."""
         assert self.selection.pools is not None, "an earlier layer of the pass has selected"
         keys = latents[..., None, : q.shape[2]]

@@ -1,8 +1,8 @@
 """Latent attention (MLA, arXiv 2405.04434), absorbed: full attention in Kimi-Linear and Ling 3.0.
 
 Job: project, normalise, rotate and store the latent, bring queries into its space, attend there, bring values back,
-gate the heads. Owns: the layer's projections. Does not know: who allocated the pages; it finds its cache by its own
-name in the forward context.
+gate the heads. Prompts of many tokens are attended over expanded latents instead, where that is faster. Owns: the
+layer's projections. Does not know: who allocated the pages; it finds its cache by its own name in the forward context.
 """
 
 import torch
@@ -18,7 +18,7 @@ from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLi
 from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
 from weft.ops.activation import gate_heads
-from weft.ops.attention import latent_attention, store_latents
+from weft.ops.attention import expanded_latent_attention, expands_latents, latent_attention, store_latents
 from weft.ops.backend import Backend
 from weft.ops.linear import head_linear
 from weft.ops.rotary import apply_rotary
@@ -53,6 +53,8 @@ class LatentAttention(PagedAttention):
     Args:
         name: key of the layer's cache and of its entry in the layer table, for example ``model.layers.3.self_attn``.
     """
+
+    _sees_all = True  # whether a token attends to all tokens before it
 
     def __init__(self, geometry: LatentAttentionConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__()
@@ -115,9 +117,21 @@ class LatentAttention(PagedAttention):
         own, of_shared = q.unflatten(-1, (self._heads, width)).split([geometry.key_dim, geometry.shared_dim], dim=-1)
         if self._cos_sin is not None:
             of_shared, shared = _rotate_pairs(of_shared, shared, batch.positions, self._cos_sin)
-        store_latents(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), cache, batch.slot_mapping)
-        attended = self.attend_latents(self._absorb(own, of_shared), cache, batch)
-        values = self._by_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2))
+        entries = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
+        store_latents(entries, cache, batch.slot_mapping)
+        expands = self._sees_all and expands_latents(
+            own, geometry.shared_dim, geometry.value_dim, batch, backend=self._backend
+        )
+        values: Tensor | None = None
+        if not (expands and batch.num_begun == batch.num_seqs):
+            attended = self.attend_latents(self._absorb(own, of_shared), cache, batch, skips_begun=expands)
+            values = self._by_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2))
+        if expands:
+            k, v = (self.kv_b_proj.get_parameter(name) for name in "kv")
+            values = expanded_latent_attention(
+                own, of_shared, entries, k, v, batch, scale=self._scale, others=values, backend=self._backend
+            )
+        assert values is not None
         if gates:
             values = gate_heads(values, gate, backend=self._backend)
         return values.flatten(1)
@@ -137,10 +151,10 @@ class LatentAttention(PagedAttention):
         """``head_linear``, by the matrix library unless rows have to be independent."""
         return head_linear(x, weight, backend=self._backend if self._backend.is_invariant else Backend.TORCH)
 
-    def attend_latents(self, q: Tensor, latents: Tensor, batch: Batch) -> Tensor:
-        """``[T, H, entry] -> [T, H, rank]`` over each token's sequence."""
-        rank, scale = self._geometry.rank, self._scale
-        return latent_attention(q, latents, batch, rank=rank, scale=scale, backend=self._backend)
+    def attend_latents(self, q: Tensor, latents: Tensor, batch: Batch, *, skips_begun: bool = False) -> Tensor:
+        """``[T, H, entry] -> [T, H, rank]`` over each token's sequence. See ``latent_attention``."""
+        rank, scale, backend = self._geometry.rank, self._scale, self._backend
+        return latent_attention(q, latents, batch, rank=rank, scale=scale, skips_begun=skips_begun, backend=backend)
 
 
 def _rotate_pairs(q: Tensor, shared: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,7 @@ def rows_of(batch: Batch, shape: BatchDescriptor, buffers: StepBuffers, one_each
         token_count=counts[:1] if batch.token_count is not None else None,
         mixed=mixed,
         may_have_media=False,
+        num_begun=None,
     )
     return LogitsRows(indices, alone)
 

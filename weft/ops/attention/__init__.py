@@ -1,6 +1,7 @@
 """Causal softmax attention over a paged cache, of keys and values or of latents, and the writes to that cache.
 
-Job: read each sequence's pages and attend, prefill and decode in one call; store keys, values and latents; copy pages.
+Job: read each sequence's pages and attend, prefill and decode in one call; attend over expanded latents of a step's own
+tokens; store keys, values and latents; copy pages.
 Owns: the layouts ``[num_pages, page_size, Hkv, D]`` of keys and values and ``[num_pages, page_size, P]`` of latents
 (MLA, arXiv 2405.04434, absorbed), and the meaning of a slot (``page * page_size + offset``). Does not know: who owns a
 page, how queries are absorbed, or what a layer is.
@@ -272,7 +273,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 @with_kernel("weft.ops.attention.latent", by_token)
 def latent_attention(
-    q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float, backend: Backend
+    q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float, skips_begun: bool = False, backend: Backend
 ) -> Tensor:  # fmt: skip
     """``softmax(scale * q c^T) c[:rank]`` of each token over its sequence up to and including itself.
 
@@ -281,6 +282,7 @@ def latent_attention(
         latents: ``[num_pages, page_size, P]`` in q's dtype, P a multiple of 8 and at least E; this step's are written.
         batch: says which tokens form which sequence and where their pages are.
         rank: columns of an entry that are its value.
+        skips_begun: the results of sequences that begin in this step are not used, and may be anything finite.
 
     Returns:
         ``[T, H, rank]`` in q's dtype; padding rows are zero.
@@ -293,6 +295,62 @@ def latent_attention(
         )
     cache = latents[..., : q.shape[2]].unsqueeze(2)
     return paged_attention.reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
+
+
+EXPANDED_ROWS = 512
+"""Least rows of a step whose latents are expanded."""
+
+
+def expands_latents(own: Tensor, shared_dim: int, value_dim: int, batch: Batch, *, backend: Backend) -> bool:
+    """Whether ``expanded_latent_attention`` takes the sequences of a batch that begin in this step.
+
+    Args:
+        own: ``[T, H, key_dim]``, as there.
+    """
+    if backend is not Backend.TRITON or own.shape[0] < EXPANDED_ROWS or batch.verification is not None:
+        return False
+    from weft.ops.attention.expanded_latent_hopper import takes
+
+    return takes(own, shared_dim, value_dim, batch)
+
+
+@with_kernel("weft.ops.attention.expanded_latent_hopper")
+def expanded_latent_attention(
+    own: Tensor, of_shared: Tensor, entries: Tensor, k: Tensor, v: Tensor, batch: Batch, *, scale: float,
+    others: Tensor | None = None, backend: Backend,
+) -> Tensor:  # fmt: skip
+    """Latent attention of the sequences that begin in this step, over keys and values of every head.
+
+    A head's key is its product with the latent, and the part that all heads share. It takes fewer operations than the
+    absorbed form, but each token's keys and values have to be computed, so earlier tokens would cost much.
+
+    Args:
+        own: ``[T, H, key_dim]``, queries as they are projected.
+        of_shared: ``[T, H, shared_dim]``, queries of the shared part.
+        entries: ``[T, rank + shared_dim]``, this step's latents and shared parts.
+        k, v: ``[H, key_dim, rank]`` and ``[H, value_dim, rank]``, contiguous.
+        batch: says which tokens form which sequence.
+        others: ``[T, H, value_dim]``, results of all other rows; None: every sequence begins in this step.
+
+    Returns:
+        ``[T, H, value_dim]`` in own's dtype. Padding rows are those of ``others``, or zero.
+    """
+    out = own.new_zeros(*own.shape[:2], v.shape[1]) if others is None else others.clone()
+    if batch.mixed is not None:
+        given = {"own": own, "of_shared": of_shared, "entries": entries, "k": k, "v": v, "others": others}
+        return device_work(expanded_latent_attention.reference, batch, out, given | {"scale": scale})
+    latents, shared = entries.split([k.shape[2], of_shared.shape[2]], dim=-1)
+    q = torch.cat([own, of_shared], dim=-1)
+    keys, values = (torch.einsum("tr,hdr->thd", latents, weight) for weight in (k, v))
+    keys = torch.cat([keys, shared[:, None].expand(of_shared.shape)], dim=-1)
+    starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    for i in range(batch.num_decodes, batch.num_seqs):
+        if lengths[i] == starts[i + 1] - starts[i]:
+            rows = slice(starts[i], starts[i + 1])
+            of_heads, k_heads, v_heads = (x[rows].transpose(0, 1)[None] for x in (q, keys, values))
+            attended = F.scaled_dot_product_attention(of_heads, k_heads, v_heads, is_causal=True, scale=scale)
+            out[rows] = attended[0].transpose(0, 1)
+    return out
 
 
 def store_latents(entries: Tensor, latents: Tensor, slot_mapping: Tensor) -> None:

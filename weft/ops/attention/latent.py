@@ -50,6 +50,7 @@ class Fixed(NamedTuple):
         mixture: how many sequences are real is known to the device only.
         split: tokens of the shortest split of sequences with one query token; 0: a program takes all keys.
         least_tokens: query tokens of a sequence from which a program takes all keys.
+        skips_begun: sequences without tokens before this step are left out.
     """
 
     num_heads: int
@@ -67,6 +68,7 @@ class Fixed(NamedTuple):
     mixture: bool
     split: int
     least_tokens: int
+    skips_begun: bool
 
 
 @jit(
@@ -109,6 +111,9 @@ def _latent_attention_kernel(
         first = (block - (begin // TOKENS + seq)) * TOKENS
         if (first >= query_len) | (query_len < FIXED.least_tokens):
             return
+        if FIXED.skips_begun:  # noqa: SIM102 (known to the compiler)
+            if tl.load(seq_lens + seq) == query_len:
+                return
     lanes, o_r, o_s = tl.arange(0, ROWS), tl.arange(0, BLOCK_R), tl.arange(0, FIXED.block_s)
     tokens = first + lanes // HEADS
     valid = (lanes < TOKENS * HEADS) & (tokens < query_len)
@@ -161,7 +166,7 @@ def _latent_attention_kernel(
 
 
 @launches(latent_attention, invariant={"fixed": True})
-def latent_attention_triton(q, latents, batch, *, rank, scale, fixed: bool = False) -> Tensor:
+def latent_attention_triton(q, latents, batch, *, rank, scale, skips_begun, fixed: bool = False) -> Tensor:
     """``fixed``: kernels, tiles and splits follow from the model's shapes and a token's position alone."""
     assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= q.shape[2]
     assert latents.shape[2] % 8 == 0, "entries of pages are read in vectors of 16 bytes, whatever their place"
@@ -180,7 +185,8 @@ def latent_attention_triton(q, latents, batch, *, rank, scale, fixed: bool = Fal
         _launch_splits(q, latents, batch, out, rank, scale, split, double_from)
     if not only_decodes:
         many = fixed or q.shape[0] * q.shape[1] >= _MANY_ROWS
-        _launch(q, latents, batch, out, rank, scale, rows=64 if many else 1, least_tokens=2 if splits else 1)
+        rows, least_tokens = 64 if many else 1, 2 if splits else 1
+        _launch(q, latents, batch, out, rank, scale, rows=rows, least_tokens=least_tokens, skips_begun=skips_begun)
     return out
 
 
@@ -216,6 +222,7 @@ def _launch_splits(
 def _launch(
     q: Tensor, latents: Tensor, batch: Batch, out: Tensor, rank: int, scale: float, *, rows: int = 1,
     least_tokens: int = 1, split: int = 0, splits: tuple[int, int, Tensor, Tensor] | None = None,
+    skips_begun: bool = False,
 ) -> None:  # fmt: skip
     """``rows``: least rows of a tile. ``splits``: most of them, lengths with longer ones, and memory for their sums."""
     (num_rows, num_heads, entry), num_seqs, mixture = q.shape, batch.seq_lens.shape[0], batch.mixed
@@ -226,7 +233,7 @@ def _launch(
     fixed = Fixed(
         num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows,
         max(16, min(64, (16384 if roomy else 8192) // block_r)), block_r, max(16, next_power_of_2(entry - rank)),
-        precision(q), 1 if is_wide else 2, mixture is not None, split, least_tokens,
+        precision(q), 1 if is_wide else 2, mixture is not None, split, least_tokens, skips_begun,
     )  # fmt: skip
     max_splits, double_from, partial, lse = splits or (1, 1, out, out)
     counts = batch.seq_lens if mixture is None else mixture.counts
