@@ -47,7 +47,7 @@ from weft.ops.triton.launch import launches_handled
 
 def launch(
     num_heads: int, num_kv_heads: int, head_dim: int, *, num_rows: int = 600, is_mixture: bool = False,
-    has_sinks: bool = False, dtype: torch.dtype = torch.bfloat16,
+    has_sinks: bool = False, dtype: torch.dtype = torch.bfloat16, v_dim: int = 0,
 ) -> None:  # fmt: skip
     q = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(3, 16, num_kv_heads, head_dim, dtype=dtype)
@@ -59,7 +59,8 @@ def launch(
     )  # fmt: skip
     sinks = torch.zeros(num_heads, dtype=torch.bfloat16) if has_sinks else None
     v_scale = torch.ones(1) if dtype == E4M3 else None
-    call = AttentionCall(q, cache, cache, batch, 0.1, torch.zeros_like(q), sinks, v_scale)
+    values, out = cache[..., : v_dim or head_dim].contiguous(), q[..., : v_dim or head_dim].contiguous()
+    call = AttentionCall(q, cache, values, batch, 0.1, out, sinks, v_scale)
     launch_prefill_hopper(call, skip_decodes=True)
 
 
@@ -217,6 +218,7 @@ def main() -> None:
         launch(16, 8, 128, num_rows=2048, is_mixture=True)
         launch(16, 2, 256)
         launch(64, 8, 64, has_sinks=True)
+        launch(32, 32, 256, v_dim=128)
         launch(16, 8, 128, dtype=E4M3)
         launch(16, 8, 128, num_rows=2048, dtype=E4M3)
         launch(16, 2, 256, dtype=E4M3)

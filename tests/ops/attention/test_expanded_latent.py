@@ -45,7 +45,7 @@ BIG = (32, 128, 64, 128, 512)
 CASES: dict[str, tuple[list[int], list[int], int]] = {
     "all begin": ([1, 15, 16, 17, 63, 64, 130], [0] * 7, 0),
     "some begin": ([17, 64, 1, 130, 16, 33], [0, 31, 5, 0, 16, 0], 0),
-    "decodes": ([1, 1, 1, 130, 15, 1, 40], [40, 3, 200, 0, 7, 0, 0], 3),
+    "decodes": ([1, 1, 1, 126, 15, 1, 40], [40, 3, 200, 0, 0, 0, 7], 3),
     "none begins": ([20, 70], [3, 64], 0),
 }
 
@@ -133,8 +133,9 @@ def test_equals_plain_attention(sizes: str, case: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_mixture_is_read_on_the_device(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    query_lens, _, decodes = CASES[case]
     tensors = Case(SIZES["64 columns"], *CASES[case])
-    tensors.as_mixture(CASES[case][2], max_prefills=8)
+    tensors.as_mixture(decodes, max_prefills=len(query_lens) - decodes)
     tensors.check(tensors.run(monkeypatch, tensors.others), tensors.others)
 
 

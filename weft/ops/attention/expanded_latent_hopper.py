@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         key, shared, of_value: columns of a head's own key, of the shared part, and of its value.
-        width: columns of a head in the pages.
+        width, of_values: columns of a head in the pages of keys and of values.
         page: tokens of a page.
         mixture: how many sequences are real, and how many decode, is known to the device only.
     """
@@ -69,6 +69,7 @@ class Sizes(NamedTuple):
     shared: int
     of_value: int
     width: int
+    of_values: int
     page: int
     mixture: bool
 
@@ -107,6 +108,7 @@ def _lay_out_kernel(
         KEY: tl.constexpr = SIZES.key
         VALUE: tl.constexpr = SIZES.of_value
         WIDTH: tl.constexpr = SIZES.width
+        V_WIDTH: tl.constexpr = SIZES.of_values
         places, columns = tl.arange(0, SIZES.page), tl.arange(0, WIDTH)
         valid = (first + places < query_len)[:, None]
         rows = (begin + first + places).to(tl.int64)[:, None]
@@ -120,12 +122,12 @@ def _lay_out_kernel(
         k = tl.load(keys + (rows * heads + head) * KEY + columns[None, :], mask=in_own, other=0.0)
         p_shared = shared + rows * stride_shared + (columns - KEY)[None, :]
         k = tl.where(in_own, k, tl.load(p_shared, mask=in_shared, other=0.0))
+        slots = (page * SIZES.page + places).to(tl.int64)[:, None]
+        tl.store(k_pages + (slots * heads + head) * WIDTH + columns[None, :], k, mask=valid)
+        columns = tl.arange(0, V_WIDTH)
         in_value = valid & (columns < VALUE)[None, :]
         v = tl.load(values + (rows * heads + head) * VALUE + columns[None, :], mask=in_value, other=0.0)
-        slots = (page * SIZES.page + places).to(tl.int64)[:, None]
-        p_slots = (slots * heads + head) * WIDTH + columns[None, :]
-        tl.store(k_pages + p_slots, k, mask=valid)
-        tl.store(v_pages + p_slots, v, mask=valid)
+        tl.store(v_pages + (slots * heads + head) * V_WIDTH + columns[None, :], v, mask=valid)
 
 
 @triton.jit
@@ -156,7 +158,8 @@ def expanded_latent_attention_triton(own, of_shared, entries, k, v, batch, *, sc
     num_seqs, device, mixture = batch.seq_lens.shape[0], own.device, batch.mixed
     num_prefills = num_seqs - batch.num_decodes if mixture is None else mixture.max_prefills
     width = next(size for size in _HEAD_DIMS if size >= max(key_dim + shared_dim, value_dim))
-    sizes = Sizes(key_dim, shared_dim, value_dim, width, _PAGE, mixture is not None)
+    v_width = 128 if width == 256 and value_dim <= 128 else width
+    sizes = Sizes(key_dim, shared_dim, value_dim, width, v_width, _PAGE, mixture is not None)
     num_pages = num_rows // _PAGE + num_prefills
     lengths = torch.zeros_like(batch.seq_lens)
     page_table = batch.seq_lens.new_empty(num_seqs, cdiv(num_rows, _PAGE))
@@ -169,13 +172,13 @@ def expanded_latent_attention_triton(own, of_shared, entries, k, v, batch, *, sc
     latents, shared = entries.split([rank, shared_dim], dim=-1)
     keys, values = (F.linear(latents, weight.flatten(0, 1)) for weight in (k, v))
     q = own.new_empty(num_rows, heads, width)
-    k_pages, v_pages = (own.new_empty(num_pages, _PAGE, heads, width) for _ in range(2))
+    k_pages, v_pages = (own.new_empty(num_pages, _PAGE, heads, columns) for columns in (width, v_width))
     _lay_out_kernel[(num_pages, heads)](
         own, of_shared, shared, keys, values, batch.seq_lens, batch.cu_seqlens_q, counts, q, k_pages, v_pages,
         num_seqs, batch.num_decodes, own.stride(0), own.stride(1), of_shared.stride(0), of_shared.stride(1),
         shared.stride(0), SIZES=sizes, num_warps=4, **early_launch(device),
     )  # fmt: skip
-    attended = torch.empty_like(q)
+    attended = own.new_empty(num_rows, heads, v_width)
     batch = replace(batch, seq_lens=lengths, page_table=page_table)
     launch_prefill_hopper(AttentionCall(q, k_pages, v_pages, batch, scale, attended), skip_decodes=False)
     attended = attended[..., :value_dim]

@@ -82,8 +82,8 @@ def _wait(ring, n, STAGES: gl.constexpr):
 @gluon.jit
 def _steps(
     first, last, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
-    WHICH: gl.constexpr, STEP: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    WHICH: gl.constexpr, STEP: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of every ``STEP``-th tile from ``first`` to ``last - 1``, and the values of the tile before
     each."""
@@ -97,7 +97,7 @@ def _steps(
             mbarrier.wait(turns.index(WHICH), (j // STEP & 1) ^ (1 - WHICH))
         products = start_scores(queries, k_tiles.index(stage), KEYS, HEAD_DIM, SCORES)
         _wait(v_ready, j - STEP, STAGES)
-        acc = start_values(acc, p, v_tiles.index(before), KEYS, HEAD_DIM, OUT)
+        acc = start_values(acc, p, v_tiles.index(before), KEYS, V_DIM, OUT)
         if HEAD_DIM <= 128:
             mbarrier.arrive(turns.index(1 - WHICH), count=1)
         scores = warpgroup_mma_wait(1, deps=(products,))
@@ -117,8 +117,8 @@ def _steps(
 @gluon.jit
 def _attend(
     queries, k_tiles, v_tiles, barriers, position, keys, sinks, scale_log2, WHICH: gl.constexpr, SHARED: gl.constexpr,
-    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    SINKS: gl.constexpr, OUT: gl.constexpr,
+    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    STAGES: gl.constexpr, SINKS: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 rows, the first at ``position``, over the consumer's share of ``keys`` keys, at least 1: values
     summed by weights, in layout ``OUT``, largest scores, and sums of weights. ``sinks``: of the group's heads."""
@@ -145,25 +145,25 @@ def _attend(
         row_max = gl.load(sinks + lanes % GROUP).to(gl.float32) * (LOG2_E / scale_log2)
         row_sum = row_sum + 1.0
     p, row_max, row_sum, _shrink = softmax(scores, row_max, row_sum, scale_log2)
-    acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, layout=OUT)
+    acc = gl.full([64, V_DIM], 0.0, gl.float32, layout=OUT)
     tiles = (keys + KEYS - 1) // KEYS
     whole = gl.minimum((position + 1) // KEYS, tiles)  # tiles that every row sees whole
     acc, p, row_max, row_sum = _steps(
         START + STEP, whole, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
-        WHICH, STEP, KEYS, HEAD_DIM, STAGES, False, SCORES, OUT,
+        WHICH, STEP, KEYS, HEAD_DIM, V_DIM, STAGES, False, SCORES, OUT,
     )  # fmt: skip
     partial = gl.maximum(whole, START + STEP)
     partial += (partial - START) % STEP
     acc, p, row_max, row_sum = _steps(
         partial, tiles, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
-        WHICH, STEP, KEYS, HEAD_DIM, STAGES, True, SCORES, OUT,
+        WHICH, STEP, KEYS, HEAD_DIM, V_DIM, STAGES, True, SCORES, OUT,
     )  # fmt: skip
     last = tiles - 1 - (tiles - 1 - START) % STEP
     v_tile = v_tiles.index(last % STAGES)
     _wait(v_ready, last, STAGES)
     if last == tiles - 1:
-        zero_unwritten(v_tile, keys, PAGE_SIZE, KEYS, HEAD_DIM)
-    acc = start_values(acc, p, v_tile, KEYS, HEAD_DIM, OUT)
+        zero_unwritten(v_tile, keys, PAGE_SIZE, KEYS, V_DIM)
+    acc = start_values(acc, p, v_tile, KEYS, V_DIM, OUT)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc, gl.convert_layout(row_max, gl.SliceLayout(1, OUT)), gl.convert_layout(row_sum, gl.SliceLayout(1, OUT))
 
@@ -200,17 +200,19 @@ def _merge(acc, row_max, row_sum, sums, merged, scale_log2, OUT: gl.constexpr):
 def _consume(
     q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out, scale_log2,
     WHICH: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
+    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Consumer ``WHICH``: its 64 rows of a block, or, if ``SHARED``, its tiles of the block's 64 rows."""
     LANES: gl.constexpr = HEAD_DIM // 8
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    V_LANES: gl.constexpr = V_DIM // 8
+    V_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     FIRST: gl.constexpr = 0 if SHARED else WHICH * (64 // GROUP)
     row, num_tokens, num_padding, position, keys = place
     if num_padding > 0:
-        tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, COPY)
-        zeros = gl.full([64, HEAD_DIM], 0.0, gl.bfloat16, layout=COPY)
+        tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, V_DIM, V_COPY)
+        zeros = gl.full([64, V_DIM], 0.0, gl.bfloat16, layout=V_COPY)
         gl.store(out + offsets, zeros, mask=(tokens < num_padding)[:, None])
     if keys > (KEYS if SHARED and WHICH == 1 else 0):
         tokens, offsets = _offsets(row, kv_head, stride_q, FIRST, GROUP, HEAD_DIM, COPY)
@@ -221,7 +223,7 @@ def _consume(
         thread_barrier()
         acc, row_max, row_sum = _attend(
             queries, k_tiles, v_tiles, barriers, position + FIRST, keys, sinks + kv_head * GROUP, scale_log2,
-            WHICH, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, OUT,
+            WHICH, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, SINKS, OUT,
         )  # fmt: skip
         if SHARED and WHICH == 1:
             sums[0].store(acc)
@@ -233,7 +235,7 @@ def _consume(
             if SHARED:  # noqa: SIM102 (known to the compiler)
                 if keys > KEYS:
                     acc, row_sum = _merge(acc, row_max, row_sum, sums, barriers[5], scale_log2, OUT)
-            tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, OUT)
+            tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, V_DIM, OUT)
             result = acc / row_sum[:, None]
             if SCALED:
                 result *= gl.load(v_scale)
@@ -248,8 +250,9 @@ def _consume(
 def _prefill_hopper_kernel(
     q, k_source, v_source, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
     scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_table,
-    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SHARED: gl.constexpr, SINKS: gl.constexpr, WIDENED: gl.constexpr, SCALED: gl.constexpr, EARLY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, SHARED: gl.constexpr, SINKS: gl.constexpr, WIDENED: gl.constexpr, SCALED: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     kv_head = gl.program_id(0)
@@ -260,7 +263,7 @@ def _prefill_hopper_kernel(
     OPERAND: gl.constexpr = gl.float16 if WIDENED else gl.bfloat16
     q_tiles = gl.allocate_shared_memory(OPERAND, [2, 64, HEAD_DIM], BOX)
     k_tiles = gl.allocate_shared_memory(OPERAND, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
-    v_tiles = gl.allocate_shared_memory(OPERAND, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    v_tiles = gl.allocate_shared_memory(OPERAND, [STAGES, KEYS * V_DIM // 64, 64], BOX)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -272,7 +275,7 @@ def _prefill_hopper_kernel(
     if SHARED:
         merged = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         sums = (  # type: ignore[assignment]
-            gl.allocate_shared_memory(gl.float32, [64, HEAD_DIM], _SUMS),
+            gl.allocate_shared_memory(gl.float32, [64, V_DIM], _SUMS),
             gl.allocate_shared_memory(gl.float32, [64], _FLAT),
             gl.allocate_shared_memory(gl.float32, [64], _FLAT),
         )
@@ -294,11 +297,13 @@ def _prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
-                        stride_out, scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, SCALED)),
+                        stride_out, scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, SINKS,
+                        SCALED)),
             (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
-                        stride_out, scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, SCALED)),
+                        stride_out, scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, SINKS,
+                        SCALED)),
             (produce, (k_source, v_source, k_tiles, v_tiles, barriers, narrow, table, kv_head * HEAD_DIM, place[4],
-                        PAGE_SIZE, KEYS, HEAD_DIM, STAGES, WIDENED)),
+                       PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, WIDENED)),
         ],
         [4, 4 if WIDENED else 1],
         [_WIDENED_REGISTERS, _WIDENER_REGISTERS] if WIDENED else [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
@@ -350,11 +355,12 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
 
 def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared: bool | None = None) -> None:
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
-    ``takes``. The scale is positive. ``is_shared`` overrides ``shares_rows``."""
+    ``takes``. The scale is positive. ``is_shared`` overrides ``shares_rows``. Values of heads of 256 may have 128
+    columns, in a cache in the queries' dtype."""
     check_layout(call)
     q, k_cache, v_cache, batch, scale, out, sinks, v_scale, bias = call
     assert bias is None, "that kernel has no bias"
-    num_rows, num_heads, head_dim = q.shape
+    (num_rows, num_heads, head_dim), v_dim = q.shape, v_cache.shape[3]
     num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads
     is_shared = shares_rows(q, k_cache) if is_shared is None else is_shared
@@ -363,18 +369,19 @@ def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared:
     blocks = num_rows // tokens + (num_seqs if batch.mixed is None else batch.mixed.max_prefills) + 1
     is_widened = k_cache.dtype == E4M3
     keys, stages = _tiles(head_dim, is_shared, is_widened)
+    stages += v_dim < head_dim
     k_source, v_source = k_cache, v_cache
     if not is_widened:
-        shape = [num_pages * page_size, num_kv_heads * head_dim]
         k_source, v_source = (
-            TensorDescriptor(c, shape, [shape[1], 1], [page_size, 64], BOX.value) for c in (k_cache, v_cache)
+            TensorDescriptor(c, [num_pages * page_size, width], [width, 1], [page_size, 64], BOX.value)
+            for c, width in ((k_cache, num_kv_heads * head_dim), (v_cache, num_kv_heads * v_dim))
         )
     counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
     _prefill_hopper_kernel[(num_kv_heads, blocks)](
         q, k_source, v_source, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         q if sinks is None else sinks, q if v_scale is None else v_scale, out, counts, scale * LOG2_E.value,
         num_rows, num_seqs, least_tokens, q.stride(0), out.stride(0), batch.page_table.stride(0),
-        HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared,
+        HEAD_DIM=head_dim, V_DIM=v_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared,
         SINKS=sinks is not None, WIDENED=is_widened, SCALED=v_scale is not None, num_warps=4, maxnreg=_ALL_REGISTERS,
         **early_launch(q.device),
     )  # fmt: skip

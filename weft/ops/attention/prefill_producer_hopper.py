@@ -38,10 +38,13 @@ def _slots(desc, page_table, j, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexp
 @gluon.jit
 def _produce_as_stored(
     k_desc, v_desc, k_tiles, v_tiles, barriers, page_table, column, keys,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: fetch the tiles that hold the first ``keys`` keys, each as soon as its stage is free."""
     k_ready, k_empty, v_ready, v_empty, _turns, _merged = barriers
+    v_column = column
+    if V_DIM != HEAD_DIM:
+        v_column = column // HEAD_DIM * V_DIM
     for j in range((keys + KEYS - 1) // KEYS):
         slots = _slots(k_desc, page_table, j, keys, PAGE_SIZE, KEYS)
         stage = j % STAGES
@@ -49,7 +52,7 @@ def _produce_as_stored(
         mbarrier.wait(k_empty.index(stage), before)
         fetch(k_desc, k_tiles.index(stage), k_ready.index(stage), slots, column, PAGE_SIZE, KEYS, HEAD_DIM)
         mbarrier.wait(v_empty.index(stage), before)
-        fetch(v_desc, v_tiles.index(stage), v_ready.index(stage), slots, column, PAGE_SIZE, KEYS, HEAD_DIM)
+        fetch(v_desc, v_tiles.index(stage), v_ready.index(stage), slots, v_column, PAGE_SIZE, KEYS, V_DIM)
 
 
 @gluon.jit
@@ -104,7 +107,8 @@ def _produce_widened(
 @gluon.jit
 def produce(
     k_source, v_source, k_tiles, v_tiles, barriers, narrow, page_table, column, keys,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WIDENED: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
+    WIDENED: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring from descriptors of the caches, or, to be ``WIDENED``, from pointers to them."""
     if WIDENED:
@@ -114,5 +118,6 @@ def produce(
         )  # fmt: skip
     else:
         _produce_as_stored(
-            k_source, v_source, k_tiles, v_tiles, barriers, page_table, column, keys, PAGE_SIZE, KEYS, HEAD_DIM, STAGES
+            k_source, v_source, k_tiles, v_tiles, barriers, page_table, column, keys,
+            PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES,
         )  # fmt: skip

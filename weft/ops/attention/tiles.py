@@ -201,4 +201,4 @@ def check_layout(call: AttentionCall) -> None:
     assert call.bias is None or call.bias.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, E4M3)
-    assert q.stride(2) == out.stride(2) == 1 and q.stride(1) == out.stride(1) == q.shape[2]
+    assert all(x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, out))
