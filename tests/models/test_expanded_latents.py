@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.harness import Harness
@@ -17,6 +18,7 @@ from weft import LLM
 from weft.forward_context import Batch
 from weft.layers import latent_attention
 from weft.ops.attention import expanded_latent_attention
+from weft.ops.backend import Backend
 
 LATENT = ["KimiLinearForCausalLM", "BailingHybridForCausalLM"]
 GLM = "Glm5NextForConditionalGeneration"
@@ -75,6 +77,38 @@ def test_the_engine_answers_as_with_the_absorbed_form(
     monkeypatch.undo()
     count = len(expanded)
     assert answers() == got and len(expanded) == count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", LATENT)
+def test_both_forms_agree_on_the_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, and then its next chunk beside another prompt; the absorbed form has the same logits."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9")
+    found = both_forms(arch, tmp_path, monkeypatch, dtype=torch.bfloat16, device="cuda", backend=Backend.TRITON)
+    for got, want in found:
+        assert ((got - want).norm() / want.norm()).item() < 0.05
+
+
+def both_forms(arch: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    make_checkpoint(arch, folder, max_position_embeddings=1024, **sizes)
+    called: list[Any] = []
+
+    def noted(*args: Any, **others: Any) -> Tensor:
+        called.append(args)
+        return expanded_latent_attention(*args, **others)
+
+    def logits() -> list[Tensor]:
+        harness = Harness(folder, num_pages=200, **options)
+        first, second = harness.sequence(prompt(900)), harness.sequence(prompt(610))
+        return [*harness.run([(first, 600)]), *harness.run([(first, 20), (second, 610)])]
+
+    monkeypatch.setattr(latent_attention, "expanded_latent_attention", noted)
+    got = logits()
+    assert called, "the step is large enough"
+    monkeypatch.setattr(latent_attention, "expands_latents", lambda *_, **__: False)
+    return [(a.float().cpu(), b.float().cpu()) for a, b in zip(got, logits(), strict=True)]
 
 
 def test_attention_over_a_selection_is_left_alone(tmp_path: Path, expanded: list[bool]) -> None:

@@ -1,7 +1,7 @@
 """Causal softmax attention over a paged cache, of keys and values or of latents, and the writes to that cache.
 
-Job: read each sequence's pages and attend, prefill and decode in one call; attend over expanded latents of a step's own
-tokens; store keys, values and latents; copy pages.
+Job: read each sequence's pages and attend, prefill and decode in one call; store keys, values and latents; copy pages.
+Latents of a step's own tokens may be expanded to keys and values instead of being read.
 Owns: the layouts ``[num_pages, page_size, Hkv, D]`` of keys and values and ``[num_pages, page_size, P]`` of latents
 (MLA, arXiv 2405.04434, absorbed), and the meaning of a slot (``page * page_size + offset``). Does not know: who owns a
 page, how queries are absorbed, or what a layer is.

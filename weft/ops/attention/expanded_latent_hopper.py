@@ -79,7 +79,7 @@ def _place_kernel(
     seq_lens, cu_seqlens_q, counts, lengths, page_table, is_new, num_seqs, num_decodes, stride_table,
     SIZES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One page: its place in the page table, the length of its sequence if that begins here, and which rows do."""
+    """Note the page, the length of its sequence, and which rows are new, if the sequence begins in this step."""
     enter(EARLY)
     page = tl.program_id(0)
     seq, begin, query_len, first = _page_of(cu_seqlens_q, counts, page, num_seqs, num_decodes, SIZES)
@@ -98,7 +98,7 @@ def _lay_out_kernel(
     num_decodes, stride_own, stride_own_head, stride_of_shared, stride_of_shared_head, stride_shared,
     SIZES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One page of one head: queries, keys and values of its tokens, with zeros behind their columns."""
+    """Lay out one page of one head: queries, keys and values, with zeros behind their columns."""
     enter(EARLY)
     page, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     seq, begin, query_len, first = _page_of(cu_seqlens_q, counts, page, num_seqs, num_decodes, SIZES)
