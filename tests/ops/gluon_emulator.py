@@ -290,7 +290,7 @@ class Emulator:
             late()
             content = torch.zeros(height, width, dtype=desc.data.dtype)
             there = desc.data[row : row + height, column : column + width]
-            content[: there.shape[0]] = there
+            content[: there.shape[0], : there.shape[1]] = there
             box.store(content)
             barrier.arrive(0, -height * width * content.element_size())
 

@@ -46,13 +46,14 @@ TOLERANCE = 6e-3  # as of the other kernels in bfloat16
 # heads, key heads, head_dim, page size
 LAYOUTS = {
     "128 of 2": (4, 2, 128, 16), "256 of 8": (8, 1, 256, 32), "64 of 4": (4, 1, 64, 8), "128 of 5": (10, 2, 128, 16),
-    "256 of 6": (6, 1, 256, 16),
+    "256 of 6": (6, 1, 256, 16), "96 of 1": (3, 3, 96, 16), "224 of 2": (4, 2, 224, 16), "48 of 3": (6, 2, 48, 8),
 }  # fmt: skip
 
 # On the GPU alone: what would take the emulator minutes.
 BIG = {
     "A": (16, 8, 128, 16), "B": (16, 2, 256, 16), "one key head": (64, 1, 128, 32), "64 dims": (32, 8, 64, 64),
     "group of 5": (40, 8, 128, 16), "group of 6": (24, 4, 256, 16), "group of 12": (24, 2, 64, 16),
+    "96 dims": (8, 8, 96, 16), "224 dims": (8, 8, 224, 16), "160 dims": (8, 2, 160, 16),
 }  # fmt: skip
 
 CACHES = [torch.bfloat16, E4M3]
@@ -141,7 +142,8 @@ class Case:
     covering(
         CACHES,
         [("128 of 2", True), ("128 of 2", False), ("64 of 4", True), ("256 of 8", False), ("128 of 5", True),
-         ("128 of 5", False), ("256 of 6", False)],
+         ("128 of 5", False), ("256 of 6", False), ("96 of 1", True), ("96 of 1", False), ("224 of 2", False),
+         ("48 of 3", False)],
         CASES,
         of=1,
     ),
@@ -364,7 +366,8 @@ TAKEN = {"heads": (16, 8, 128), "page": 16, "dtype": torch.bfloat16, "hopper": T
     [
         ({}, True), ({"heads": (16, 2, 256)}, True), ({"heads": (32, 8, 64)}, True), ({"heads": (64, 1, 128)}, True),
         ({"page": 8}, True), ({"page": 128}, True), ({"page": 64, "heads": (16, 2, 256)}, True),
-        ({"heads": (14, 2, 64)}, True), ({"heads": (65, 1, 128)}, False), ({"heads": (4, 2, 96)}, False),
+        ({"heads": (14, 2, 64)}, True), ({"heads": (65, 1, 128)}, False), ({"heads": (4, 2, 96)}, True),
+        ({"heads": (4, 2, 72)}, False), ({"heads": (4, 2, 32)}, False), ({"heads": (4, 2, 272)}, False),
         ({"page": 4}, False), ({"page": 24}, False), ({"page": 256}, False),
         ({"page": 128, "heads": (16, 2, 256)}, False), ({"dtype": torch.float16}, False), ({"hopper": False}, False),
         ({"cache": E4M3}, True), ({"cache": torch.float16}, False), ({"dtype": torch.float16, "cache": E4M3}, False),

@@ -47,7 +47,7 @@ from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.gluon import thread_barrier
 from weft.ops.triton.hopper import BOX, GluonKernel, hold, runs_gluon
-from weft.ops.triton.sizes import MULTIPROCESSORS
+from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
 
 _ROWS = 64
 """Rows of a consumer: four warps multiply that many at a time."""
@@ -170,17 +170,21 @@ def _attend(
 
 @gluon.jit
 def _offsets(
-    row, kv_head, stride, FIRST: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Compute tokens within the block, and offsets in ``q`` or ``out``, of 64 rows in a layout. Rows behind those of
-    whole tokens are of no token of any block."""
+    row, num_tokens, kv_head, stride,
+    FIRST: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Compute offsets in ``q`` or ``out`` of 64 rows in a layout, and which of them are of the block's first
+    ``num_tokens`` tokens. Rows behind those of whole tokens are of none."""
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
     tokens = FIRST + lanes // GROUP
     if 64 % GROUP != 0:
         tokens = gl.where(lanes < 64 // GROUP * GROUP, tokens, 1 << 30)
     heads = kv_head * GROUP + lanes % GROUP
-    return tokens, ((row + tokens).to(gl.int64) * stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+    mask = (tokens < num_tokens)[:, None]
+    if DIM < HEAD_DIM:
+        mask = mask & (dims < DIM)[None, :]
+    return ((row + tokens).to(gl.int64) * stride + heads * DIM)[:, None] + dims[None, :], mask
 
 
 @gluon.jit
@@ -200,24 +204,25 @@ def _merge(acc, row_max, row_sum, sums, merged, scale_log2, OUT: gl.constexpr):
 def _consume(
     q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out, scale_log2,
     WHICH: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
+    DIM: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """Consumer ``WHICH``: its 64 rows of a block, or, if ``SHARED``, its tiles of the block's 64 rows."""
     LANES: gl.constexpr = HEAD_DIM // 8
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    VALUE: gl.constexpr = DIM if V_DIM == HEAD_DIM else V_DIM  # columns of a head's values
     V_LANES: gl.constexpr = V_DIM // 8
     V_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // V_LANES, V_LANES], [4, 1], [1, 0])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     FIRST: gl.constexpr = 0 if SHARED else WHICH * (64 // GROUP)
     row, num_tokens, num_padding, position, keys = place
     if num_padding > 0:
-        tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, V_DIM, V_COPY)
-        zeros = gl.full([64, V_DIM], 0.0, gl.bfloat16, layout=V_COPY)
-        gl.store(out + offsets, zeros, mask=(tokens < num_padding)[:, None])
+        offsets, mask = _offsets(row, num_padding, kv_head, stride_out, FIRST, GROUP, VALUE, V_DIM, V_COPY)
+        gl.store(out + offsets, gl.full([64, V_DIM], 0.0, gl.bfloat16, layout=V_COPY), mask=mask)
     if keys > (KEYS if SHARED and WHICH == 1 else 0):
-        tokens, offsets = _offsets(row, kv_head, stride_q, FIRST, GROUP, HEAD_DIM, COPY)
+        offsets, mask = _offsets(row, num_tokens, kv_head, stride_q, FIRST, GROUP, DIM, HEAD_DIM, COPY)
         queries = q_tiles.index(WHICH)
-        rows = gl.load(q + offsets, mask=(tokens < num_tokens)[:, None], other=0.0)
+        rows = gl.load(q + offsets, mask=mask, other=0.0)
         queries.store(rows.to(queries.dtype))
         fence_async_shared()  # the matrix units read by another path than stores take
         thread_barrier()
@@ -235,11 +240,11 @@ def _consume(
             if SHARED:  # noqa: SIM102 (known to the compiler)
                 if keys > KEYS:
                     acc, row_sum = _merge(acc, row_max, row_sum, sums, barriers[5], scale_log2, OUT)
-            tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, V_DIM, OUT)
+            offsets, mask = _offsets(row, num_tokens, kv_head, stride_out, FIRST, GROUP, VALUE, V_DIM, OUT)
             result = acc / row_sum[:, None]
             if SCALED:
                 result *= gl.load(v_scale)
-            gl.store(out + offsets, result.to(gl.bfloat16), mask=(tokens < num_tokens)[:, None])
+            gl.store(out + offsets, result.to(gl.bfloat16), mask=mask)
 
 
 @functools.partial(
@@ -250,10 +255,13 @@ def _consume(
 def _prefill_hopper_kernel(
     q, k_source, v_source, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
     scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_table,
-    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    DIM: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    KEYS: gl.constexpr,
     STAGES: gl.constexpr, SHARED: gl.constexpr, SINKS: gl.constexpr, WIDENED: gl.constexpr, SCALED: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
+    """``DIM``: of a head; ``HEAD_DIM``: the same in a tile, 64, 128 or 256. What a tile has beyond are zeros in the
+    queries, and in keys and values the next head's numbers, which meet these zeros or columns that nobody stores."""
     release(EARLY)
     kv_head = gl.program_id(0)
     place, table = place_of_block(
@@ -297,17 +305,22 @@ def _prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
-                        stride_out, scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, SINKS,
+                        stride_out, scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, DIM, HEAD_DIM, V_DIM, STAGES, SINKS,
                         SCALED)),
             (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
-                        stride_out, scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, SINKS,
+                        stride_out, scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, DIM, HEAD_DIM, V_DIM, STAGES, SINKS,
                         SCALED)),
-            (produce, (k_source, v_source, k_tiles, v_tiles, barriers, narrow, table, kv_head * HEAD_DIM, place[4],
-                       PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, WIDENED)),
+            (produce, (k_source, v_source, k_tiles, v_tiles, barriers, narrow, table, kv_head * DIM, place[4],
+                       PAGE_SIZE, KEYS, DIM, HEAD_DIM, V_DIM, STAGES, WIDENED)),
         ],
         [4, 4 if WIDENED else 1],
         [_WIDENED_REGISTERS, _WIDENER_REGISTERS] if WIDENED else [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
+
+
+def _tile_dim(head_dim: int) -> int:
+    """Dimensions of a head in a tile: whole boxes, in a number that is a power of two."""
+    return max(64, next_power_of_2(head_dim))
 
 
 def _tiles(head_dim: int, is_shared: bool, is_widened: bool) -> tuple[int, int]:
@@ -338,15 +351,15 @@ def block_tokens(group: int) -> int:
 def takes(q: Tensor, k_cache: Tensor) -> bool:
     """Whether the kernel supports these tensors.
 
-    It runs on compute capability 9, for queries in bfloat16 over a cache in bfloat16 or e4m3, with heads of 64, 128 or
-    256 and groups of up to 64. Pages divide a tile and are whole swizzle patterns (8 rows).
+    It runs on compute capability 9, for queries in bfloat16 over a cache in bfloat16 or e4m3, with heads of 48
+    to 256, a multiple of 16, and groups of up to 64. Pages divide a tile and are whole swizzle patterns (8 rows).
     """
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     return (
         runs_gluon(q.device)
         and q.dtype == torch.bfloat16
         and k_cache.dtype in (torch.bfloat16, E4M3)
-        and head_dim in (64, 128, 256)
+        and head_dim in range(48, 257, 16)
         and num_heads // num_kv_heads <= _ROWS
         and page_size % 8 == 0
         and _tiles(head_dim, False, False)[0] % page_size == 0
@@ -367,7 +380,7 @@ def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared:
     tokens = block_tokens(group) // (2 if is_shared else 1)
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
     blocks = num_rows // tokens + (num_seqs if batch.mixed is None else batch.mixed.max_prefills) + 1
-    is_widened = k_cache.dtype == E4M3
+    is_widened, tile_dim = k_cache.dtype == E4M3, _tile_dim(head_dim)
     keys, stages = _tiles(head_dim, is_shared, is_widened)
     stages += v_dim < head_dim
     k_source, v_source = k_cache, v_cache
@@ -381,7 +394,7 @@ def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared:
         q, k_source, v_source, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         q if sinks is None else sinks, q if v_scale is None else v_scale, out, counts, scale * LOG2_E.value,
         num_rows, num_seqs, least_tokens, q.stride(0), out.stride(0), batch.page_table.stride(0),
-        HEAD_DIM=head_dim, V_DIM=v_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared,
-        SINKS=sinks is not None, WIDENED=is_widened, SCALED=v_scale is not None, num_warps=4, maxnreg=_ALL_REGISTERS,
-        **early_launch(q.device),
+        DIM=head_dim, HEAD_DIM=tile_dim, V_DIM=tile_dim if v_dim == head_dim else v_dim, GROUP=group,
+        PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared, SINKS=sinks is not None, WIDENED=is_widened,
+        SCALED=v_scale is not None, num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
     )  # fmt: skip

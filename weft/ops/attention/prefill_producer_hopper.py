@@ -38,13 +38,14 @@ def _slots(desc, page_table, j, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexp
 @gluon.jit
 def _produce_as_stored(
     k_desc, v_desc, k_tiles, v_tiles, barriers, page_table, column, keys,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: fetch the tiles that hold the first ``keys`` keys, each as soon as its stage is free."""
     k_ready, k_empty, v_ready, v_empty, _turns, _merged = barriers
     v_column = column
     if V_DIM != HEAD_DIM:
-        v_column = column // HEAD_DIM * V_DIM
+        v_column = column // DIM * V_DIM
     for j in range((keys + KEYS - 1) // KEYS):
         slots = _slots(k_desc, page_table, j, keys, PAGE_SIZE, KEYS)
         stage = j % STAGES
@@ -64,29 +65,32 @@ def _rows(page_table, j, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _copy(cache, narrow, rows, column, stride, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Order a tile of e4m3; absent keys are zeros."""
+def _copy(cache, narrow, rows, column, stride, KEYS: gl.constexpr, DIM: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Order a tile of e4m3; absent keys and dimensions are zeros."""
     slots, present = rows
     dims = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
     at = (slots.to(gl.int64) * stride)[:, None] + (column + dims)[None, :]
     for panel in gl.static_range(HEAD_DIM // 64):
         box = narrow.slice(panel * KEYS, KEYS, dim=0)
-        threads_load(box, cache + (at + panel * 64), present[:, None])
+        mask = present[:, None]
+        if panel * 64 + 64 > DIM:
+            mask = mask & (panel * 64 + dims < DIM)[None, :]
+        threads_load(box, cache + (at + panel * 64), mask)
     commit_group()
 
 
 @gluon.jit
 def _produce_widened(
     k_cache, v_cache, k_tiles, v_tiles, barriers, narrow, page_table, column, keys,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy one tile of keys and one of values at a time from an FP8 cache, and widen both into the ring."""
     k_ready, k_empty, v_ready, v_empty, _turns, _merged = barriers
-    stride = gl.num_programs(0) * HEAD_DIM
+    stride = gl.num_programs(0) * DIM
     if keys > 0:
         rows = _rows(page_table, 0, keys, PAGE_SIZE, KEYS)
-        _copy(k_cache, narrow.index(0), rows, column, stride, KEYS, HEAD_DIM)
-        _copy(v_cache, narrow.index(1), rows, column, stride, KEYS, HEAD_DIM)
+        _copy(k_cache, narrow.index(0), rows, column, stride, KEYS, DIM, HEAD_DIM)
+        _copy(v_cache, narrow.index(1), rows, column, stride, KEYS, DIM, HEAD_DIM)
     for j in range((keys + KEYS - 1) // KEYS):
         rows = _rows(page_table, j + 1, keys, PAGE_SIZE, KEYS)  # beyond the last tile: all absent, nothing is read
         stage = j % STAGES
@@ -95,29 +99,29 @@ def _produce_widened(
         mbarrier.wait(k_empty.index(stage), before)
         widen(narrow.index(0), k_tiles.index(stage), COPIED, KEYS, HEAD_DIM)
         mbarrier.arrive(k_ready.index(stage), count=1)
-        _copy(k_cache, narrow.index(0), rows, column, stride, KEYS, HEAD_DIM)
+        _copy(k_cache, narrow.index(0), rows, column, stride, KEYS, DIM, HEAD_DIM)
         wait_group(1)
         mbarrier.wait(v_empty.index(stage), before)
         widen(narrow.index(1), v_tiles.index(stage), COPIED, KEYS, HEAD_DIM)
         mbarrier.arrive(v_ready.index(stage), count=1)
-        _copy(v_cache, narrow.index(1), rows, column, stride, KEYS, HEAD_DIM)
+        _copy(v_cache, narrow.index(1), rows, column, stride, KEYS, DIM, HEAD_DIM)
     wait_group(0)
 
 
 @gluon.jit
 def produce(
     k_source, v_source, k_tiles, v_tiles, barriers, narrow, page_table, column, keys,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
-    WIDENED: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    STAGES: gl.constexpr, WIDENED: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring from descriptors of the caches, or, to be ``WIDENED``, from pointers to them."""
     if WIDENED:
         _produce_widened(
             k_source, v_source, k_tiles, v_tiles, barriers, narrow, page_table, column, keys,
-            PAGE_SIZE, KEYS, HEAD_DIM, STAGES,
+            PAGE_SIZE, KEYS, DIM, HEAD_DIM, STAGES,
         )  # fmt: skip
     else:
         _produce_as_stored(
             k_source, v_source, k_tiles, v_tiles, barriers, page_table, column, keys,
-            PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES,
+            PAGE_SIZE, KEYS, DIM, HEAD_DIM, V_DIM, STAGES,
         )  # fmt: skip
