@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.ops.oracles import PAGE_SIZE, make_batch
 from tests.whole import covering, unless_long
 from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Verification
-from weft.ops.attention import latent_attention
+from weft.ops.attention import latent, latent_attention
 from weft.ops.backend import Backend
 from weft.ops.delta_rule import DeltaWeights, chunk_gated_delta_rule, kda_decode, kda_gates, kda_verify
 from weft.ops.norm import gated_rms_norm
@@ -271,6 +272,22 @@ def test_latent_attention_of_a_verification(sizes: tuple[int, int, int], dtype: 
     given = q, latents.to(dtype), batch
     want, got = (latent_attention(*given, rank=rank, scale=0.1, backend=backend) for backend in (TORCH, TRITON))
     close(got, want, dtype)
+
+
+@pytest.mark.parametrize(("kilobytes", "keys"), [(227, 64), (163, 32), (99, 16)])
+def test_many_rows_meet_as_many_keys_as_fit(kilobytes: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of latents of 512 + 64; not under a fixed order of sums, whose decodes have other tiles."""
+    found = []
+    monkeypatch.setattr(latent, "shared_bytes", lambda device: kilobytes << 10)
+    monkeypatch.setattr(latent, "is_small", lambda device: kilobytes < 100)
+    monkeypatch.setattr(
+        latent, "_latent_attention_kernel", defaultdict(lambda: lambda *_, FIXED, **__: found.append(FIXED))
+    )
+    batch, latents = make_batch([40], [0]), torch.zeros(3, PAGE_SIZE, 576, dtype=torch.bfloat16)
+    q = torch.zeros(40, 32, 576, dtype=torch.bfloat16)
+    for backend in (TRITON, Backend.INVARIANT_TRITON):
+        latent_attention(q, latents, batch, rank=512, scale=0.1, backend=backend)
+    assert [fixed.keys for fixed in found] == [keys, min(keys, 32)]
 
 
 @pytest.mark.parametrize("sizes", LATENTS, ids=str)

@@ -27,10 +27,15 @@ from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, is_small, next_power_of_2, precision
+from weft.ops.triton.sizes import cdiv, is_small, next_power_of_2, precision, shared_bytes
 
 _MANY_ROWS = 1024
 """Least rows (tokens times heads) for which tiles hold several tokens."""
+
+_MOST_KEYS = 64
+"""Most keys of a tile. Many rows have as many if two such tiles fit in shared memory with the rows: 4,096 tokens of
+Kimi-Linear take 2,127 us on an H200, with half as many keys 2,885 (``kernels-latent-64-keys-h200.json``,
+``kernels-latent-h200.json``). A fixed order of sums keeps the keys of decodes."""
 
 _FIXED_SPLIT = 256
 """Tokens of the shortest split where the order of sums follows from a token's position alone (``split_of``)."""
@@ -185,8 +190,10 @@ def latent_attention_triton(q, latents, batch, *, rank, scale, skips_begun, fixe
         _launch_splits(q, latents, batch, out, rank, scale, split, double_from)
     if not only_decodes:
         many = fixed or q.shape[0] * q.shape[1] >= _MANY_ROWS
-        rows, least_tokens = 64 if many else 1, 2 if splits else 1
-        _launch(q, latents, batch, out, rank, scale, rows=rows, least_tokens=least_tokens, skips_begun=skips_begun)
+        _launch(
+            q, latents, batch, out, rank, scale, rows=64 if many else 1, least_tokens=2 if splits else 1,
+            many_keys=many and not fixed, skips_begun=skips_begun,
+        )  # fmt: skip
     return out
 
 
@@ -222,17 +229,20 @@ def _launch_splits(
 def _launch(
     q: Tensor, latents: Tensor, batch: Batch, out: Tensor, rank: int, scale: float, *, rows: int = 1,
     least_tokens: int = 1, split: int = 0, splits: tuple[int, int, Tensor, Tensor] | None = None,
-    skips_begun: bool = False,
+    many_keys: bool = False, skips_begun: bool = False,
 ) -> None:  # fmt: skip
     """``rows``: least rows of a tile. ``splits``: most of them, lengths with longer ones, and memory for their sums."""
     (num_rows, num_heads, entry), num_seqs, mixture = q.shape, batch.seq_lens.shape[0], batch.mixed
     is_wide = q.element_size() == 4
     rows = max(16, next_power_of_2(num_heads), 1 if is_wide else rows)
     tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
-    roomy = rows < 64 or not is_small(q.device)
+    block_s = max(16, next_power_of_2(entry - rank))
+    keys = (16384 if rows < 64 or not is_small(q.device) else 8192) // block_r
+    if many_keys and (rows + 2 * _MOST_KEYS) * (block_r + block_s) * q.element_size() <= shared_bytes(q.device):
+        keys = _MOST_KEYS
     fixed = Fixed(
         num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows,
-        max(16, min(64, (16384 if roomy else 8192) // block_r)), block_r, max(16, next_power_of_2(entry - rank)),
+        max(16, min(_MOST_KEYS, keys)), block_r, block_s,
         precision(q), 1 if is_wide else 2, mixture is not None, split, least_tokens, skips_begun,
     )  # fmt: skip
     max_splits, double_from, partial, lse = splits or (1, 1, out, out)
