@@ -191,8 +191,8 @@ def latent_attention_triton(q, latents, batch, *, rank, scale, skips_begun, fixe
     if not only_decodes:
         many = fixed or q.shape[0] * q.shape[1] >= _MANY_ROWS
         _launch(
-            q, latents, batch, out, rank, scale, rows=64 if many else 1, least_tokens=2 if splits else 1,
-            many_keys=many and not fixed, skips_begun=skips_begun,
+            q, latents, batch, out, rank, scale, rows=64 if many else 1, left_out=(splits, skips_begun),
+            many_keys=many and not fixed,
         )  # fmt: skip
     return out
 
@@ -216,7 +216,7 @@ def _launch_splits(
     shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
     partial = torch.empty((*shape, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    _launch(q, latents, batch, out, rank, scale, split=split, splits=(max_splits, double_from, partial, lse))
+    _launch(q, latents, batch, out, rank, scale, splits=(split, max_splits, double_from, partial, lse))
     if merges:
         merge_kernel[(num_heads, num_seqs)](
             out, partial, lse, batch.seq_lens, batch.cu_seqlens_q, batch.seq_lens, num_seqs, max_splits, double_from,
@@ -228,12 +228,14 @@ def _launch_splits(
 
 def _launch(
     q: Tensor, latents: Tensor, batch: Batch, out: Tensor, rank: int, scale: float, *, rows: int = 1,
-    least_tokens: int = 1, split: int = 0, splits: tuple[int, int, Tensor, Tensor] | None = None,
-    many_keys: bool = False, skips_begun: bool = False,
+    left_out: tuple[bool, bool] = (False, False), splits: tuple[int, int, int, Tensor, Tensor] | None = None,
+    many_keys: bool = False,
 ) -> None:  # fmt: skip
-    """``rows``: least rows of a tile. ``splits``: most of them, lengths with longer ones, and memory for their sums."""
+    """``rows``: least rows of a tile. ``left_out``: whether sequences are that decode, and those that begin.
+    ``splits``: tokens of the shortest, most of them, lengths with longer ones, and memory for their sums."""
     (num_rows, num_heads, entry), num_seqs, mixture = q.shape, batch.seq_lens.shape[0], batch.mixed
     is_wide = q.element_size() == 4
+    split, max_splits, double_from, partial, lse = splits or (0, 1, 1, out, out)
     rows = max(16, next_power_of_2(num_heads), 1 if is_wide else rows)
     tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
     block_s = max(16, next_power_of_2(entry - rank))
@@ -243,9 +245,8 @@ def _launch(
     fixed = Fixed(
         num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows,
         max(16, min(_MOST_KEYS, keys)), block_r, block_s,
-        precision(q), 1 if is_wide else 2, mixture is not None, split, least_tokens, skips_begun,
+        precision(q), 1 if is_wide else 2, mixture is not None, split, 2 if left_out[0] else 1, left_out[1],
     )  # fmt: skip
-    max_splits, double_from, partial, lse = splits or (1, 1, out, out)
     counts = batch.seq_lens if mixture is None else mixture.counts
     _latent_attention_kernel[(num_seqs if split else num_rows // tokens + num_seqs, max_splits)](
         q, latents, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, counts, out, partial, lse,

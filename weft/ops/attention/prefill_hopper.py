@@ -222,8 +222,7 @@ def _consume(
     if keys > (KEYS if SHARED and WHICH == 1 else 0):
         offsets, mask = _offsets(row, num_tokens, kv_head, stride_q, FIRST, GROUP, DIM, HEAD_DIM, COPY)
         queries = q_tiles.index(WHICH)
-        rows = gl.load(q + offsets, mask=mask, other=0.0)
-        queries.store(rows.to(queries.dtype))
+        queries.store(gl.load(q + offsets, mask=mask, other=0.0).to(queries.dtype))
         fence_async_shared()  # the matrix units read by another path than stores take
         thread_barrier()
         acc, row_max, row_sum = _attend(
