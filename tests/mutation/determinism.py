@@ -160,7 +160,7 @@ DETERMINISM = (
     ),
     mutant(
         "decodes-as-prompts", "a token that decodes has the splits of its position", "weft/ops/attention/latent.py",
-        "2 if splits else 1\n", "1\n", "tests/ops/delta_rule/test_kimi.py",
+        "left_out=(splits, skips_begun)", "left_out=(False, skips_begun)", "tests/ops/delta_rule/test_kimi.py",
     ),
     mutant(
         "latent-splits-by-load", "splits follow from a token's position alone", "weft/ops/attention/latent.py",

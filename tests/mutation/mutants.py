@@ -14,6 +14,7 @@ from tests.mutation.convolutional_attention import CONVOLUTIONAL_ATTENTION
 from tests.mutation.determinism import DETERMINISM
 from tests.mutation.doors import DOORS
 from tests.mutation.fields_and_figures import FIELDS_AND_FIGURES
+from tests.mutation.heads_and_scales import HEADS_AND_SCALES
 from tests.mutation.mutant import mutant as _mutant
 from tests.mutation.mxfp8 import MXFP8
 from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
@@ -504,6 +505,7 @@ MUTANTS = (
     *SLICES_AND_BLOCKS,
     *ROWS_AND_RESPONSES,
     *DOORS,
+    *HEADS_AND_SCALES,
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,
     *TIERS,
