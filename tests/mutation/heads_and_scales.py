@@ -25,7 +25,7 @@ HEADS_AND_SCALES = (
     ),
     mutant(
         "latents-64-keys-everywhere", "tiles of latents fit in shared memory", "weft/ops/attention/latent.py",
-        "q.element_size() <= shared_bytes(q.device)", "q.element_size() > 0", "tests/ops/delta_rule/test_kimi.py",
+        "and needed <= shared_bytes(q.device)", "and needed > 0", "tests/ops/delta_rule/test_kimi.py",
     ),
     mutant(
         "fixed-sums-of-64-keys", "a fixed order of sums has one tile", "weft/ops/attention/latent.py",

@@ -274,10 +274,15 @@ def test_latent_attention_of_a_verification(sizes: tuple[int, int, int], dtype: 
     close(got, want, dtype)
 
 
-@pytest.mark.parametrize(("kilobytes", "keys"), [(227, 64), (163, 32), (99, 16)])
-def test_many_rows_meet_as_many_keys_as_fit(kilobytes: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_hopper", "kilobytes", "keys"), [(True, 227, 64), (True, 163, 32), (False, 227, 32), (False, 99, 16)]
+)
+def test_many_rows_meet_as_many_keys_as_fit(
+    is_hopper: bool, kilobytes: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of latents of 512 + 64; not under a fixed order of sums, whose decodes have other tiles."""
     found = []
+    monkeypatch.setattr(latent, "has_table", lambda device: is_hopper)
     monkeypatch.setattr(latent, "shared_bytes", lambda device: kilobytes << 10)
     monkeypatch.setattr(latent, "is_small", lambda device: kilobytes < 100)
     monkeypatch.setattr(

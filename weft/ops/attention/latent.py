@@ -28,14 +28,16 @@ from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, is_small, next_power_of_2, precision, shared_bytes
+from weft.ops.triton.tile_table import has_table
 
 _MANY_ROWS = 1024
 """Least rows (tokens times heads) for which tiles hold several tokens."""
 
 _MOST_KEYS = 64
-"""Most keys of a tile. Many rows have as many if two such tiles fit in shared memory with the rows: 4,096 tokens of
-Kimi-Linear take 2,127 us on an H200, with half as many keys 2,885 (``kernels-latent-64-keys-h200.json``,
-``kernels-latent-h200.json``). A fixed order of sums keeps the keys of decodes."""
+"""Most keys of a tile. On Hopper many rows have as many if two such tiles fit in shared memory with the rows: 4,096
+tokens of Kimi-Linear take 2,127 us on an H200, with half as many keys 2,885 (``kernels-latent-64-keys-h200.json``,
+``kernels-latent-h200.json``). For Blackwell the compiler asks for more memory than there is. A fixed order of sums
+keeps the keys of decodes."""
 
 _FIXED_SPLIT = 256
 """Tokens of the shortest split where the order of sums follows from a token's position alone (``split_of``)."""
@@ -240,7 +242,8 @@ def _launch(
     tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
     block_s = max(16, next_power_of_2(entry - rank))
     keys = (16384 if rows < 64 or not is_small(q.device) else 8192) // block_r
-    if many_keys and (rows + 2 * _MOST_KEYS) * (block_r + block_s) * q.element_size() <= shared_bytes(q.device):
+    needed = (rows + 2 * _MOST_KEYS) * (block_r + block_s) * q.element_size()
+    if many_keys and has_table(q.device) and needed <= shared_bytes(q.device):
         keys = _MOST_KEYS
     fixed = Fixed(
         num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows,

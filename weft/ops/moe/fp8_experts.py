@@ -31,7 +31,7 @@ from weft.ops.moe.groups import group_pairs
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv
+from weft.ops.triton.sizes import cdiv, fitting_stages
 from weft.ops.triton.tile_table import choose_tile, has_table
 
 if GLUON_IS_KNOWN:
@@ -353,18 +353,20 @@ def _grouped_pairs(
     fixed = hidden_size, width, ids.shape[1], block
     tile = tiles.up
     assert block % tile.columns == block % tiles.down.columns == 0, "a tile's columns share one scale"
+    stages = fitting_stages(tile.stages, 128 * (tile.rows + 2 * tile.columns), x.device)
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
         values, scales, up.weight, up.scale, hidden, hidden_scale, ids, *grouping, scales.stride(-1),
         *extras.activation,
-        FIXED=Fixed(*fixed, static, quantize, _TYPES[x.dtype], tile.columns, tile.stages, 1), ROWS=tile.rows,
+        FIXED=Fixed(*fixed, static, quantize, _TYPES[x.dtype], tile.columns, stages, 1), ROWS=tile.rows,
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     if not block:  # each program of the down product would do it again for its columns
         hidden, hidden_scale = quantize_inputs_triton(hidden, down.input_scale, block=0)
     tile = tiles.down
+    stages = fitting_stages(tile.stages, 128 * (tile.rows * hidden.element_size() + tile.columns), x.device)
     _fp8_down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
         hidden, hidden_scale, down.weight, down.scale, out, ids, *grouping,
-        FIXED=Fixed(*fixed, down_static, quantize, _TYPES[x.dtype], tile.columns, tile.stages, tile.span),
+        FIXED=Fixed(*fixed, down_static, quantize, _TYPES[x.dtype], tile.columns, stages, tile.span),
         ROWS=tile.rows, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return out
