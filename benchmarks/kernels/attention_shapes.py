@@ -71,7 +71,13 @@ else:
 
 
 def measure(name: str, new: list[int], context: int, fp8: bool, *, compile_only: bool) -> dict[str, Any]:
-    """One case: ``new`` tokens of each sequence behind ``context`` tokens; ``fp8``: the cache is in e4m3."""
+    """Time one batch.
+
+    Args:
+        new: this step's tokens of each sequence.
+        context: tokens before them in the cache.
+        fp8: the cache is in e4m3.
+    """
     attention.MODELS[name] = HEADS[name]
     query_heads, key_heads, dim = HEADS[name]
     lens = [n + context for n in new]

@@ -1,11 +1,11 @@
 """Experts of published models on the GPU, beside the floor: ``python -m benchmarks.kernels.expert_shapes``.
 
-Job: the time of the experts of models that no tile was tuned for, by number of tokens. They are in bfloat16, or in FP8
-with a scale for each row and token (``fp8``, as ``--quantization fp8`` makes them) or for each block of 128 x 128
-(``block``, as most published checkpoints have). Owns: the sizes, which are those of published configs. ``--tiles`` also
-times other tiles: of each number of rows one product's tiles with the first of the other's, then the best of both.
-``--compile`` runs every
-kernel once, so that several processes fill the cache of kernels before one of them measures.
+Job: the time of the experts of models that no tile was tuned for, by number of tokens. ``--format`` names their
+weights: ``bf16``; ``fp8`` with a scale for each row, as ``--quantization fp8`` makes them; ``block`` with a scale for
+each block of 128 x 128, as most published FP8 checkpoints have. Owns: the sizes, which are those of published configs.
+``--tiles`` also times other tiles. With each number of rows, the tiles of one product are timed beside the first tile
+of the other product, and then the best two together. ``--compile`` runs every kernel once, so that several processes
+fill the cache of kernels before one of them measures.
 ``$OUT/expert-shapes-FORMAT-h200.json`` holds the times. Without a GPU tiny experts are rehearsed under the interpreter.
 """
 

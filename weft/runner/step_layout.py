@@ -74,7 +74,7 @@ class LayoutRules:
             num_samples=int(sampled.sum()),
             query_len=query_len,
             may_have_media=self.reads_images and any(r.media for r in requests),
-            num_begun=int((first == 0).sum()),
+            num_begun=len(requests) - int(np.count_nonzero(first)),
         )
         return StepLayout(requests, shape, rows, first, counts, seq_lens, sampled, bounds, chunks)
 

@@ -37,7 +37,7 @@ if GLUON_IS_KNOWN:
 
 _PAGE = 16
 _HEAD_DIMS = (64, 128, 256)
-"""Sizes of a head that the prefill kernel takes; others are padded."""
+"""Columns of a head in the pages, as many as a tile of the prefill kernel has."""
 
 _ROWS_EACH = 128
 """Least rows per sequence that does not decode. A program of the prefill kernel has so many rows of one head."""
@@ -178,6 +178,7 @@ def expanded_latent_attention_triton(own, of_shared, entries, k, v, batch, *, sc
         num_seqs, batch.num_decodes, own.stride(0), own.stride(1), of_shared.stride(0), of_shared.stride(1),
         shared.stride(0), SIZES=sizes, num_warps=4, **early_launch(device),
     )  # fmt: skip
+    del keys, values  # their memory is free for what follows: the largest step of a start may not have come here
     attended = own.new_empty(num_rows, heads, v_width)
     batch = replace(batch, seq_lens=lengths, page_table=page_table)
     launch_prefill_hopper(AttentionCall(q, k_pages, v_pages, batch, scale, attended), skip_decodes=False)

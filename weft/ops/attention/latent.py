@@ -34,10 +34,10 @@ _MANY_ROWS = 1024
 """Least rows (tokens times heads) for which tiles hold several tokens."""
 
 _MOST_KEYS = 64
-"""Most keys of a tile. On Hopper many rows have as many if two such tiles fit in shared memory with the rows: 4,096
-tokens of Kimi-Linear take 2,127 us on an H200, with half as many keys 2,885 (``kernels-latent-64-keys-h200.json``,
-``kernels-latent-h200.json``). For Blackwell the compiler asks for more memory than there is. A fixed order of sums
-keeps the keys of decodes."""
+"""Most keys of a tile. On Hopper many rows have as many if two such tiles fit in shared memory with the rows. On an
+H200, Kimi-Linear then takes 2,126 us for 4,096 tokens (``kernels-latent-h200.json``). With half as many keys it takes
+2,885 (``kernels-latent-32-keys-h200.json``). For Blackwell the compiler asks for more memory than there is. A fixed
+order of sums keeps the keys of decodes."""
 
 _FIXED_SPLIT = 256
 """Tokens of the shortest split where the order of sums follows from a token's position alone (``split_of``)."""

@@ -255,9 +255,8 @@ def _prefill_hopper_kernel(
     q, k_source, v_source, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
     scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_table,
     DIM: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SHARED: gl.constexpr, SINKS: gl.constexpr, WIDENED: gl.constexpr, SCALED: gl.constexpr,
-    EARLY: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, SINKS: gl.constexpr, WIDENED: gl.constexpr,
+    SCALED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """``DIM``: of a head; ``HEAD_DIM``: the same in a tile, 64, 128 or 256. What a tile has beyond are zeros in the
     queries, and in keys and values the next head's numbers, which meet these zeros or columns that nobody stores."""
@@ -350,8 +349,8 @@ def block_tokens(group: int) -> int:
 def takes(q: Tensor, k_cache: Tensor) -> bool:
     """Whether the kernel supports these tensors.
 
-    It runs on compute capability 9, for queries in bfloat16 over a cache in bfloat16 or e4m3, with heads of 48
-    to 256, a multiple of 16, and groups of up to 64. Pages divide a tile and are whole swizzle patterns (8 rows).
+    It runs on compute capability 9, for queries in bfloat16 over a cache in bfloat16 or e4m3. Heads have 48 to 256
+    dimensions, a multiple of 16, and groups up to 64 heads. Pages divide a tile and are whole swizzles (8 rows).
     """
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     return (
@@ -381,7 +380,7 @@ def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared:
     blocks = num_rows // tokens + (num_seqs if batch.mixed is None else batch.mixed.max_prefills) + 1
     is_widened, tile_dim = k_cache.dtype == E4M3, _tile_dim(head_dim)
     keys, stages = _tiles(head_dim, is_shared, is_widened)
-    stages += v_dim < head_dim
+    stages += v_dim < head_dim  # narrower values leave room for one more
     k_source, v_source = k_cache, v_cache
     if not is_widened:
         k_source, v_source = (
