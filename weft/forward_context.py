@@ -129,7 +129,9 @@ class Batch:
         mixed: real sizes on the device, in a captured graph that serves any mixture of decodes and prefills; None
             otherwise.
         logits_rows: set if the model returns the hidden states of these rows alone; None: of all rows.
-        num_begun: sequences that begin in this step; None where the host does not know.
+        num_prefill_keys: tokens after this step of all sequences that do not decode, and
+        least_chunk: fewest tokens in this step of a sequence that neither decodes nor begins, or ``num_tokens`` without
+            such a sequence; both None where the host does not know.
     """
 
     num_tokens: int
@@ -149,7 +151,8 @@ class Batch:
     verification: Verification | None = None
     may_have_media: bool = False
     logits_rows: LogitsRows | None = None
-    num_begun: int | None = None
+    num_prefill_keys: int | None = None
+    least_chunk: int | None = None
 
     @property
     def chunk_table(self) -> ChunkTable:

@@ -17,33 +17,43 @@ from tests.whole import unless_long
 from weft import LLM
 from weft.forward_context import Batch
 from weft.layers import latent_attention
-from weft.ops.attention import expanded_latent_attention
+from weft.ops.attention import Expansion, expanded_latent_attention
 from weft.ops.backend import Backend
 
 LATENT = ["KimiLinearForCausalLM", "BailingHybridForCausalLM"]
 GLM = "Glm5NextForConditionalGeneration"
-LEAST = 8
+LEAST, PAYS = 8, 12
 
 
 @pytest.fixture
-def expanded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Have few rows expanded, by the reference. Holds for each call whether all sequences began."""
-    calls: list[bool] = []
+def expanded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Have few rows expanded, by the reference. Holds for each call whether the host knows that no sequence is left for
+    the absorbed form but those that decode, and whether any does."""
+    calls: list[tuple[bool, bool]] = []
 
-    def expands(own: Tensor, shared_dim: int, value_dim: int, batch: Batch, **_: Any) -> bool:
-        return own.shape[0] >= LEAST and batch.num_begun != 0 and batch.max_query_len > 1
+    def plan(own: Tensor, shared_dim: int, value_dim: int, batch: Batch, **_: Any) -> Expansion | None:
+        if own.shape[0] < LEAST or batch.max_query_len == 1 or batch.verification is not None:
+            return None
+        query_lens, decodes = batch.cu_seqlens_q.diff(), batch.num_decodes
+        if batch.mixed is not None:
+            decodes = batch.mixed.counts[2]  # type: ignore[assignment]
+        pays = (query_lens == batch.seq_lens) | (query_lens >= PAYS)
+        chosen = pays & (torch.arange(len(query_lens)) >= decodes)
+        is_whole = batch.mixed is None and batch.least_chunk is not None and batch.least_chunk >= PAYS
+        return Expansion(batch.seq_lens * chosen, torch.where(chosen, query_lens, batch.seq_lens), is_whole)
 
-    def noted(*args: Any, others: Tensor | None, **options: Any) -> Tensor:
-        calls.append(others is None)
-        return expanded_latent_attention(*args, others=others, **options)
+    def noted(*args: Any, **options: Any) -> Tensor:
+        batch, expansion = args[-2:]
+        calls.append((expansion.is_whole, batch.num_decodes > 0))
+        return expanded_latent_attention(*args, **options)
 
-    monkeypatch.setattr(latent_attention, "expands_latents", expands)
+    monkeypatch.setattr(latent_attention, "plan_expansion", plan)
     monkeypatch.setattr(latent_attention, "expanded_latent_attention", noted)
     return calls
 
 
 @pytest.mark.parametrize("arch", LATENT)
-def test_prompts_chunks_and_decodes_in_one_step(arch: str, tmp_path: Path, expanded: list[bool]) -> None:
+def test_prompts_chunks_and_decodes_in_one_step(arch: str, tmp_path: Path, expanded: list[tuple[bool, bool]]) -> None:
     harness, reference = Harness(make_checkpoint(arch, tmp_path)), make_model(arch)
     first, second, third = (harness.sequence(prompt(n)) for n in (60, 45, 30))
     steps = [[(first, 33)], [(first, 20), (second, 40)], [(second, 1), (first, 6), (third, 29)]]
@@ -52,13 +62,13 @@ def test_prompts_chunks_and_decodes_in_one_step(arch: str, tmp_path: Path, expan
         for (sequence, count), start, logits in zip(step, starts, harness.run(step), strict=True):
             want = reference_logits(reference, sequence.tokens)[start : start + count]
             assert (logits[-count:] - want[-len(logits) :]).abs().max() < 1e-4
-    assert expanded and not any(expanded), "the harness does not say how many begin"
+    assert expanded and not any(is_whole for is_whole, _ in expanded), "the harness does not say what the host knows"
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
 @pytest.mark.parametrize("arch", unless_long(LATENT[:1], LATENT))
 def test_the_engine_answers_as_with_the_absorbed_form(
-    arch: str, mode: str, tmp_path: Path, expanded: list[bool], monkeypatch: pytest.MonkeyPatch
+    arch: str, mode: str, tmp_path: Path, expanded: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps in graphs of any mixture, chunks, and prefixes that are found again."""
     folder = str(make_checkpoint(arch, tmp_path))
@@ -73,7 +83,8 @@ def test_the_engine_answers_as_with_the_absorbed_form(
             return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
     got = answers()
-    assert {True, False} == set(expanded), "steps of prompts alone, and others"
+    kinds = {(False, False)} if mode == "FULL" else {(True, False), (True, True), (False, True)}
+    assert kinds <= set(expanded), "steps of prompts alone, beside decodes, and with short chunks"
     monkeypatch.undo()
     count = len(expanded)
     assert answers() == got and len(expanded) == count
@@ -95,23 +106,24 @@ def both_forms(arch: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **optio
     make_checkpoint(arch, folder, max_position_embeddings=1024, **sizes)
     called: list[Any] = []
 
-    def noted(*args: Any, **others: Any) -> Tensor:
+    def noted(*args: Any, **options: Any) -> Tensor:
         called.append(args)
-        return expanded_latent_attention(*args, **others)
+        return expanded_latent_attention(*args, **options)
 
     def logits() -> list[Tensor]:
         harness = Harness(folder, num_pages=200, **options)
         first, second = harness.sequence(prompt(900)), harness.sequence(prompt(610))
-        return [*harness.run([(first, 600)]), *harness.run([(first, 20), (second, 610)])]
+        steps = [[(first, 600)], [(first, 20), (second, 610)], [(first, 280)]]
+        return [row for step in steps for row in harness.run(step)]
 
     monkeypatch.setattr(latent_attention, "expanded_latent_attention", noted)
     got = logits()
-    assert called, "the step is large enough"
-    monkeypatch.setattr(latent_attention, "expands_latents", lambda *_, **__: False)
+    assert len(called) % 3 == 0 and called, "the steps are large enough"
+    monkeypatch.setattr(latent_attention, "plan_expansion", lambda *_, **__: None)
     return [(a.float().cpu(), b.float().cpu()) for a, b in zip(got, logits(), strict=True)]
 
 
-def test_attention_over_a_selection_is_left_alone(tmp_path: Path, expanded: list[bool]) -> None:
+def test_attention_over_a_selection_is_left_alone(tmp_path: Path, expanded: list[tuple[bool, bool]]) -> None:
     harness = Harness(make_checkpoint(GLM, tmp_path))
     harness.run([(harness.sequence(prompt(30)), 30)])
     assert not expanded

@@ -13,6 +13,7 @@ from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
 from tests.mutation.convolutional_attention import CONVOLUTIONAL_ATTENTION
 from tests.mutation.determinism import DETERMINISM
 from tests.mutation.doors import DOORS
+from tests.mutation.expanded_latents import EXPANDED_LATENTS
 from tests.mutation.fields_and_figures import FIELDS_AND_FIGURES
 from tests.mutation.heads_and_scales import HEADS_AND_SCALES
 from tests.mutation.mutant import mutant as _mutant
@@ -506,6 +507,7 @@ MUTANTS = (
     *ROWS_AND_RESPONSES,
     *DOORS,
     *HEADS_AND_SCALES,
+    *EXPANDED_LATENTS,
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,
     *TIERS,

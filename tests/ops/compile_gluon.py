@@ -21,7 +21,7 @@ from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
 from weft.forward_context import Batch, ChunkTable, MixedBatch
-from weft.ops.attention import AttentionCall
+from weft.ops.attention import AttentionCall, expanded_latent_hopper
 from weft.ops.attention import decode as attention_decode
 from weft.ops.attention import decode_hopper as attention_decode_hopper
 from weft.ops.attention.prefill_hopper import launch_prefill_hopper
@@ -47,7 +47,7 @@ from weft.ops.triton.launch import launches_handled
 
 def launch(
     num_heads: int, num_kv_heads: int, head_dim: int, *, num_rows: int = 600, is_mixture: bool = False,
-    has_sinks: bool = False, dtype: torch.dtype = torch.bfloat16, v_dim: int = 0,
+    has_sinks: bool = False, dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
     q = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(3, 16, num_kv_heads, head_dim, dtype=dtype)
@@ -59,9 +59,27 @@ def launch(
     )  # fmt: skip
     sinks = torch.zeros(num_heads, dtype=torch.bfloat16) if has_sinks else None
     v_scale = torch.ones(1) if dtype == E4M3 else None
-    values, out = cache[..., : v_dim or head_dim].contiguous(), q[..., : v_dim or head_dim].contiguous()
-    call = AttentionCall(q, cache, values, batch, 0.1, out, sinks, v_scale)
+    call = AttentionCall(q, cache, cache, batch, 0.1, torch.zeros_like(q), sinks, v_scale)
     launch_prefill_hopper(call, skip_decodes=True)
+
+
+def launch_expanded() -> None:
+    """A prefill of Kimi-Linear behind a context: the plan, the expansion and attention over it."""
+    numbers = torch.zeros(17, dtype=torch.int32)
+    batch = Batch(
+        num_tokens=600, num_seqs=1, num_decodes=0, max_query_len=600, max_seq_len=9000, positions=numbers,
+        slot_mapping=numbers, cu_seqlens_q=numbers[:2], seq_lens=numbers[:1], page_table=numbers[None],
+        state_slots=numbers[:1],
+    )  # fmt: skip
+    q, cache = torch.zeros(600, 32, 192).bfloat16(), torch.zeros(3, 16, 576).bfloat16()
+    own, of_shared = q.split([128, 64], dim=-1)
+    expansion = expanded_latent_hopper.plan_on_hopper(own, 64, 128, batch)
+    assert expansion is not None
+    weight = torch.zeros(32, 128, 512).bfloat16()
+    out = torch.zeros(600, 32, 128).bfloat16()
+    expanded_latent_hopper.expanded_latent_attention_triton(
+        own, of_shared, cache, weight, weight, batch, expansion, scale=0.1, out=out
+    )
 
 
 def launch_decodes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -206,6 +224,7 @@ def usage(kernel: Any) -> dict[str, Any]:
 def main() -> None:
     driver.set_active(AbsentGpu())
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
+    expanded_latent_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
     compiled: list[Any] = []
 
     def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -218,7 +237,7 @@ def main() -> None:
         launch(16, 8, 128, num_rows=2048, is_mixture=True)
         launch(16, 2, 256)
         launch(64, 8, 64, has_sinks=True)
-        launch(32, 32, 256, v_dim=128)
+        launch_expanded()
         launch(16, 8, 128, dtype=E4M3)
         launch(16, 8, 128, num_rows=2048, dtype=E4M3)
         launch(16, 2, 256, dtype=E4M3)

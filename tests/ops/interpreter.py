@@ -41,7 +41,10 @@ if DEVICE == "cpu":
 
     def _dot_of_float64(self, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore[no-untyped-def]
         """On some processors a row of NumPy's product in float32 has other bits at another place in its block. A matrix
-        unit has no such places. Sums in float64 round to the same float32 wherever a row lies."""
+        unit has no such places. Sums in float64 round to the same float32 wherever a row lies. Triton multiplies the
+        bits of bfloat16 as integers."""
+        if a.dtype.name == b.dtype.name == "bf16":
+            a, b = (TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) for x in (a, b))
         wide = TensorHandle(d.data.astype(np.float64), tl.float64) if d.data.dtype == np.float32 else d
         product = _create_dot(self, a, b, wide, input_precision, max_num_imprecise_acc)
         return TensorHandle(product.data.astype(d.data.dtype, copy=False), d.dtype.scalar)

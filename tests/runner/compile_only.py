@@ -102,9 +102,10 @@ def compile_few(known: set[str]) -> None:
 
 
 def random_step(rng: random.Random, state_slot: int) -> Any:
-    """Up to 18 decodes and 3 prefills."""
+    """Up to 18 decodes and 3 prefills, of which some continue."""
     decodes = [(rng.choice([1, 5, 63, 64, 255, rng.randint(1, 1000)]), 1) for _ in range(rng.choice([0, 1, 2, 7, 18]))]
-    prefills = [(0, rng.choice([1, 2, 3, 16, 17, 65, 130, 210])) for _ in range(rng.randint(0, 3))]
+    lengths = [rng.choice([1, 2, 3, 16, 17, 65, 130, 210]) for _ in range(rng.randint(0, 3))]
+    prefills = [(rng.choice([0, 0, 64, 300]) if length > 1 else 0, length) for length in lengths]
     return warmup.step(decodes + prefills or [(0, 1)], state_slot, rng.choice(warmup.SAMPLERS))
 
 

@@ -70,6 +70,25 @@ def test_chunks_do_not_depend_on_how_a_prefill_is_split() -> None:
     assert split - whole == {210}
 
 
+def test_what_the_host_knows_of_prefills() -> None:
+    """Of sequences that do not decode: all their tokens, and the shortest chunk of those that continue."""
+    table, builder = make(4)
+    for row in range(4):
+        table.add(NewRequest(row, array("I", [7] * 90), 90, RowSampling()))
+
+    def known(*sequences: tuple[int, int]) -> tuple[int | None, int | None]:
+        requests = [
+            ScheduledRequest(row, start, count, [row + 1] * 6, row + 1, False)
+            for row, (start, count) in enumerate(sequences)
+        ]
+        batch = build(table, builder, requests).batch
+        return batch.num_prefill_keys, batch.least_chunk
+
+    assert known((20, 1), (30, 40), (60, 25), (0, 3)) == (158, 25)
+    assert known((20, 1), (0, 40), (0, 3)) == (43, 44), "none continues"
+    assert known((20, 1)) == (0, 1)
+
+
 def test_mixed_batch() -> None:
     table, builder = make()
     table.add(NewRequest(3, array("I", [7] * 20), 20, RowSampling()))

@@ -26,6 +26,7 @@ from weft.executor.rank import Rank
 from weft.forward_context import cache_tensors
 from weft.layers.context import ModelContext
 from weft.models.registry import create_model
+from weft.ops.backend import Backend
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner import memory_plan
 from weft.runner.memory import allocate_caches, largest_that_fits
@@ -87,6 +88,25 @@ def test_ever_smaller_steps_are_tried() -> None:
 
 def _raise(error: Exception) -> str:
     raise error
+
+
+@pytest.mark.parametrize(("arch", "expands"), [("KimiLinearForCausalLM", True), ("Qwen3NextForCausalLM", False)])
+def test_a_step_has_memory_for_expanded_latents(
+    arch: str, expands: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measured steps have no context, so that memory is added; on devices with that kernel."""
+    config = resolve(model=str(make_checkpoint(arch, tmp_path)), skip_tokenizer_init=True)
+    runner = ModelRunner(config)
+    asked: list[Backend] = []
+
+    def expansion_bytes(device: torch.device, *, backend: Backend) -> int:
+        asked.append(backend)
+        return 5 * MIB
+
+    monkeypatch.setattr(memory_plan, "peak_bytes", lambda run, device: MIB)
+    monkeypatch.setattr(memory_plan, "expansion_bytes", expansion_bytes)
+    assert memory_plan._measure_step_bytes(runner) == MIB + expands * 5 * MIB
+    assert asked == [Backend.TORCH] * expands
 
 
 def test_a_start_with_too_large_a_step_clamps_it_and_says_so(

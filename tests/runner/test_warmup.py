@@ -171,6 +171,18 @@ def test_the_walk_meets_every_kernel_of_later_steps(cache: str, tmp_path: Path) 
 
 
 @takes_long
+def test_the_walk_meets_both_forms_of_latent_attention(tmp_path: Path) -> None:
+    """Prefills over expanded latents, absorbed ones, and both in a step. Nothing is compiled, only asked for."""
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    folder = make_checkpoint("KimiLinearForCausalLM", tmp_path / "bf16", max_position_embeddings=1024, **sizes)
+    hopper = "expanded_latent_hopper._plan", "expanded_latent_hopper._expand", "prefill_hopper._prefill_hopper"
+    known = [FAMILIES["hybrid"].kernels, FAMILIES["Kimi"].kernels, *(f"attention.{name}_kernel" for name in hopper)]
+    names = kernels_at_start(tmp_path / "triton", str(folder), "", "1", "auto", "", " ".join(known))
+    for kernel in ("_plan_kernel", "_expand_kernel", "_latent_attention_kernel"):
+        assert any(kernel in name for name in names) or not GLUON_IS_KNOWN
+
+
+@takes_long
 def test_the_walk_of_a_rank_meets_every_kernel_of_later_steps(warm_folder: Path) -> None:
     """The same in bfloat16 with drafts of the model's own head, as one of two ranks."""
     names = kernels_at_start(warm_folder / "triton", str(warm_folder / "bf16"), *WITH_HEAD)

@@ -33,7 +33,7 @@ class BatchDescriptor(msgspec.Struct, frozen=True):
         padded: True if rows beyond the real ones are present; their number is then known to the device only.
         is_mixed: True if also the number of decodes is known to the device only.
         query_len: tokens of every sequence where all verify equally many drafts, 0 otherwise.
-        may_have_media, num_begun: as in ``Batch``.
+        may_have_media, num_prefill_keys, least_chunk: as in ``Batch``.
     """
 
     num_tokens: int
@@ -47,7 +47,8 @@ class BatchDescriptor(msgspec.Struct, frozen=True):
     is_mixed: bool = False
     query_len: int = 0
     may_have_media: bool = False
-    num_begun: int | None = None
+    num_prefill_keys: int | None = None
+    least_chunk: int | None = None
 
     @property
     def is_decode(self) -> bool:

@@ -1,9 +1,11 @@
 """Latent attention (MLA, arXiv 2405.04434), absorbed: full attention in Kimi-Linear and Ling 3.0.
 
 Job: project, normalise, rotate and store the latent, bring queries into its space, attend there, bring values back,
-gate the heads. Prompts of many tokens are attended over expanded latents instead, where that is faster. Owns: the
-layer's projections. Does not know: who allocated the pages; it finds its cache by its own name in the forward context.
+gate the heads. Prefills of many tokens attend over expanded latents instead, where that is faster. Owns: the layer's
+projections. Does not know: who allocated the pages; it finds its cache by its own name in the forward context.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLi
 from weft.layers.norm import RMSNorm
 from weft.layers.weight import WeightLayout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
 from weft.ops.activation import gate_heads
-from weft.ops.attention import expanded_latent_attention, expands_latents, latent_attention, store_latents
+from weft.ops.attention import Expansion, expanded_latent_attention, latent_attention, plan_expansion, store_latents
 from weft.ops.backend import Backend
 from weft.ops.linear import head_linear
 from weft.ops.rotary import apply_rotary
@@ -119,22 +121,39 @@ class LatentAttention(PagedAttention):
             of_shared, shared = _rotate_pairs(of_shared, shared, batch.positions, self._cos_sin)
         entries = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
         store_latents(entries, cache, batch.slot_mapping)
-        expands = self._sees_all and expands_latents(
-            own, geometry.shared_dim, geometry.value_dim, batch, backend=self._backend
-        )
-        values: Tensor | None = None
-        if not (expands and batch.num_begun == batch.num_seqs):
-            attended = self.attend_latents(self._absorb(own, of_shared), cache, batch, skips_begun=expands)
+        expansion: Expansion | None = None
+        if self._sees_all:
+            expansion = plan_expansion(own, geometry.shared_dim, geometry.value_dim, batch, backend=self._backend)
+        if expansion is None:
+            attended = self.attend_latents(self._absorb(own, of_shared), cache, batch)
             values = self._by_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2))
-        if expands:
+        else:
+            values = own.new_empty(*own.shape[:2], geometry.value_dim)
+            self._attend_others(own, of_shared, cache, batch, expansion, values)
             k, v = (self.kv_b_proj.get_parameter(name) for name in "kv")
-            values = expanded_latent_attention(
-                own, of_shared, entries, k, v, batch, scale=self._scale, others=values, backend=self._backend
+            expanded_latent_attention(
+                own, of_shared, cache, k, v, batch, expansion, scale=self._scale, out=values, backend=self._backend
             )
-        assert values is not None
         if gates:
             values = gate_heads(values, gate, backend=self._backend)
         return values.flatten(1)
+
+    def _attend_others(
+        self, own: Tensor, of_shared: Tensor, cache: Tensor, batch: Batch, expansion: Expansion, out: Tensor
+    ) -> None:
+        """Attend from the sequences that are not expanded, absorbed. Where the host knows these, other rows take no
+        part."""
+        skips_begun = not expansion.is_whole
+        if skips_begun:
+            batch = replace(batch, seq_lens=expansion.seq_lens)
+        elif batch.num_decodes:
+            batch = _leading_decodes(batch)
+            own, of_shared, out = (x[: batch.num_tokens] for x in (own, of_shared, out))
+        else:
+            return
+        attended = self.attend_latents(self._absorb(own, of_shared), cache, batch, skips_begun=skips_begun)
+        v = self.kv_b_proj.get_parameter("v").transpose(1, 2)
+        torch.bmm(attended.transpose(0, 1), v, out=out.transpose(0, 1))
 
     def _absorb(self, own: Tensor, of_shared: Tensor) -> Tensor:
         """Queries ``[T, H, rank + shared_dim]`` of latents: the product writes to its columns, unless rows have to be
@@ -155,6 +174,17 @@ class LatentAttention(PagedAttention):
         """``[T, H, entry] -> [T, H, rank]`` over each token's sequence. See ``latent_attention``."""
         rank, scale, backend = self._geometry.rank, self._scale, self._backend
         return latent_attention(q, latents, batch, rank=rank, scale=scale, skips_begun=skips_begun, backend=backend)
+
+
+def _leading_decodes(batch: Batch) -> Batch:
+    """The sequences of a batch that decode, alone."""
+    count = batch.num_decodes
+    return replace(
+        batch, num_tokens=count, num_seqs=count, max_query_len=1, positions=batch.positions[:count],
+        slot_mapping=batch.slot_mapping[:count], cu_seqlens_q=batch.cu_seqlens_q[: count + 1],
+        seq_lens=batch.seq_lens[:count], page_table=batch.page_table[:count], state_slots=batch.state_slots[:count],
+        chunks=None,
+    )  # fmt: skip
 
 
 def _rotate_pairs(q: Tensor, shared: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

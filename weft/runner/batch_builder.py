@@ -243,7 +243,8 @@ class BatchBuilder:
             token_count=device("counts", 1) if shape.padded else None,
             verification=self._verification(shape) if shape.query_len else None,
             may_have_media=shape.may_have_media,
-            num_begun=shape.num_begun,
+            num_prefill_keys=shape.num_prefill_keys,
+            least_chunk=shape.least_chunk,
             mixed=MixedBatch(device("counts", 3), device("decode_slots", shape.num_seqs), MAX_PREFILLS)
             if shape.is_mixed
             else None,

@@ -55,7 +55,8 @@ def rows_of(batch: Batch, shape: BatchDescriptor, buffers: StepBuffers, one_each
         token_count=counts[:1] if batch.token_count is not None else None,
         mixed=mixed,
         may_have_media=False,
-        num_begun=None,
+        num_prefill_keys=None,
+        least_chunk=None,
     )
     return LogitsRows(indices, alone)
 

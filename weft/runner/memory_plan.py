@@ -13,6 +13,7 @@ import torch
 from weft.cache.plan import CachePlan, mib, plan_for
 from weft.errors import CapacityError
 from weft.messages import RowSampling
+from weft.ops.attention import expansion_bytes
 from weft.runner.memory import GRAPH_BYTES, gpu_cache_budget, largest_that_fits, peak_bytes
 from weft.runner.starting import StartingRunner
 from weft.runner.warmup import StepLimits, step
@@ -92,6 +93,9 @@ def _measure_step_bytes(runner: StartingRunner) -> int:
     """Return the device memory that the largest steps take besides weights and caches."""
     peak = peak_bytes(partial(run_largest_steps, runner), runner.device)
     runner.drop_steps()
+    # No step of these has enough tokens behind a context for latents to be expanded.
+    if any(tensor.name == "latent" for layer in runner.spec.layers.values() for tensor in layer.paged):
+        peak += expansion_bytes(runner.device, backend=runner._backend)
     return peak
 
 

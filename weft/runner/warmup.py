@@ -94,6 +94,9 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
         yield step([(0, length)], state_slot)
         if limits.max_num_seqs > 1 and length < limits.max_num_batched_tokens and limits.max_model_len > 1:
             yield step([(1, 1), (0, length)], state_slot)
+    if limits.max_num_seqs > 1 and longest > 2 and limits.max_model_len > 2:
+        # Latent attention takes both of its forms here: the chunk of two tokens behind a context stays absorbed.
+        yield step([(1, 2), (0, longest - 2)], state_slot)
     full = min(limits.max_num_seqs, limits.max_num_batched_tokens // longest)
     if full > 1:  # more tokens than one sequence can bring
         yield step([(0, longest)] * full, state_slot)

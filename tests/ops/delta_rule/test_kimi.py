@@ -260,6 +260,21 @@ def test_latent_attention_kernel(
     assert (got[sum(query) :] == 0).all() and (want[sum(query) :] == 0).all()
 
 
+def test_more_heads_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = latent._MOST_HEADS
+    monkeypatch.setattr(latent, "_MOST_HEADS", 3)
+    launched = []
+    launch = latent._launch
+
+    def noted(q: Tensor, *given: Any, **options: Any) -> None:
+        launched.append(q.shape[1])
+        launch(q, *given, **options)
+
+    monkeypatch.setattr(latent, "_launch", noted)
+    test_latent_attention_kernel((5, 40, 6), torch.float32, [1, 12, 7], [9, 3, 0], 1)
+    assert launched == [3, 2] and most == 64
+
+
 @pytest.mark.parametrize("sizes", LATENTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_latent_attention_of_a_verification(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Causal softmax attention over a paged cache, of keys and values or of latents, and the writes to that cache.
 
 Job: read each sequence's pages and attend, prefill and decode in one call; store keys, values and latents; copy pages.
-Latents of a step's own tokens may be expanded to keys and values instead of being read.
+Latents may be expanded to keys and values of every head, which takes fewer operations for many query tokens.
 Owns: the layouts ``[num_pages, page_size, Hkv, D]`` of keys and values and ``[num_pages, page_size, P]`` of latents
 (MLA, arXiv 2405.04434, absorbed), and the meaning of a slot (``page * page_size + offset``). Does not know: who owns a
 page, how queries are absorbed, or what a layer is.
@@ -282,10 +282,10 @@ def latent_attention(
         latents: ``[num_pages, page_size, P]`` in q's dtype, P a multiple of 8 and at least E; this step's are written.
         batch: says which tokens form which sequence and where their pages are.
         rank: columns of an entry that are its value.
-        skips_begun: the results of sequences that begin in this step are not used, and may be anything finite.
+        skips_begun: the results of sequences that begin in this step and of padding rows are not used.
 
     Returns:
-        ``[T, H, rank]`` in q's dtype; padding rows are zero.
+        ``[T, H, rank]`` in q's dtype; padding rows are zero. Rows that are not used may be anything.
     """
     # Attention with one key head, whose values are its keys.
     if batch.mixed is not None:
@@ -297,59 +297,94 @@ def latent_attention(
     return paged_attention.reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
 
 
-EXPANDED_ROWS = 512
+EXPANDED_ROWS = 128
 """Least rows of a step whose latents are expanded."""
 
+EXPANDED_BYTES = 640 << 20
+"""Most memory for expanded keys and values at a time. 32,768 tokens of Kimi-Linear take as much with all 32 heads."""
 
-def expands_latents(own: Tensor, shared_dim: int, value_dim: int, batch: Batch, *, backend: Backend) -> bool:
-    """Whether ``expanded_latent_attention`` takes the sequences of a batch that begin in this step.
 
-    Args:
-        own: ``[T, H, key_dim]``, as there.
+class Expansion(NamedTuple):
+    """The sequences of a step whose latents are expanded, chosen on the device.
+
+    Attributes:
+        lengths: ``[S]`` int32, lengths of these sequences after this step; 0 for all other sequences.
+        seq_lens: ``[S]`` int32, the batch's, except that these sequences have as many tokens as queries: with
+            ``skips_begun``, ``latent_attention`` leaves them out.
+        is_whole: the host knows that every sequence that does not decode is expanded.
+        places: the kernel's own: where keys and values go.
+    """
+
+    lengths: Tensor
+    seq_lens: Tensor
+    is_whole: bool
+    places: tuple[Tensor, ...] = ()
+
+
+def plan_expansion(own: Tensor, shared_dim: int, value_dim: int, batch: Batch, *, backend: Backend) -> Expansion | None:
+    """Choose the sequences whose latents ``expanded_latent_attention`` expands; None if it would take none.
+
+    Every sequence that begins in this step is chosen. A sequence with a context is chosen if it has many tokens in this
+    step. The choice depends on the other sequences of the step, so invariant backends expand none. ``own``: ``[T, H,
+    key_dim]``.
     """
     if backend is not Backend.TRITON or own.shape[0] < EXPANDED_ROWS or batch.verification is not None:
-        return False
-    from weft.ops.attention.expanded_latent_hopper import takes
+        return None
+    from weft.ops.attention.expanded_latent_hopper import plan_on_hopper
 
-    return takes(own, shared_dim, value_dim, batch)
+    return plan_on_hopper(own, shared_dim, value_dim, batch)
+
+
+def expansion_bytes(device: torch.device, *, backend: Backend) -> int:
+    """Return the most memory that expanded keys and values take on a device."""
+    if backend is not Backend.TRITON:
+        return 0
+    from weft.ops.attention.expanded_latent_hopper import runs_gluon
+
+    return EXPANDED_BYTES if runs_gluon(device) else 0
 
 
 @with_kernel("weft.ops.attention.expanded_latent_hopper")
 def expanded_latent_attention(
-    own: Tensor, of_shared: Tensor, entries: Tensor, k: Tensor, v: Tensor, batch: Batch, *, scale: float,
-    others: Tensor | None = None, backend: Backend,
+    own: Tensor, of_shared: Tensor, latents: Tensor, k: Tensor, v: Tensor, batch: Batch, expansion: Expansion, *,
+    scale: float, out: Tensor, backend: Backend,
 ) -> Tensor:  # fmt: skip
-    """Latent attention of the sequences that begin in this step, over keys and values of every head.
+    """Latent attention of the sequences of an expansion, over keys and values of every head.
 
-    A head's key is its product with the latent, and the part that all heads share. It takes fewer operations than the
-    absorbed form, but each token's keys and values have to be computed, so earlier tokens would cost much.
+    A head's key is its product with the latent, and the part that all heads share.
 
     Args:
         own: ``[T, H, key_dim]``, queries as they are projected.
         of_shared: ``[T, H, shared_dim]``, queries of the shared part.
-        entries: ``[T, rank + shared_dim]``, this step's latents and shared parts.
+        latents: ``[num_pages, page_size, P]`` in own's dtype, P a multiple of 8; this step's are written.
         k, v: ``[H, key_dim, rank]`` and ``[H, value_dim, rank]``, contiguous.
-        batch: says which tokens form which sequence.
-        others: ``[T, H, value_dim]``, results of all other rows; None: every sequence begins in this step.
-
-    Returns:
-        ``[T, H, value_dim]`` in own's dtype. Padding rows are those of ``others``, or zero.
+        batch: says which tokens form which sequence and where their pages are.
+        out: ``[T, H, value_dim]`` in own's dtype, contiguous, with the results of all other rows. It is written to and
+            returned; padding rows are zero.
     """
-    out = own.new_zeros(*own.shape[:2], v.shape[1]) if others is None else others.clone()
+    given = {"own": own, "of_shared": of_shared, "latents": latents, "k": k, "v": v, "lengths": expansion.lengths}
     if batch.mixed is not None:
-        given = {"own": own, "of_shared": of_shared, "entries": entries, "k": k, "v": v, "others": others}
-        return device_work(expanded_latent_attention.reference, batch, out, given | {"scale": scale})
-    latents, shared = entries.split([k.shape[2], of_shared.shape[2]], dim=-1)
-    q = torch.cat([own, of_shared], dim=-1)
-    keys, values = (torch.einsum("tr,hdr->thd", latents, weight) for weight in (k, v))
-    keys = torch.cat([keys, shared[:, None].expand(of_shared.shape)], dim=-1)
-    starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-    for i in range(batch.num_decodes, batch.num_seqs):
-        if lengths[i] == starts[i + 1] - starts[i]:
+        return device_work(_attend_expanded, batch, out, given | {"out": out, "scale": scale})
+    return _attend_expanded(**given, out=out, scale=scale, batch=batch)
+
+
+def _attend_expanded(
+    own: Tensor, of_shared: Tensor, latents: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor, scale: float,
+    batch: Batch,
+) -> Tensor:  # fmt: skip
+    q, starts = torch.cat([own, of_shared], dim=-1), batch.cu_seqlens_q.tolist()
+    for i, length in enumerate(lengths[: batch.num_seqs].tolist()):
+        if length:
             rows = slice(starts[i], starts[i + 1])
-            of_heads, k_heads, v_heads = (x[rows].transpose(0, 1)[None] for x in (q, keys, values))
-            attended = F.scaled_dot_product_attention(of_heads, k_heads, v_heads, is_causal=True, scale=scale)
-            out[rows] = attended[0].transpose(0, 1)
+            slots = _slots(batch.page_table[i : i + 1], torch.arange(length, device=q.device)[None], latents.shape[1])
+            entries = latents.flatten(0, 1).index_select(0, slots[0])[:, : k.shape[2] + of_shared.shape[2]]
+            latent, shared = entries.split([k.shape[2], of_shared.shape[2]], dim=-1)
+            keys, values = (torch.einsum("tr,hdr->htd", latent, weight) for weight in (k, v))
+            keys = torch.cat([keys, shared.expand(keys.shape[0], -1, -1)], dim=-1)
+            mask = _causal_mask(rows.stop - rows.start, length, q.device)
+            attended = _attend(q[rows].transpose(0, 1), keys, values, mask, scale, None, is_causal=mask is None)
+            out[rows] = attended.transpose(0, 1)
+    out[batch.num_tokens :] = 0
     return out
 
 

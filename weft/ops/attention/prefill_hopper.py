@@ -366,8 +366,8 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
 
 def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared: bool | None = None) -> None:
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
-    ``takes``. The scale is positive. ``is_shared`` overrides ``shares_rows``. Values of heads of 256 may have 128
-    columns, in a cache in the queries' dtype."""
+    ``takes``. The scale is positive. ``is_shared`` overrides ``shares_rows``. Values of heads of more than 128 may have
+    128 columns, in a cache in the queries' dtype."""
     check_layout(call)
     q, k_cache, v_cache, batch, scale, out, sinks, v_scale, bias = call
     assert bias is None, "that kernel has no bias"
