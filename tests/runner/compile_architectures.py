@@ -1,11 +1,12 @@
 """Compiles a model's kernels for NVIDIA architectures that are not there, and says what each needs of shared memory.
 
-    python -m tests.runner.compile_architectures FOLDER SETTINGS CAPABILITY ... [--most N] [--assemble]
+    python -m tests.runner.compile_architectures FOLDER SETTINGS CAPABILITY[:MOST] ... [--assemble]
 
 A program of its own, because kernels are interpreted in the tests' process. The kernels are those of a start on a GPU
-without Gluon and without tables. ``SETTINGS`` are the engine's, as JSON. ``--most``: compile no more variants of a
-kernel. Compilation ends at LLVM's IR, where shared memory is known, unless ``--assemble`` is given. It prints JSON: a
-kernel's module and name, capability, and its bytes of shared memory or the error.
+without Gluon and without tables. ``SETTINGS`` are the engine's, as JSON. ``86:3``: compile at most three variants of a
+kernel for capability 8.6. Compilation ends at LLVM's IR before its optimisation, where shared memory is known, unless
+``--assemble`` is given. It prints JSON: a kernel's module and name, capability, and its bytes of shared memory or the
+error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import llvm
 from triton.compiler.compiler import make_backend
 from triton.runtime.driver import driver
 
@@ -48,14 +50,16 @@ def shared_bytes(src: Any, capability: int, options: dict[str, Any], *, assemble
     return int(metadata["shared"])
 
 
-def main(folder: str, settings: str, capabilities: list[int], most: int, assemble: bool) -> None:
+def main(folder: str, settings: str, capabilities: list[tuple[int, float]], assemble: bool) -> None:
     found: list[dict[str, Any]] = []
     variants: Counter[str] = Counter()
+    if not assemble:
+        llvm.optimize_module = lambda *_: None
 
     def compile_for_all(src: Any, **options: Any) -> Any:
         name = f"{src.fn.__module__.removeprefix('weft.ops.')}.{src.fn.__name__}"
         variants[name] += 1
-        for capability in capabilities if variants[name] <= most else ():
+        for capability in (capability for capability, most in capabilities if variants[name] <= most):
             row = {"kernel": name, "capability": capability, "constants": str(src.constants)[:200]}
             try:
                 row["shared"] = shared_bytes(src, capability, options.get("options") or {}, assemble=assemble)
@@ -83,12 +87,17 @@ def main(folder: str, settings: str, capabilities: list[int], most: int, assembl
     print(json.dumps(found))
 
 
+def with_most(word: str) -> tuple[int, float]:
+    """``86:3``: a capability, and how many variants of a kernel are compiled for it at most."""
+    capability, _, most = word.partition(":")
+    return int(capability), float(most or "inf")
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("settings")
-    parser.add_argument("capabilities", type=int, nargs="+")
-    parser.add_argument("--most", type=int, default=1 << 30)
+    parser.add_argument("capabilities", type=with_most, nargs="+")
     parser.add_argument("--assemble", action="store_true")
     return parser.parse_args()
 

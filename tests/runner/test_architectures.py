@@ -139,8 +139,8 @@ HOPPER = re.compile("hopper|gluon")
 """Modules of kernels for Hopper alone (``tests/ops/attention/test_gluon_attention.py``). Others run elsewhere."""
 
 
-def compiled(name: str, folder: Path, capabilities: list[int], most: int) -> list[dict[str, Any]]:
-    """What a start of a family compiles, and for which capabilities it fits."""
+def compiled(name: str, folder: Path, capabilities: list[str]) -> list[dict[str, Any]]:
+    """What a start of a family compiles for the capabilities (each with ``:MOST`` variants of a kernel)."""
     family = FAMILIES[name]
     make = make_mtp_checkpoint if "mtp" in family.settings.get("speculative_config", "") else make_checkpoint
     sizes, model = family.sizes | {"max_position_embeddings": 1024}, folder / "model"
@@ -150,7 +150,7 @@ def compiled(name: str, folder: Path, capabilities: list[int], most: int) -> lis
         make(family.architecture, model, **sizes)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    words = [str(model), json.dumps(family.settings), *map(str, capabilities), "--most", str(most)]
+    words = [str(model), json.dumps(family.settings), *capabilities]
     command = [sys.executable, "-m", "tests.runner.compile_architectures", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -162,9 +162,7 @@ def compiled(name: str, folder: Path, capabilities: list[int], most: int) -> lis
 def test_kernels_fit(name: str, tmp_path: Path) -> None:
     """All variants of a kernel for the least shared memory, and three of them for every other capability."""
     least, *others = sorted(FAMILIES[name].capabilities, key=lambda capability: (SHARED_BYTES[capability], capability))
-    rows = compiled(name, tmp_path / "least", [least], 1 << 20 if WHOLE else 1)
-    if others and WHOLE:
-        rows += compiled(name, tmp_path / "others", others, 3)
+    rows = compiled(name, tmp_path, [f"{least}", *(f"{other}:3" for other in others)] if WHOLE else [f"{least}:1"])
     assert [row for row in rows if "error" in row] == []
     assert [row for row in rows if row["shared"] > SHARED_BYTES[row["capability"]]] == []
     assert {row["kernel"] for row in rows} >= set(FAMILIES[name].kernels.split())
