@@ -31,7 +31,8 @@ demo: $(RUNS)
 test: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# The whole suite. `make test` runs the part that each file names: a quick test of every subject (an hour on two processors).
+# The whole suite, which takes hours (CONTRIBUTING.md). `make test` runs the part that each file names: a quick test of
+# every subject.
 test-all: $(INSTALLED)
 	WEFT_WHOLE_MATRIX=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 

@@ -108,7 +108,8 @@ def drafting(request: pytest.FixtureRequest, references: dict[str, Alone]) -> It
         yield engine
 
 
-@pytest.mark.parametrize(("path", "phase", "length"), unless_long(CASES[3:], CASES))
+@takes_long  # tests/speculation/test_chained_heads.py: drafts of an engine that is deterministic
+@pytest.mark.parametrize(("path", "phase", "length"), CASES)
 def test_bits_do_not_depend_on_drafts(drafting: InCompany, path: str, phase: str, length: int) -> None:
     check(drafting, path, phase, length)
 

@@ -59,8 +59,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 
 
 COLUMNS = [(HYBRID, *column, "capture") for column in product(MODES, OVERLAP)]
-COLUMNS += [(HYBRID, "PIECEWISE", "overlap", "eager")]
-"""Model, mode, overlap, and where pieces come from."""
+COLUMNS += unless_long([], [(HYBRID, "PIECEWISE", "overlap", "eager")])
+"""Model, mode, overlap, and where pieces come from. ``tests/pieces`` has eager pieces in CI."""
 
 DENSE_COLUMNS = [(DENSE, *column) for _, *column in COLUMNS if WHOLE or column[1] == "overlap"]
 
@@ -98,10 +98,9 @@ def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=unless_long(["FULL"], ["NONE", "PIECEWISE", "FULL"]))
+@pytest.fixture(scope="module", params=["NONE", "PIECEWISE", "FULL"])
 def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
-    """On two ranks; in CI as ``tests/executor/test_tensor_parallel.py`` does not have them. The second rank's padding
-    page and slot are NaN whenever a step starts."""
+    """On two ranks. The second rank's padding page and slot are NaN whenever a step starts."""
     with fork_ranks(poisoned=True):
         column = ("Qwen3NextForCausalLM", request.param, "overlap", "capture")
         with open_engine(*column, references, tensor_parallel_size=2) as engine:
@@ -121,12 +120,13 @@ DRAFTING = [
     ("Qwen3NextForCausalLM", "FULL", "overlap", "capture"),
     *unless_long([], [("Qwen3NextForCausalLM", "NONE", "in turn", "capture")]),
     ("Qwen3ForCausalLM", "FULL_DECODE_ONLY", "overlap", "capture"),
-    (WINDOWS[0], "FULL_AND_PIECEWISE", "in turn", "capture"),
     (WITH_HEAD, "FULL", "overlap", "capture"),
+    *unless_long([], [(WINDOWS[0], "FULL_AND_PIECEWISE", "in turn", "capture")]),
     *unless_long([], [(WITH_HEAD, "NONE", "overlap", "capture")]),
     *unless_long([], [(WITH_HEAD, "FULL_AND_PIECEWISE", "in turn", "capture")]),
-    (WITH_CHAIN, "FULL", "overlap", "capture"),
+    *unless_long([], [(WITH_CHAIN, "FULL", "overlap", "capture")]),
 ]
+"""``tests/speculation`` has drafts of windows and of chained heads in CI."""
 if WHOLE:
     DRAFTING += [("Lfm2ForCausalLM", "FULL_AND_PIECEWISE", "in turn", "capture")]
     DRAFTING += [(arch, mode, "overlap", "capture") for arch, mode in product(VERIFYING, ["NONE", "FULL"])]
@@ -189,6 +189,7 @@ def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: 
     check(compiled_engine, path, phase, length)
 
 
+@takes_long
 @pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65), of=1))
 def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(sharded_engine, path, phase, length)

@@ -63,7 +63,7 @@ COLUMNS = [
     *unless_long([], [(HYBRID, "FULL", "overlap", "aligned")]),
     *unless_long([], [(HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only")]),
     (INDEXED, "FULL", "overlap", "exact"),
-    (GLM, "FULL", "overlap", "exact"),
+    *unless_long([], [(GLM, "FULL", "overlap", "exact")]),
     *unless_long([], [(INKLING2, "FULL", "overlap", "exact"), (INKLING2, "FULL_AND_PIECEWISE", "in turn", "aligned")]),
     *unless_long([], [(INKLING, "FULL", "overlap", "exact")]),
 ]

@@ -15,11 +15,13 @@ from tests.x_matrix import BUDGET, PATHS, PHASES, WHOLE, Poisoned, Reference, ch
 
 COLUMNS = [("Lfm2ForCausalLM", mode) for mode in unless_long(["FULL"], ["NONE", "FULL_AND_PIECEWISE", "FULL"])]
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE"), ("GptOssForCausalLM", "FULL_AND_PIECEWISE")]
-COLUMNS += [(f"{name}ForCausalLM", "FULL") for name in ("KimiLinear", "Jamba", "MiniMax", "RecurrentGemma")]
-COLUMNS += [(f"{name}ForCausalLM", "FULL_AND_PIECEWISE") for name in ("Zaya", "Inkling2")]
+COLUMNS += [(f"{name}ForCausalLM", "FULL") for name in ("MiniMax", "RecurrentGemma")]
+COLUMNS += [("ZayaForCausalLM", "FULL_AND_PIECEWISE")]
 IN_CI = tuple(COLUMNS)
-"""One family of each kind of states. CI reuses those of the others in ``tests/models/test_parity.py``."""
-COLUMNS += [(f"{name}ForCausalLM", "FULL") for name in ("Mamba2", "Qwen4Exp", "Zamba")]
+"""One family of each kind of states that ``tests/engine/test_prefix_cache.py`` does not have. CI reuses states of the
+others in ``tests/models/test_parity.py``."""
+COLUMNS += [("Inkling2ForCausalLM", "FULL_AND_PIECEWISE")]
+COLUMNS += [(f"{name}ForCausalLM", "FULL") for name in ("KimiLinear", "Jamba", "Mamba2", "Qwen4Exp", "Zamba")]
 COLUMNS += [("Glm5NextForConditionalGeneration", "FULL")]
 COLUMNS += [(f"{name}ForCausalLM", "FULL_AND_PIECEWISE") for name in ("Zamba2", "Inkling")]
 VARIANTS = [(f"{name}ForCausalLM", "FULL") for name in ("BailingHybrid", "Lfm3", "Mamba")]

@@ -603,4 +603,4 @@ def _save(arch: str, path: Path, seed: int, with_tokenizer: bool | str, override
         overrides = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID} | overrides
         save = save_sentencepiece_tokenizer if with_tokenizer == "sentencepiece" else save_tokenizer
         save(path)
-    make_model(arch, seed, **overrides).save_pretrained(path, **save_options)
+    shared_model(arch, seed, **overrides).save_pretrained(path, **save_options)

@@ -34,6 +34,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@takes_long
 def test_a_pass_may_be_larger_than_what_a_start_captures() -> None:
     settings: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 600, "max_model_len": 600}
     config = resolve(device="cpu", load_format="dummy", cuda_graph_mode="PIECEWISE", cpu_cache_gib=0.05, **settings)

@@ -164,7 +164,8 @@ from weft import LLM, SamplingParams
 llm = LLM(model=MODEL, max_model_len=64, trust_remote_code=True, disable_log_stats=False, enable_chunked_prefill=True,
           enforce_eager=True, gpu_memory_utilization=0.4, disable_custom_all_reduce=True, enable_lora=False,
           tensor_parallel_size=1)
-assert llm.generate([{'prompt_token_ids': [1, 2]}], SamplingParams(temperature=0), use_tqdm=False)[0].finished
+params = SamplingParams(temperature=0, max_tokens=3)
+assert llm.generate([{'prompt_token_ids': [1, 2]}], params, use_tqdm=False)[0].finished
 """,
 }
 

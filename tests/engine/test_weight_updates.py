@@ -101,8 +101,8 @@ CASES: dict[str, tuple[Callable[[Path, int], Path], dict[str, Any]]] = {
     "int4 on two ranks": (plain(DENSE, **WIDE), {"tensor_parallel_size": 2, "quantization": "int4"}),
 }  # fmt: skip
 
-QUICK = ("bf16", "tied", "gpt-oss", "latent attention", "fp8 static", "nvfp4", "drafts")
-"""The cases that ``make test`` runs: every kind of weights. Two ranks are in
+QUICK = ("bf16", "tied", "latent attention", "fp8 static", "nvfp4", "drafts")
+"""The cases that ``make test`` runs: every kind of weights but those of gpt-oss. Two ranks are in
 ``test_weights_that_cannot_be_taken_back``."""
 
 

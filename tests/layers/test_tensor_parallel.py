@@ -103,7 +103,7 @@ def run_layer(name: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", unless_long([2], [2, 4]))
 @pytest.mark.parametrize(
     ("arch", "name", "overrides"),
     [

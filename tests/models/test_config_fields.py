@@ -12,7 +12,7 @@ import torch
 
 from tests.harness import Harness
 from tests.models.test_parity import TOLERANCE, prompt, reference_logits
-from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES, make_config, make_model
+from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES, make_config, shared_model
 from tests.whole import RUNS_LONG
 from weft.errors import WeftError, WeightsError
 
@@ -87,7 +87,7 @@ def fields(arch: str) -> list[str]:
 def check_field(arch: str, name: str, value: Any, shapes: dict[str, Any], folder: Path) -> bool:
     """Whether Weft computes what transformers does with the field changed; False: one of both refuses it."""
     try:
-        model = make_model(arch, **{name: value})
+        model = shared_model(arch, **{name: value})
         resized = {n: p.shape for n, p in model.named_parameters()} != shapes
         expected = None if resized else reference_logits(model, TOKENS)
     except Exception:  # transformers itself refuses it, or cannot run it
@@ -125,7 +125,7 @@ def test_every_field_counts_or_is_refused(arch: str, tmp_path: Path) -> None:
     """Where a field changes the sizes of weights, that they load says that it is read (``test_parity.py`` has odd
     sizes); where it does not, logits are compared."""
     config, taken, names = make_config(arch), [], chosen(arch)
-    shapes = {name: parameter.shape for name, parameter in make_model(arch).named_parameters()} if names else {}
+    shapes = {name: parameter.shape for name, parameter in shared_model(arch).named_parameters()} if names else {}
     for name in names:
         value = changed(name, getattr(config, name))
         try:

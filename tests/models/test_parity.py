@@ -48,13 +48,15 @@ HYBRID = (
 )
 IN_THE_MATRIX = {
     f"{name}ForCausalLM" for name in (
-        "Bamba", "Inkling2", "Jamba", "KimiLinear", "Lfm2", "MiniMax", "RecurrentGemma", "Zaya",
+        "Bamba", "Lfm2", "MiniMax", "RecurrentGemma", "Zaya",
     )
 }  # fmt: skip
 """Families whose stored states are reused in ``tests/test_x_matrix_layers.py``."""
+STORED_HERE = {arch for arch in HYBRID if arch.endswith("CausalLM") or "Glm5" in arch} - IN_THE_MATRIX
+"""Families whose stored states CI continues. Models with images have those of their text models."""
 ELSEWHERE = IN_THE_MATRIX | {
     f"{name}For{task}" for name, task in product(
-        ("Glm5Next", "GptOss", "Qwen3", "Qwen3Next", "BailingHybrid"),
+        ("GptOss", "Qwen3", "Qwen3Next", "BailingHybrid"),
         ("CausalLM", "ConditionalGeneration"),
     )
 }  # fmt: skip
@@ -164,7 +166,7 @@ def test_padded_decode_steps(arch: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert_greedy(reference, sequence.tokens, n)
 
 
-@pytest.mark.parametrize("arch", unless_long([arch for arch in HYBRID if arch not in IN_THE_MATRIX], HYBRID))
+@pytest.mark.parametrize("arch", unless_long([arch for arch in HYBRID if arch in STORED_HERE], HYBRID))
 def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path: Path) -> None:
     """A checkpoint ordered at position p holds the state of a run that stops there, wherever p stands."""
     harness, reference = load(arch, tmp_path)
@@ -326,6 +328,12 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (QWEN3_5_MOE, {"num_experts": 9, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 7}),
     (MULTIMODAL, {"tie_word_embeddings": True, "rope_parameters": rope(0.5, mrope_section=[2, 1, 1])}),
 ]  # fmt: skip
+FEW_GEOMETRIES = [
+    (arch, overrides)
+    for number, (arch, overrides) in enumerate(GEOMETRIES)
+    if number % 2 or arch in (ZAYA, INKLING2, FALCON_MAMBA)
+]
+"""CI runs every second one, and all where planted bugs show in one alone."""
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 ROPE_SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -353,7 +361,7 @@ def check_geometry(arch: str, overrides: dict[str, Any], path: Path) -> None:
         assert_equal(got, reference, sequence.tokens[:n], 0, assert_greedy(reference, sequence.tokens, n))
 
 
-@pytest.mark.parametrize(("arch", "overrides"), GEOMETRIES)
+@pytest.mark.parametrize(("arch", "overrides"), unless_long(FEW_GEOMETRIES, GEOMETRIES))
 def test_awkward_geometries(arch: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     check_geometry(arch, overrides, tmp_path)
 

@@ -41,7 +41,8 @@ CASES += [("BailingHybridForCausalLM", "channel-token"), ("Qwen4ExpForCausalLM",
 CASES += [(GLM5, scheme) for scheme in SCHEMES[:2]]
 CASES += [("ZayaForCausalLM", scheme) for scheme in SCHEMES[:2]]
 LONG = [(arch, SCHEMES[1]) for arch in (GLM5, "ZayaForCausalLM")] + CASES[-6:-4]
-LONG += [("Qwen3NextForCausalLM", "tensor-token"), ("Qwen3_5MoeForConditionalGeneration", "block")]
+LONG += [("Qwen3NextForCausalLM", scheme) for scheme in ("tensor-token", "tensor-static")]
+LONG += [("Qwen3_5MoeForConditionalGeneration", "block")]
 """CI runs one family by each scheme, and others by block."""
 LENGTHS = (1, *range(8, 15), 65, 130)
 """The short ones have rows before any value that fell to the other side, whatever the processor's order of sums."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -129,6 +128,8 @@ def test_streamed_and_reused(client: openai.OpenAI) -> None:
 
 def test_anthropic(seeing: RunningServer, client: openai.OpenAI) -> None:
     """Blocks with base64, also in the result of a tool."""
+    import anthropic  # whose types take seconds
+
     sdk = anthropic.Anthropic(base_url=seeing.url, api_key="none", max_retries=0)
     source = {"type": "base64", "media_type": "image/jpeg", "data": base64.b64encode(FILES["jpeg"]).decode()}
     block = {"type": "image", "source": source}

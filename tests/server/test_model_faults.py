@@ -34,6 +34,7 @@ def test_memory_is_flat(mini: RunningServer, server: RunningServer) -> None:
     faults.steady_memory(mini, 300)
 
 
+@takes_long  # tests/server/test_api_servers.py: a fake engine
 def test_a_killed_engine_is_replaced(mini: RunningServer) -> None:
     faults.killed_engine(mini, 1)
 

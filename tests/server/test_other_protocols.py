@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from openai import OpenAI
 
@@ -17,6 +16,9 @@ from weft.server.chat_completions import _of_content
 from weft.server.errors import ApiError
 from weft.server.responses import ResponsesBuilder
 from weft.server.sse import JsonResponse, StreamResponse
+
+if TYPE_CHECKING:
+    import anthropic  # whose types take seconds
 
 TEXT = "Grüße, 東京 😀"
 THOUGHT = "<think>\nhm, hm\n</think>\n\nyes"
@@ -34,6 +36,8 @@ def openai(server: RunningServer) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -346,6 +350,8 @@ def test_system_messages_stand_where_they_are_sent(claude: anthropic.Anthropic, 
 
 
 def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="image"):
         create(claude, [{"role": "user", "content": [{"type": "image"}]}])
     for ask in (create, lambda client, **fields: client.messages.count_tokens(messages=[], **fields)):

@@ -123,6 +123,7 @@ def test_chat_shows_texts_as_texts(server: RunningServer, browser: Browser) -> N
     assert not browser.complaints()
 
 
+@takes_long
 @needs_chromium
 def test_conversations_are_kept(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)

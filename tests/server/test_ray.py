@@ -123,6 +123,7 @@ def test_two_replicas_on_two_nodes_and_one_killed_under_load(cluster: Any) -> No
     run(body)
 
 
+@takes_long  # tests/server/test_replicas.py: a replica on this machine
 def test_a_node_is_lost_and_another_one_comes(cluster: Any) -> None:
     """Its replica's requests go elsewhere or end; the replica waits for a machine with room, and starts there."""
 

@@ -168,8 +168,9 @@ def test_every_tile(pairs: int, width: int, dtype: torch.dtype) -> None:
     check_moe((300, 3, 2, 520, 200) if ON_GPU else (40, 3, 2, 40, 20), dtype, 3, tiles)
 
 
-@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (80, 20)], ids=["whole", "ragged"])
-@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "width"), [(rows, *sizes) for rows, sizes in covering([16, 128], [(64, 32), (80, 20)], of=1)]
+)
 def test_down_product_through_tiles_of_columns(rows: int, hidden: int, width: int) -> None:
     tiles = Tiles(Tile(rows, 16, 16, 4, 2), Tile(rows, 16, 16, 4, 2, span=2))
     check_moe((70, 3, 2, hidden, width), DTYPES[-1], 3, tiles)
