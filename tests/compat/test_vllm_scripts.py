@@ -247,7 +247,11 @@ def run(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             value.shutdown()
 
 
-@pytest.mark.parametrize("name", unless_long([name for name in RUNS if name != "asyncio engine"], RUNS))
+ASYNCIO = ("asyncio engine", "streaming")
+"""Scripts with an engine in a process of its own, as ``tests/engine/test_async_llm.py`` has."""
+
+
+@pytest.mark.parametrize("name", unless_long([name for name in RUNS if name not in ASYNCIO], RUNS))
 def test_a_script_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(RUNS[name], monkeypatch, tmp_path)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_checkpoint
+from tests.whole import takes_long
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.config.parallelism import TORCHRUN
@@ -35,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("Qwen3ForCausalLM", tmp_path_factory.mktemp("tiny"))
 
 
+@takes_long
 def test_one_script_in_two_processes(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -56,7 +56,7 @@ STORED_HERE = {arch for arch in HYBRID if arch.endswith("CausalLM") or "Glm5" in
 """Families whose stored states CI continues. Models with images have those of their text models."""
 ELSEWHERE = IN_THE_MATRIX | {
     f"{name}For{task}" for name, task in product(
-        ("GptOss", "Qwen3", "Qwen3Next", "BailingHybrid"),
+        ("GptOss", "Qwen3", "Qwen3Next"),
         ("CausalLM", "ConditionalGeneration"),
     )
 }  # fmt: skip

@@ -10,11 +10,12 @@ import pytest
 from tests.server.corpus import CHAT, FAMILIES, Case, cases
 from tests.server.fuzz import FLAGS, Answer, Fuzzer, judge
 from tests.server.running import RunningServer
-from tests.whole import RUNS_LONG
+from tests.whole import takes_long
 
-NUM_INPUTS = int(os.environ.get("WEFT_FUZZ_INPUTS", "200" if RUNS_LONG else "16"))
+NUM_INPUTS = int(os.environ.get("WEFT_FUZZ_INPUTS", "200"))
 
 
+@takes_long
 def test_no_input_breaks_the_server() -> None:
     server = RunningServer(*FLAGS, module="weft")
     try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.whole import covering
 from weft.platforms.triton_version import is_known
 
 triton = pytest.importorskip("triton")
@@ -182,8 +183,7 @@ class Case:
         )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "case"), covering(SIZES, CASES, of=1))
 def test_equals_plain_attention(sizes: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = Case(SIZES[sizes], *CASES[case])
     tensors.check(tensors.run(monkeypatch))
@@ -281,8 +281,7 @@ def test_the_reference_is_plain_attention(case: str, is_mixture: bool) -> None:
     tensors.check(out)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("is_mixture", [False, True])
+@pytest.mark.parametrize(("case", "is_mixture"), covering(CASES, [False, True], of=1))
 def test_the_absorbed_form_leaves_them_out(case: str, is_mixture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of other sequences have the same bits as without it."""
     tensors, (heads, _, shared_dim, _, rank) = Case(SIZES["64 columns"], *CASES[case]), SIZES["64 columns"]
