@@ -289,7 +289,16 @@ def test_router_takes_the_lower_id_of_equals(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "groups", "biased"),
-    [(5, 2, (1, 1), True), (12, 3, (4, 2), True), (12, 4, (6, 3), False), (7, 7, (1, 1), False), (4, 2, (4, 2), True)],
+    [
+        (5, 2, (1, 1), True),
+        (12, 3, (4, 2), True),
+        (12, 4, (6, 3), False),
+        (7, 7, (1, 1), False),
+        (4, 2, (4, 2), True),
+        (160, 6, (8, 3), False),
+        (15, 4, (5, 2), True),
+        (64, 8, (8, 4), True),
+    ],
 )
 def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], biased: bool) -> None:
     logits = torch.randn(9, num_experts + 3, device=DEVICE)[:, :num_experts]
@@ -352,3 +361,12 @@ def test_sigmoid_router_keeps_to_the_best_groups() -> None:
     for router in (topk_router.reference, topk_router_triton):
         _, ids = router(scores.logit(), 2, renormalize=False, num_tokens=1, rule=rule)
         assert ids.tolist() == [[2, 3]]
+
+
+def test_sigmoid_router_takes_the_first_of_equal_groups() -> None:
+    """Five groups of three: the last four are equal, and two are taken."""
+    scores = torch.full((1, 15), 0.5, device=DEVICE)
+    scores[0, :3] = 0.25
+    rule = RoutingRule(sigmoid=True, num_groups=5, top_groups=2)
+    _, ids = topk_router_triton(scores.logit(), 6, renormalize=False, num_tokens=1, rule=rule)
+    assert ids.tolist() == [[3, 4, 5, 6, 7, 8]]

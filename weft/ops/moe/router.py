@@ -15,7 +15,7 @@ from weft.ops.moe import topk_router
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 
 class Fixed(NamedTuple):
@@ -25,6 +25,7 @@ class Fixed(NamedTuple):
         first_expert, local_experts: the experts that are here; ``shared``: a shared one stands behind them.
         num_experts, top_k, num_groups, top_groups, renormalize, sigmoid: as of ``topk_router``.
         block_e, block_k: powers of two that hold all experts, and those of a token.
+        block_g: a power of two that holds all groups; each has ``block_e // block_g`` places, a power of two.
         always: experts at the end that every token has; ``top_k`` counts them too.
     """
 
@@ -39,6 +40,7 @@ class Fixed(NamedTuple):
     sigmoid: bool
     block_e: int
     block_k: int
+    block_g: int
     always: int
 
 
@@ -106,23 +108,23 @@ def _best_experts(values, experts, inside, TOP_K: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def _best_groups(choice, experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """``choice`` with minus infinity where an expert's group is not one of the best."""
-    taken = tl.full(choice.shape, 0, tl.int1)
-    left = tl.full(choice.shape, 1, tl.int1)
+def _best_groups(choice, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
+    """``choice``, ordered by group, with minus infinity where an expert's group is not one of the best. A group counts
+    by the sum of its two best experts; among equals the lower one comes first."""
+    SIZE: tl.constexpr = choice.shape[0] // BLOCK_G
+    by_group = tl.reshape(choice, [BLOCK_G, SIZE])
+    scores = tl.max(by_group, 1)
+    if SIZE > 1:
+        is_best = tl.arange(0, SIZE)[None, :] == tl.argmax(by_group, 1)[:, None]
+        scores += tl.max(tl.where(is_best, float("-inf"), by_group), 1)
+    groups = tl.arange(0, BLOCK_G)
+    keys = tl.where(groups < NUM_GROUPS, _sortable(scores), -0x80000000)
     for _ in tl.static_range(TOP_GROUPS):
-        best_score = float("-inf")
-        best_group = 0
-        for group in tl.static_range(NUM_GROUPS):
-            scores = tl.where((experts // GROUP_SIZE == group) & left, choice, float("-inf"))
-            first = tl.max(scores, 0)
-            second = tl.max(tl.where(experts == tl.argmax(scores, 0), float("-inf"), scores), 0)
-            score = first + second if GROUP_SIZE > 1 else first
-            best_group = tl.where(score > best_score, group, best_group)
-            best_score = tl.maximum(score, best_score)
-        taken = taken | (experts // GROUP_SIZE == best_group)
-        left = left & (experts // GROUP_SIZE != best_group)
-    return tl.where(taken, choice, float("-inf"))
+        best = tl.max(keys, 0)
+        group = tl.min(tl.where(keys == best, groups, BLOCK_G), 0)
+        keys = tl.where(groups == group, -0x80000000, keys)
+    left = ((keys > -0x80000000) & (groups < NUM_GROUPS))[:, None]
+    return tl.reshape(tl.where(left, float("-inf"), by_group), [BLOCK_G * SIZE])
 
 
 @triton.jit
@@ -155,7 +157,6 @@ def _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale
     COUNT: tl.constexpr = FIXED.num_experts - FIXED.always
     NUM_GROUPS: tl.constexpr = FIXED.num_groups
     TOP_GROUPS: tl.constexpr = FIXED.top_groups
-    GROUP_SIZE: tl.constexpr = FIXED.num_experts // FIXED.num_groups
     if FIXED.always > 0:
         inside = inside & (experts < COUNT)
     choice = sigmoid(tl.load(row_logits + experts, mask=inside, other=0.0).to(tl.float32))
@@ -163,7 +164,7 @@ def _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale
         choice += tl.load(bias + experts, mask=inside, other=0.0)
     choice = tl.where(inside, choice, float("-inf"))
     if TOP_GROUPS < NUM_GROUPS:
-        choice = _best_groups(choice, experts, NUM_GROUPS, TOP_GROUPS, GROUP_SIZE)
+        choice = _best_groups(choice, NUM_GROUPS, TOP_GROUPS, FIXED.block_g)
     chosen_ids = _best_experts(choice, experts, inside, CHOSEN, FIXED.block_k)
     if FIXED.always > 0:
         chosen_ids = tl.where(places < CHOSEN, chosen_ids, COUNT + places - CHOSEN)
@@ -191,6 +192,12 @@ def _router_kernel(
     chosen = tl.zeros([BLOCK_K], dtype=tl.float32)
     if row < num_tokens:
         inside = experts < FIXED.num_experts
+        GROUP_SIZE: tl.constexpr = FIXED.num_experts // FIXED.num_groups
+        GROUP_PLACES: tl.constexpr = FIXED.block_e // FIXED.block_g
+        if GROUP_PLACES > GROUP_SIZE and FIXED.top_groups < FIXED.num_groups:
+            places_inside = experts % GROUP_PLACES < GROUP_SIZE
+            experts = experts // GROUP_PLACES * GROUP_SIZE + experts % GROUP_PLACES
+            inside = places_inside & (experts < FIXED.num_experts)
         row_logits = logits + row * stride_logits
         if FIXED.sigmoid:
             chosen_ids, chosen = _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale, FIXED)
@@ -212,10 +219,11 @@ def topk_router_triton(
     places = top_k + shared_expert
     weights = torch.empty((num_rows, places), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, places), dtype=torch.int32, device=logits.device)
+    block_g = next_power_of_2(num_groups) if top_groups < num_groups else 1
+    block_e = block_g * next_power_of_2(cdiv(all_experts, num_groups if block_g > 1 else 1))
     fixed = Fixed(
         first_expert, all_experts - first_expert if num_experts is None else num_experts, shared_expert, all_experts,
-        top_k, num_groups, top_groups, renormalize, sigmoid, next_power_of_2(all_experts), next_power_of_2(places),
-        num_always,
+        top_k, num_groups, top_groups, renormalize, sigmoid, block_e, next_power_of_2(places), block_g, num_always,
     )  # fmt: skip
     count, number = (num_tokens, 0) if isinstance(num_tokens, Tensor) else (None, num_tokens)
     _router_kernel[(num_rows,)](
