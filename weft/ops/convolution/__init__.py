@@ -215,6 +215,7 @@ def causal_conv1d_verify(
     return decode_each_token(decode, [x], [conv_state], state_slots, slots)
 
 
+@with_kernel("weft.ops.convolution.prefill", by_chunk("projected", states=("conv_state",)))
 def short_conv(
     projected: Tensor,
     weight: Tensor,
@@ -234,7 +235,7 @@ def short_conv(
         ``[T, C]`` in the dtype of ``projected``; rows outside those sequences are zero.
     """
     gate_in, gate_out, x = projected.chunk(3, dim=-1)
-    y = causal_conv1d(gate_in * x, weight, bias, conv_state, batch, silu=False, backend=backend)
+    y = causal_conv1d.reference(gate_in * x, weight, bias, conv_state, batch, silu=False)
     return clear_padding(y.mul_(gate_out), batch.num_tokens)
 
 

@@ -1,7 +1,7 @@
-"""The short causal convolution of prefill sequences.
+"""The short causal convolution of prefill sequences, and the double-gated one of LFM2.
 
-Job: ``causal_conv1d`` on the GPU, one launch. Owns: who reads and who writes a state. Does not know: what the channels
-mean.
+Job: ``causal_conv1d`` and ``short_conv`` on the GPU, one launch each. Owns: who reads and who writes a state. Does not
+know: what the channels mean.
 
 There are two kinds of programs, each for a block of channels. Those of a *piece* (a few tokens of one chunk of the
 chunk table) convolve the tokens whose whole window lies in this step, and store the checkpoints that do. A window
@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
+from weft.forward_context import Batch
 from weft.ops.backend import launches
-from weft.ops.convolution import causal_conv1d
+from weft.ops.convolution import causal_conv1d, short_conv
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
@@ -47,6 +48,11 @@ TILES = {
     4096: Tile(512, 16, 4, 4, None),
     1 << 30: Tile(1024, 64, 4, 4, 128),
 }
+# Three loads for each input, so shorter pieces, on which more programs wait for memory.
+GATED_TILES = {
+    1024: Tile(512, 4, 4, 4, None),
+    1 << 30: Tile(512, 8, 4, 4, None),
+}
 
 
 class Fixed(NamedTuple):
@@ -58,6 +64,8 @@ class Fixed(NamedTuple):
         chunk: longest chunk of the chunk table.
         has_bias: whether there is a bias.
         silu: whether SiLU follows.
+        gated: the rows are ``b | c | x``, and the result is ``c * conv(b * x)``, rounded as a chain of operations in
+            the model's dtype would.
     """
 
     channels: int
@@ -68,6 +76,7 @@ class Fixed(NamedTuple):
     chunk: int
     has_bias: bool
     silu: bool
+    gated: bool
 
 
 @triton.jit
@@ -81,18 +90,28 @@ def _taps(weight, channels, mask, W: tl.constexpr):
 
 
 @triton.jit
-def _rows(rows, x, token, COUNT: tl.constexpr, begin, end, channels, mask, stride_x):
+def _input(x, token, stride_x, channels, mask, FIXED: tl.constexpr):
+    """The input of the convolution at one token; zero outside the mask."""
+    p_row = x + token * stride_x + channels
+    row = tl.load(p_row, mask=mask, other=0.0)
+    if FIXED.gated:
+        row = row * tl.load(p_row + 2 * FIXED.channels, mask=mask, other=0.0)
+    return row
+
+
+@triton.jit
+def _rows(rows, x, token, COUNT: tl.constexpr, begin, end, channels, mask, stride_x, FIXED: tl.constexpr):
     """``rows`` and the inputs of ``COUNT`` tokens from ``token`` on; zero outside ``[begin, end)``."""
     for i in tl.static_range(COUNT):
         inside = (token + i >= begin) & (token + i < end)
-        row = tl.load(x + (token + i) * stride_x + channels, mask=mask & inside, other=0.0)
+        row = _input(x, token + i, stride_x, channels, mask & inside, FIXED)
         rows = rows + (row,)  # noqa: RUF005 (kernels cannot unpack)
     return rows
 
 
 @triton.jit
-def _convolve(rows, taps, bias, out, token, low, high, channels, mask, FIXED: tl.constexpr):
-    """Outputs of the tokens from ``token`` on that lie in ``[low, high)``.
+def _convolve(rows, taps, bias, out, token, low, high, channels, mask, x, stride_x, FIXED: tl.constexpr):
+    """Outputs of the tokens from ``token`` on that lie in ``[low, high)``. ``x`` has their gates.
 
     ``rows``: their inputs after those of the ``history`` tokens before, a tuple of vectors over channels.
     """
@@ -109,7 +128,11 @@ def _convolve(rows, taps, bias, out, token, low, high, channels, mask, FIXED: tl
         if FIXED.silu:
             total *= sigmoid(total)
         inside = (token + i >= low) & (token + i < high)
-        tl.store(out + (token + i) * FIXED.channels + channels, total.to(out.dtype.element_ty), mask=mask & inside)
+        result = total.to(out.dtype.element_ty)
+        if FIXED.gated:
+            p_gate = x + (token + i) * stride_x + FIXED.channels + channels
+            result = result * tl.load(p_gate, mask=mask & inside, other=0.0)
+        tl.store(out + (token + i) * FIXED.channels + channels, result, mask=mask & inside)
 
 
 @triton.jit
@@ -125,7 +148,7 @@ def _store_state(
     values = ()
     for j in tl.static_range(HISTORY):
         token = end - HISTORY + j
-        value = tl.load(x + token * stride_x + channels, mask=mask & (token >= begin), other=0.0).to(tl.float32)
+        value = _input(x, token, stride_x, channels, mask & (token >= begin), FIXED).to(tl.float32)
         if MAY_PRECEDE:
             before = p_state + channels * HISTORY + (token - begin + HISTORY)
             value += tl.load(before, mask=mask & (token < begin) & continues, other=0.0).to(tl.float32)
@@ -162,9 +185,9 @@ def _begin_sequence(
     for j in tl.static_range(HISTORY):
         old = tl.load(p_state + channels * HISTORY + j, mask=mask & continues, other=0.0).to(tl.float32)
         rows = rows + (old,)  # type: ignore[assignment]  # noqa: RUF005
-    rows = _rows(rows, x, begin, HISTORY, begin, end, channels, mask, stride_x)
+    rows = _rows(rows, x, begin, HISTORY, begin, end, channels, mask, stride_x, FIXED)
     taps = _taps(weight, channels, mask, HISTORY + 1)
-    _convolve(rows, taps, bias, out, begin, begin, end, channels, mask, FIXED)
+    _convolve(rows, taps, bias, out, begin, begin, end, channels, mask, x, stride_x, FIXED)
     if tl.load(chunk_length + first) < HISTORY:
         for i in range(first, tl.minimum(first + HISTORY, last)):  # no other chunk can end so early
             copy_slot = tl.load(checkpoint_slot + i).to(tl.int64)
@@ -229,14 +252,14 @@ def _conv_kernel(
     start, stop = (chunk_begin + skipped).to(tl.int64), (chunk_begin + length).to(tl.int64)
     taps = _taps(weight, channels, mask, HISTORY + 1)
     low, high = begin + HISTORY, tl.minimum(start + TOKENS, stop)
-    rows = _rows((), x, start - HISTORY, HISTORY + STEP, begin, high, channels, mask, stride_x)
+    rows = _rows((), x, start - HISTORY, HISTORY + STEP, begin, high, channels, mask, stride_x, FIXED)
     for token in range(start, high, STEP):
         # The next rows are under way while these are convolved.
         ahead = ()
         for j in tl.static_range(HISTORY):
             ahead = ahead + (rows[STEP + j],)  # type: ignore[assignment]  # noqa: RUF005
-        ahead = _rows(ahead, x, token + STEP, STEP, begin, high, channels, mask, stride_x)
-        _convolve(rows, taps, bias, out, token, low, high, channels, mask, FIXED)
+        ahead = _rows(ahead, x, token + STEP, STEP, begin, high, channels, mask, stride_x, FIXED)
+        _convolve(rows, taps, bias, out, token, low, high, channels, mask, x, stride_x, FIXED)
         rows = ahead
     if (copy_slot >= 0) & (stop == high) & (stop >= low):
         _store_state(
@@ -250,16 +273,28 @@ def causal_conv1d_triton(x, weight, bias, conv_state, batch, *, silu, tile: Tile
 
     ``tile`` overrides the choice by ``TILES`` (tests and measurements).
     """
-    chunks, (num_rows, num_channels), kernel = batch.chunk_table, x.shape, weight.shape[1]
+    return _launch(x, weight, bias, conv_state, batch, silu=silu, tile=tile)
+
+
+@launches(short_conv, invariant={})
+def short_conv_triton(projected, weight, bias, conv_state, batch) -> Tensor:
+    return _launch(projected, weight, bias, conv_state, batch, gated=True)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch,
+    *, silu: bool = False, gated: bool = False, tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    chunks, num_rows, (num_channels, kernel) = batch.chunk_table, x.shape[0], weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous()
     num_chunks = chunks.start.shape[0]
-    tile = tile or choose_tile(TILES, num_chunks * CHUNK_SIZE)
+    tile = tile or choose_tile(GATED_TILES if gated else TILES, num_chunks * CHUNK_SIZE)
     block, tokens = min(tile.channels, next_power_of_2(num_channels)), min(tile.tokens, CHUNK_SIZE)
-    out = x.new_empty(x.shape)
+    out = x.new_empty(num_rows, num_channels)
     _conv_kernel[(cdiv(num_channels, block), chunks.max_seqs + num_chunks * (CHUNK_SIZE // tokens))](
         x, weight, bias, out, conv_state,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
-        FIXED=Fixed(num_channels, kernel - 1, block, tokens, tile.step, CHUNK_SIZE, bias is not None, silu),
+        FIXED=Fixed(num_channels, kernel - 1, block, tokens, tile.step, CHUNK_SIZE, bias is not None, silu, gated),
         num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
     )  # fmt: skip
     return out
