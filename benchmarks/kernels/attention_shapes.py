@@ -23,6 +23,7 @@ from weft.ops.attention import paged_attention
 from weft.ops.backend import Backend
 
 HEADS = {
+    "qwen3-0.6b": (16, 8, 128),
     "llama-3.1-8b": (32, 8, 128),
     "llama-3.1-70b TP=8": (8, 1, 128),
     "qwen3-32b": (64, 8, 128),
@@ -32,6 +33,7 @@ HEADS = {
     "qwen3-235b-a22b": (64, 4, 128),
     "falcon-h1-34b": (20, 4, 128),
     "olmo-2-1b": (16, 16, 128),
+    "qwen3-next-80b-a3b": (16, 2, 256),
     "qwen3.5-27b": (24, 4, 256),
     "qwen3.5-122b-a10b": (32, 2, 256),
     "gemma-2-9b": (16, 8, 256),
@@ -61,6 +63,16 @@ PREFILLS: tuple[tuple[list[int], int], ...] = (
     ([256] * 16, 0),
     ([512], 8000),
     ([64] * 32, 500),
+    ([64], 0),
+    ([128], 0),
+    ([1024], 0),
+    ([1024] * 4, 0),
+    ([64] * 4, 0),
+    ([16], 8000),
+    ([64], 8000),
+    ([256], 2000),
+    ([64] * 4, 1000),
+    ([128] * 16, 2000),
 )
 """New tokens of each sequence, and tokens before them."""
 if not ON_GPU:
@@ -116,12 +128,13 @@ def cases() -> list[tuple[str, list[int], int, bool]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", nargs="*", default=list(HEADS), choices=list(HEADS))
+    parser.add_argument("--prefills", action="store_true", help="leave out decodes")
     parser.add_argument("--compile", nargs=2, type=int, metavar=("I", "N"), help="only run part I of N of the cases")
     parser.add_argument("--seconds", type=float, default=120.0, help="begin no measurement after this time")
     parser.add_argument("--json")
     args = parser.parse_args()
     target, end, rows = report.open_json(args.json), time.monotonic() + args.seconds, []
-    of_heads = [case for case in cases() if case[0] in args.heads]
+    of_heads = [case for case in cases() if case[0] in args.heads and not (args.prefills and max(case[1]) == 1)]
     if args.compile:
         for case in of_heads[args.compile[0] :: args.compile[1]]:
             measure(*case, compile_only=True)

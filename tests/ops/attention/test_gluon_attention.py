@@ -166,6 +166,34 @@ def test_equals_plain_attention(
     assert all(tensors.used_barriers)
 
 
+@pytest.mark.parametrize(
+    ("layout", "cache"),
+    [("128 of 2", torch.bfloat16), ("64 of 4", E4M3), ("256 of 8", torch.bfloat16), ("128 of 5", torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_parts_of_many_keys_are_merged(layout: str, cache: torch.dtype, is_mixture: bool) -> None:
+    """Blocks with one and with several parts; some rows see no key of the last part, which begins at 1,280."""
+    query_lens, contexts = [1, 9, 64], [40, 70, 1241]
+    tensors = Case(layout, query_lens, contexts, padding=70, cache=cache)
+    if is_mixture:
+        tensors = tensors.as_mixture(1, max_prefills=3)
+    out = tensors.run(skip_decodes=True)
+    tensors.check(out, first=1)
+    assert out[:1].isnan().all(), "decodes are the other kernel's"
+
+
+def test_a_fixed_order_has_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's sums do not depend on how many programs are free."""
+    tensors, notes = Case("128 of 2", [20], [500]), []
+    call = AttentionCall(tensors.q, tensors.k, tensors.v, tensors.batch, 0.1, torch.empty_like(tensors.q), None, None)
+    monkeypatch.setattr(attention_prefill_hopper, "merge_parts", lambda *args: notes.append("merge"))
+    with launches_handled(lambda kernel, grid, args, options: notes.append(options["SPLIT"] or options["SHARED"])):
+        for fixed in (True, False):
+            launch_prefill_hopper(call, skip_decodes=True, fixed=fixed)
+    assert notes == [False, True, "merge"]
+
+
 @pytest.mark.parametrize(("layout", "cache"), covering(unless_long(FEW_LAYOUTS, LAYOUTS), CACHES, of=1), ids=str)
 def test_any_mixture_is_read_on_the_device(layout: str, cache: torch.dtype) -> None:
     query_lens, contexts = [1, 1, 1, 67, 1, 130], [40, 3, 200, 31, 0, 2]
@@ -295,33 +323,50 @@ def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, *, branches: bool =
     monkeypatch.setattr(attention_prefill_hopper, "runs_gluon", lambda device: True)
     monkeypatch.setattr(attention, "launch_prefill", lambda *args, **kwargs: names.append("triton"))
     monkeypatch.setattr(attention, "launch_decode", lambda *args, **kwargs: names.append("decode"))
-    with launches_handled(lambda kernel, *launch: names.append("hopper")):
+    with launches_handled(lambda kernel, *_: names.append("merge" if "merge" in kernel.fn.__name__ else "hopper")):
         args = (tensors.q, tensors.k, tensors.v, tensors.batch)
         paged_attention(*args, scale=tensors.scale, backend=Backend.TRITON)
     return names
 
 
-def test_only_what_pays_goes_to_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = torch.bfloat16
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+def test_only_what_pays_goes_to_hopper(cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of four multiprocessors: sequences and key heads are few up to four, and may be idle up to eight."""
+    monkeypatch.setattr(attention, "MULTIPROCESSORS", 4)
 
-    def names(layout: str, query_lens: list[int], padding: int = 0, mixture: int = 0) -> list[str]:
-        tensors = Case(layout, query_lens, [0] * len(query_lens), padding, padding_seqs=0, cache=cache)
+    def goes(layout: str, query_lens: list[int], padding: int = 0, mixture: int = 0, context: int = 0) -> bool:
+        contexts = [context] * len(query_lens)
+        tensors = Case(layout, query_lens, contexts, padding, padding_seqs=0, cache=cache)
         tensors.batch = dataclasses.replace(tensors.batch, num_decodes=query_lens.count(1))
-        return launches(monkeypatch, tensors.as_mixture(0, mixture) if mixture else tensors)
+        names = launches(monkeypatch, tensors.as_mixture(0, mixture) if mixture else tensors)
+        assert ("hopper" in names) != ("triton" in names)
+        assert ("decode" in names) == (1 in query_lens or mixture > 0)
+        return "hopper" in names
 
-    assert names("128 of 2", [512]) == ["hopper"]
-    assert names("128 of 2", [300], padding=212) == ["hopper"]
-    assert names("128 of 2", [511]) == ["triton"]
-    assert names("128 of 2", [512], mixture=16) == ["decode", "hopper"]
-    assert names("128 of 2", [512], mixture=17) == ["decode", "triton"]
-    assert names("128 of 2", [1] * 16 + [496]) == ["decode", "triton"], "17 blocks may be empty, 8 full"
-    assert names("256 of 8", [1] * 16 + [496]) == ["decode", "hopper"], "17 blocks may be empty, 32 full"
-    assert names("128 of 2", [256] * 2) == ["hopper"]
-    assert names("128 of 2", [250] * 3) == ["triton"], "short sequences"
-    assert names("128 of 5", [512] * 2) == ["hopper"] and names("128 of 5", [511] * 2) == ["triton"], "blocks not full"
-    cache = E4M3
-    assert names("128 of 2", [512]) == ["hopper"] and names("128 of 2", [511]) == ["triton"]
-    assert names("128 of 2", [512], mixture=16) == ["decode", "hopper"]
+    assert goes("128 of 2", [16]) and goes("128 of 2", [9], padding=7) and not goes("128 of 2", [15])
+    assert goes("128 of 2", [64], mixture=4) and not goes("128 of 2", [64], mixture=5), "blocks without work"
+    assert goes("128 of 2", [192], mixture=6) and not goes("128 of 2", [192], mixture=7), "beside three full blocks"
+    assert goes("128 of 2", [1] * 3 + [61]) and not goes("128 of 2", [1] * 4 + [60])
+    assert goes("128 of 2", [16] * 2) and not goes("128 of 2", [255] * 3) and goes("128 of 2", [256] * 3)
+    assert goes("128 of 2", [64] * 3, context=64) and not goes("128 of 2", [63] * 3, context=64), "half a block"
+    assert not goes("128 of 2", [64] * 3, context=63), "hardly a context"
+    assert goes("256 of 8", [16] * 5) and not goes("256 of 8", [15] * 5), "wide heads"
+    assert goes("128 of 5", [512] * 3) and not goes("128 of 5", [511] * 3), "blocks that are not full"
+
+
+def test_many_rows_of_small_heads_go_to_the_general_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 400 heads of rows on, that is 100 rows, below 400 rows or in sequences of at most 90."""
+    monkeypatch.setattr(attention, "_SMALL_ROWS", 400)
+    monkeypatch.setattr(attention, "_SMALL_EACH", 90)
+
+    def goes(query_lens: list[int], context: int = 0, layout: str = "64 of 4", mixture: int = 0) -> bool:
+        tensors = Case(layout, query_lens, [context] * len(query_lens), padding=0, padding_seqs=0)
+        return "hopper" in launches(monkeypatch, tensors.as_mixture(0, mixture) if mixture else tensors)
+
+    assert goes([99]) and not goes([100]) and not goes([399]) and goes([400])
+    assert not goes([90] * 5) and goes([91] * 5) and goes([90] * 5, context=90)
+    assert goes([100], layout="128 of 2") and goes([100], context=100)
+    assert not goes([100], context=100, mixture=1), "a graph knows of no context"
 
 
 def test_decodes_of_a_large_captured_mixture_stand_on_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,12 +377,12 @@ def test_decodes_of_a_large_captured_mixture_stand_on_a_branch(monkeypatch: pyte
         tensors.batch = dataclasses.replace(tensors.batch, num_decodes=1)
         return launches(monkeypatch, tensors.as_mixture(0, mixture) if mixture else tensors, branches=True)
 
-    assert names(512, mixture=4) == ["fork", "decode", "back", "hopper", "join"]
-    assert names(512, mixture=17) == ["fork", "decode", "back", "triton", "join"]
-    assert names(511, mixture=4) == ["decode", "triton"]
+    assert names(512, mixture=4) == ["fork", "decode", "back", "hopper", "merge", "join"]
+    assert names(512, mixture=133) == ["fork", "decode", "back", "triton", "join"]
+    assert names(511, mixture=4) == ["decode", "hopper", "merge"]
     monkeypatch.setattr(attention, "_BRANCH_HEADS", 4 * 600)
-    assert names(600, mixture=4)[0] == "fork" and names(601, mixture=4) == ["decode", "hopper"], "beyond one wave"
-    assert names(512) == ["decode", "hopper"], "no graph"
+    assert names(600, mixture=4)[0] == "fork" and names(601, mixture=4)[0] == "decode", "beyond one wave"
+    assert names(512) == ["decode", "hopper", "merge"], "no graph"
 
 
 def test_a_branch_is_joined_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

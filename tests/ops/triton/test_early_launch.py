@@ -34,7 +34,7 @@ CAREFUL = {
     "_conv_update_kernel", "_scan_step_kernel", "_rg_lru_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
     "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel", "_span_kernel",
-    "_norm_streams_kernel",
+    "_norm_streams_kernel", "_merge_parts_kernel",
     "_coded_few_rows_hopper_kernel", "_coded_pairs_hopper_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
@@ -46,10 +46,10 @@ PASSES_ON = {
 """Kernels in which a part waits, on which all others wait: its name and its file."""
 ORDINARY = {
     "_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel", "_load_kernel", "_store_kernel",
-    "_record_kernel",
+    "_record_kernel", "_expand_kernel",
 }  # fmt: skip
-"""Kernels that write a step's metadata, as copies and torch's kernels do, or copy records on a stream of their own.
-They are never early: each waits for all before it."""
+"""Kernels that write a step's metadata, as copies and torch's kernels do, stand between what writes metadata and what
+reads it early, or copy records on a stream of their own. They are never early: each waits for all before it."""
 
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -40,6 +40,12 @@ def widen(narrow, tile, LAYOUT: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.c
 
 
 @gluon.jit
+def wait_tile(ring, n, STAGES: gl.constexpr):
+    """Wait until the barrier of tile ``n`` has completed the phase of that tile."""
+    mbarrier.wait(ring.index(n % STAGES), n // STAGES & 1)
+
+
+@gluon.jit
 def start_scores(queries, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, SCORES: gl.constexpr):
     """Start ``queries @ keys^T``."""
     k = reinterpret(tile, tile.dtype, [KEYS, HEAD_DIM], BOX)
@@ -85,16 +91,16 @@ def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD
 
 @gluon.jit
 def place_of_block(
-    page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table, TOKENS: gl.constexpr
-):
-    """Find this program's block.
+    block, page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Find a block.
 
     Returns the first row, the number of tokens, and the number of padding rows (one of the two is 0 or less). Then the
     position of the first token, the number of keys, and the pages of the sequence.
 
     Sequences with fewer than ``least_tokens`` query tokens have none; nor, if ``num_seqs`` is negative, those that
     ``counts`` says decode."""
-    block = gl.program_id(1)
     first_seq = 0
     first_token = 0
     if num_seqs < 0:
@@ -124,3 +130,35 @@ def place_of_block(
             keys = position + num_tokens
             page_table += seq.to(gl.int64) * stride_table
     return (row, num_tokens, num_padding, position, keys), page_table
+
+
+@gluon.jit
+def row_offsets(
+    row, num_tokens, kv_head, stride,
+    FIRST: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Compute offsets in ``q`` or ``out`` of 64 rows in a layout, and which of them are of the block's first
+    ``num_tokens`` tokens. Rows behind those of whole tokens are of none."""
+    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    tokens = FIRST + lanes // GROUP
+    if 64 % GROUP != 0:
+        tokens = gl.where(lanes < 64 // GROUP * GROUP, tokens, 1 << 30)
+    heads = kv_head * GROUP + lanes % GROUP
+    mask = (tokens < num_tokens)[:, None]
+    if DIM < HEAD_DIM:
+        mask = mask & (dims < DIM)[None, :]
+    return ((row + tokens).to(gl.int64) * stride + heads * DIM)[:, None] + dims[None, :], mask
+
+
+@gluon.jit
+def merge_consumers(acc, row_max, row_sum, sums, merged, scale_log2, OUT: gl.constexpr):
+    """The first consumer: its sums and the second's."""
+    other_acc, other_max, other_sum = sums
+    mbarrier.wait(merged.index(0), 0)
+    theirs = other_max.load(gl.SliceLayout(1, OUT))
+    new_max = gl.maximum(row_max, theirs)
+    mine = gl.exp2((row_max - new_max) * scale_log2)
+    theirs = gl.exp2((theirs - new_max) * scale_log2)
+    row_sum = row_sum * mine + other_sum.load(gl.SliceLayout(1, OUT)) * theirs
+    return acc * mine[:, None] + other_acc.load(OUT) * theirs[:, None], new_max, row_sum

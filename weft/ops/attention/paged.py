@@ -39,11 +39,15 @@ no decode and leave at once are the cheaper way."""
 _FIXED_SPLIT = 256
 """Tokens of the shortest split in a fixed order of sums (``benchmarks/deterministic_orders.py``)."""
 
-_HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
-"""Least rows of q, and least rows per prefilling sequence, for the kernel for Hopper. On an H200 both kernels are equal
-at 512 rows of one sequence without context, and with context it leads; many short sequences lose. Groups that leave
-rows of a block empty need twice as many: 16 sequences of 256 take 112 to 119% of the other kernel's time
-(``attention-shapes-h200.json``, ``attention-shapes-before-h200.json``)."""
+_HOPPER_ROWS, _HOPPER_ROWS_EACH, _HOPPER_BLOCK = 16, 256, 128
+"""For the kernel for Hopper: least rows of q, and least rows per prefilling sequence if these have more blocks than one
+for each multiprocessor. Behind a context, or with heads above 128, it is enough that a sequence fills a block of so
+many rows and heads of its group. Groups that leave rows of a block empty need twice as many rows."""
+
+_SMALL_HEAD, _SMALL_ROWS, _SMALL_EACH = 64, 1 << 16, 1024
+"""Without a context, the general kernel is the faster one for heads of at most so many dimensions, with at least so
+many heads of rows. It is not with four times as many in sequences of more rows than the last number
+(``attention-shapes-few-h200.json``)."""
 
 
 @launches(paged_attention, invariant={"fixed": True})
@@ -79,7 +83,7 @@ def _prefill(call: AttentionCall, *, skip_decodes: bool, fixed: bool) -> None:
     q, k_cache = call.q, call.k_cache
     is_plain = GLUON_IS_KNOWN and not call.has_row_terms
     if is_plain and (hopper.takes(q, k_cache) if fixed else _is_for_hopper(q, k_cache, call.batch)):
-        hopper.launch_prefill_hopper(call, skip_decodes=skip_decodes, is_shared=False if fixed else None)
+        hopper.launch_prefill_hopper(call, skip_decodes=skip_decodes, fixed=fixed)
         return
     group = q.shape[1] // k_cache.shape[2]
     num_rows, small = 1 if fixed else q.shape[0], is_small(q.device)
@@ -93,15 +97,22 @@ def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
     many sequences a graph of a mixture will serve is not known: it is made for few."""
     if not GLUON_IS_KNOWN or q.shape[0] < _HOPPER_ROWS or not hopper.takes(q, k_cache):
         return False
-    group = q.shape[1] // k_cache.shape[2]
-    rows_each = _HOPPER_ROWS_EACH if hopper.fills_blocks(group) else 2 * _HOPPER_ROWS_EACH
+    (num_rows, num_heads, head_dim), kv_heads = q.shape, k_cache.shape[2]
+    group, rows_each, has_context, num_seqs = num_heads // kv_heads, num_rows, False, batch.seq_lens.shape[0]
     if batch.mixed is not None:
         num_seqs = batch.mixed.max_prefills
     else:
-        num_seqs = batch.seq_lens.shape[0]
-        if q.shape[0] < rows_each * (batch.num_seqs - batch.num_decodes):
+        num_prefills = max(1, batch.num_seqs - batch.num_decodes)
+        rows_each, has_context = num_rows // num_prefills, batch.max_seq_len >= 2 * batch.max_query_len
+        least = _HOPPER_ROWS_EACH * (1 if hopper.fills_blocks(group) else 2)
+        if has_context or head_dim > 128:
+            least = _HOPPER_BLOCK // group
+        if kv_heads * num_prefills > MULTIPROCESSORS and rows_each < least:
             return False
-    return num_seqs <= 2 * (q.shape[0] // hopper.block_tokens(group))
+    if head_dim <= _SMALL_HEAD and not has_context and num_rows * num_heads >= _SMALL_ROWS:  # noqa: SIM102
+        if rows_each <= _SMALL_EACH or num_rows * num_heads < 4 * _SMALL_ROWS:
+            return False
+    return kv_heads * num_seqs <= 2 * MULTIPROCESSORS or num_seqs <= 2 * (num_rows // hopper.block_tokens(group))
 
 
 def verifies(q: Tensor, k_cache: Tensor, query_len: int) -> bool:

@@ -39,15 +39,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.ops.attention import AttentionCall
-from weft.ops.attention.hopper_tiles import place_of_block, softmax, start_scores, start_values, zero_unwritten
+from weft.ops.attention.hopper_tiles import (
+    merge_consumers,
+    place_of_block,
+    row_offsets,
+    softmax,
+    start_scores,
+    start_values,
+    wait_tile,
+    zero_unwritten,
+)
 from weft.ops.attention.prefill_producer_hopper import NARROW, produce
+from weft.ops.attention.prefill_splits_hopper import merge_parts, own_part, share_of_block, store_part
 from weft.ops.attention.tiles import METADATA, check_layout, prefilled
 from weft.ops.fp8 import E4M3
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.gluon import thread_barrier
 from weft.ops.triton.hopper import BOX, GluonKernel, hold, runs_gluon
-from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
 
 _ROWS = 64
 """Rows of a consumer: four warps multiply that many at a time."""
@@ -74,12 +84,6 @@ where it widens tiles."""
 
 
 @gluon.jit
-def _wait(ring, n, STAGES: gl.constexpr):
-    """Wait until the barrier of tile ``n`` has completed the phase of that tile."""
-    mbarrier.wait(ring.index(n % STAGES), n // STAGES & 1)
-
-
-@gluon.jit
 def _steps(
     first, last, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
     WHICH: gl.constexpr, STEP: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
@@ -92,11 +96,11 @@ def _steps(
     for j in range(first, last, STEP):
         stage = j % STAGES
         before = (j - STEP) % STAGES
-        _wait(k_ready, j, STAGES)
+        wait_tile(k_ready, j, STAGES)
         if HEAD_DIM <= 128:
             mbarrier.wait(turns.index(WHICH), (j // STEP & 1) ^ (1 - WHICH))
         products = start_scores(queries, k_tiles.index(stage), KEYS, HEAD_DIM, SCORES)
-        _wait(v_ready, j - STEP, STAGES)
+        wait_tile(v_ready, j - STEP, STAGES)
         acc = start_values(acc, p, v_tiles.index(before), KEYS, V_DIM, OUT)
         if HEAD_DIM <= 128:
             mbarrier.arrive(turns.index(1 - WHICH), count=1)
@@ -116,20 +120,20 @@ def _steps(
 
 @gluon.jit
 def _attend(
-    queries, k_tiles, v_tiles, barriers, position, keys, sinks, scale_log2, WHICH: gl.constexpr, SHARED: gl.constexpr,
-    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
-    STAGES: gl.constexpr, SINKS: gl.constexpr, OUT: gl.constexpr,
+    queries, k_tiles, v_tiles, barriers, position, keys, sinks, part, scale_log2, WHICH: gl.constexpr,
+    SHARED: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 rows, the first at ``position``, over the consumer's share of ``keys`` keys, at least 1: values
     summed by weights, in layout ``OUT``, largest scores, and sums of weights. ``sinks``: of the group's heads."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     STEP: gl.constexpr = 2 if SHARED else 1
     START: gl.constexpr = WHICH if SHARED else 0
-    LOWEST: gl.constexpr = _LOWEST if SHARED else float("-inf")
+    LOWEST: gl.constexpr = _LOWEST if SHARED or SPLIT else float("-inf")
     k_ready, k_empty, v_ready, _v_empty, turns, _merged = barriers
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     positions = position + lanes // GROUP
-    _wait(k_ready, START, STAGES)
+    wait_tile(k_ready, START, STAGES)
     if HEAD_DIM <= 128:
         mbarrier.wait(turns.index(WHICH), 1 - WHICH)
     products = start_scores(queries, k_tiles.index(START), KEYS, HEAD_DIM, SCORES)
@@ -142,8 +146,9 @@ def _attend(
     row_max = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, SCORES))
     row_sum = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
     if SINKS and START == 0:  # a key whose value is zero
-        row_max = gl.load(sinks + lanes % GROUP).to(gl.float32) * (LOG2_E / scale_log2)
-        row_sum = row_sum + 1.0
+        score = gl.load(sinks + lanes % GROUP).to(gl.float32) * (LOG2_E / scale_log2)
+        row_max = gl.where(part == 0, score, row_max)
+        row_sum = row_sum + 1.0  # nothing beside a key, where the maximum is the lowest
     p, row_max, row_sum, _shrink = softmax(scores, row_max, row_sum, scale_log2)
     acc = gl.full([64, V_DIM], 0.0, gl.float32, layout=OUT)
     tiles = (keys + KEYS - 1) // KEYS
@@ -160,7 +165,7 @@ def _attend(
     )  # fmt: skip
     last = tiles - 1 - (tiles - 1 - START) % STEP
     v_tile = v_tiles.index(last % STAGES)
-    _wait(v_ready, last, STAGES)
+    wait_tile(v_ready, last, STAGES)
     if last == tiles - 1:
         zero_unwritten(v_tile, keys, PAGE_SIZE, KEYS, V_DIM)
     acc = start_values(acc, p, v_tile, KEYS, V_DIM, OUT)
@@ -169,43 +174,11 @@ def _attend(
 
 
 @gluon.jit
-def _offsets(
-    row, num_tokens, kv_head, stride,
-    FIRST: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Compute offsets in ``q`` or ``out`` of 64 rows in a layout, and which of them are of the block's first
-    ``num_tokens`` tokens. Rows behind those of whole tokens are of none."""
-    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
-    tokens = FIRST + lanes // GROUP
-    if 64 % GROUP != 0:
-        tokens = gl.where(lanes < 64 // GROUP * GROUP, tokens, 1 << 30)
-    heads = kv_head * GROUP + lanes % GROUP
-    mask = (tokens < num_tokens)[:, None]
-    if DIM < HEAD_DIM:
-        mask = mask & (dims < DIM)[None, :]
-    return ((row + tokens).to(gl.int64) * stride + heads * DIM)[:, None] + dims[None, :], mask
-
-
-@gluon.jit
-def _merge(acc, row_max, row_sum, sums, merged, scale_log2, OUT: gl.constexpr):
-    """The first consumer: its sums and the second's."""
-    other_acc, other_max, other_sum = sums
-    mbarrier.wait(merged.index(0), 0)
-    theirs = other_max.load(gl.SliceLayout(1, OUT))
-    new_max = gl.maximum(row_max, theirs)
-    mine = gl.exp2((row_max - new_max) * scale_log2)
-    theirs = gl.exp2((theirs - new_max) * scale_log2)
-    row_sum = row_sum * mine + other_sum.load(gl.SliceLayout(1, OUT)) * theirs
-    return acc * mine[:, None] + other_acc.load(OUT) * theirs[:, None], row_sum
-
-
-@gluon.jit
 def _consume(
-    q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out, scale_log2,
-    WHICH: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
-    DIM: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
-    SCALED: gl.constexpr,
+    q, sinks, v_scale, out, parts, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out,
+    scale_log2, WHICH: gl.constexpr, SHARED: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    STAGES: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Consumer ``WHICH``: its 64 rows of a block, or, if ``SHARED``, its tiles of the block's 64 rows."""
     LANES: gl.constexpr = HEAD_DIM // 8
@@ -217,17 +190,20 @@ def _consume(
     FIRST: gl.constexpr = 0 if SHARED else WHICH * (64 // GROUP)
     row, num_tokens, num_padding, position, keys = place
     if num_padding > 0:
-        offsets, mask = _offsets(row, num_padding, kv_head, stride_out, FIRST, GROUP, VALUE, V_DIM, V_COPY)
+        offsets, mask = row_offsets(row, num_padding, kv_head, stride_out, FIRST, GROUP, VALUE, V_DIM, V_COPY)
         gl.store(out + offsets, gl.full([64, V_DIM], 0.0, gl.bfloat16, layout=V_COPY), mask=mask)
     if keys > (KEYS if SHARED and WHICH == 1 else 0):
-        offsets, mask = _offsets(row, num_tokens, kv_head, stride_q, FIRST, GROUP, DIM, HEAD_DIM, COPY)
+        offsets, mask = row_offsets(row, num_tokens, kv_head, stride_q, FIRST, GROUP, DIM, HEAD_DIM, COPY)
         queries = q_tiles.index(WHICH)
         queries.store(gl.load(q + offsets, mask=mask, other=0.0).to(queries.dtype))
         fence_async_shared()  # the matrix units read by another path than stores take
         thread_barrier()
+        part = 0
+        if SPLIT:
+            part = parts[2]
         acc, row_max, row_sum = _attend(
-            queries, k_tiles, v_tiles, barriers, position + FIRST, keys, sinks + kv_head * GROUP, scale_log2,
-            WHICH, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, SINKS, OUT,
+            queries, k_tiles, v_tiles, barriers, position + FIRST, keys, sinks + kv_head * GROUP, part, scale_log2,
+            WHICH, SHARED, SPLIT, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, V_DIM, STAGES, SINKS, OUT,
         )  # fmt: skip
         if SHARED and WHICH == 1:
             sums[0].store(acc)
@@ -238,8 +214,14 @@ def _consume(
         else:
             if SHARED:  # noqa: SIM102 (known to the compiler)
                 if keys > KEYS:
-                    acc, row_sum = _merge(acc, row_max, row_sum, sums, barriers[5], scale_log2, OUT)
-            offsets, mask = _offsets(row, num_tokens, kv_head, stride_out, FIRST, GROUP, VALUE, V_DIM, OUT)
+                    acc, row_max, row_sum = merge_consumers(acc, row_max, row_sum, sums, barriers[5], scale_log2, OUT)
+            whole = num_tokens
+            if SPLIT:
+                store_part(
+                    acc, row_max, row_sum, parts, num_tokens, scale_log2, SHARED, FIRST, GROUP, VALUE, V_DIM, OUT
+                )
+                whole = gl.where(parts[3] > 1, 0, num_tokens)  # rows that no other program has a part of
+            offsets, mask = row_offsets(row, whole, kv_head, stride_out, FIRST, GROUP, VALUE, V_DIM, OUT)
             result = acc / row_sum[:, None]
             if SCALED:
                 result *= gl.load(v_scale)
@@ -248,24 +230,36 @@ def _consume(
 
 @functools.partial(
     GluonKernel,
-    do_not_specialize=["num_rows", "num_seqs", "least_tokens", "stride_table"],
+    do_not_specialize=["num_rows", "num_seqs", "least_tokens", "programs", "stride_table"],
     do_not_specialize_on_alignment=METADATA,
 )
 def _prefill_hopper_kernel(
-    q, k_source, v_source, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
-    scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_table,
+    q, k_source, v_source, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, means, logs, counts,
+    scale_log2, num_rows, num_seqs, least_tokens, programs, stride_q, stride_out, stride_table,
     DIM: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, SINKS: gl.constexpr, WIDENED: gl.constexpr,
-    SCALED: gl.constexpr, EARLY: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, SPLIT: gl.constexpr, SINKS: gl.constexpr,
+    WIDENED: gl.constexpr, SCALED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """``DIM``: of a head; ``HEAD_DIM``: the same in a tile, 64, 128 or 256. What a tile has beyond are zeros in the
     queries, and in keys and values the next head's numbers, which meet these zeros or columns that nobody stores."""
     release(EARLY)
     kv_head = gl.program_id(0)
+    TOKENS: gl.constexpr = (1 if SHARED else 2) * (64 // GROUP)
+    block = gl.program_id(1)
+    if SPLIT:
+        block, part, most, _blocks = share_of_block(block, cu_seqlens_q, counts, num_rows, num_seqs, programs, TOKENS)
     place, table = place_of_block(
-        page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table,
-        (1 if SHARED else 2) * (64 // GROUP),
+        block, page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table,
+        TOKENS,
     )  # fmt: skip
+    parts = ()
+    if SPLIT:
+        place, table, num_parts = own_part(place, table, part, most, PAGE_SIZE, KEYS)
+        parts = (means, logs, part, num_parts)  # type: ignore[assignment]
+        if (place[4] <= 0) & (place[2] <= 0):  # nothing to do: free the multiprocessor for the kernel that merges
+            if kv_head + gl.program_id(1) == 0:  # one waits for all that leave
+                wait(EARLY)
+            return
     OPERAND: gl.constexpr = gl.float16 if WIDENED else gl.bfloat16
     q_tiles = gl.allocate_shared_memory(OPERAND, [2, 64, HEAD_DIM], BOX)
     k_tiles = gl.allocate_shared_memory(OPERAND, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
@@ -302,23 +296,18 @@ def _prefill_hopper_kernel(
     wait(EARLY)  # the other parts' warps start when this one's have returned from it
     gl.warp_specialize(
         [
-            (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
-                        stride_out, scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, DIM, HEAD_DIM, V_DIM, STAGES, SINKS,
-                        SCALED)),
-            (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
-                        stride_out, scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, DIM, HEAD_DIM, V_DIM, STAGES, SINKS,
-                        SCALED)),
+            (_consume, (q, sinks, v_scale, out, parts, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head,
+                        stride_q, stride_out, scale_log2, 0, SHARED, SPLIT, GROUP, PAGE_SIZE, KEYS, DIM, HEAD_DIM,
+                        V_DIM, STAGES, SINKS, SCALED)),
+            (_consume, (q, sinks, v_scale, out, parts, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head,
+                        stride_q, stride_out, scale_log2, 1, SHARED, SPLIT, GROUP, PAGE_SIZE, KEYS, DIM, HEAD_DIM,
+                        V_DIM, STAGES, SINKS, SCALED)),
             (produce, (k_source, v_source, k_tiles, v_tiles, barriers, narrow, table, kv_head * DIM, place[4],
                        PAGE_SIZE, KEYS, DIM, HEAD_DIM, V_DIM, STAGES, WIDENED)),
         ],
         [4, 4 if WIDENED else 1],
         [_WIDENED_REGISTERS, _WIDENER_REGISTERS] if WIDENED else [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
-
-
-def _tile_dim(head_dim: int) -> int:
-    """Dimensions of a head in a tile: whole boxes, in a number that is a power of two."""
-    return max(64, next_power_of_2(head_dim))
 
 
 def _tiles(head_dim: int, is_shared: bool, is_widened: bool) -> tuple[int, int]:
@@ -364,21 +353,26 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
     )
 
 
-def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared: bool | None = None) -> None:
+def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, fixed: bool = False) -> None:
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
-    ``takes``. The scale is positive. ``is_shared`` overrides ``shares_rows``. Values of heads of more than 128 may have
-    128 columns, in a cache in the queries' dtype."""
+    ``takes``. The scale is positive. Values of heads of more than 128 may have 128 columns, in a cache in the queries'
+    dtype. ``fixed``: the order of a row's sums does not depend on how many rows there are."""
     check_layout(call)
     q, k_cache, v_cache, batch, scale, out, sinks, v_scale, bias = call
     assert bias is None, "that kernel has no bias"
     (num_rows, num_heads, head_dim), v_dim = q.shape, v_cache.shape[3]
     num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads
-    is_shared = shares_rows(q, k_cache) if is_shared is None else is_shared
+    is_shared = not fixed and shares_rows(q, k_cache)
     tokens = block_tokens(group) // (2 if is_shared else 1)
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
     blocks = num_rows // tokens + (num_seqs if batch.mixed is None else batch.mixed.max_prefills) + 1
-    is_widened, tile_dim = k_cache.dtype == E4M3, _tile_dim(head_dim)
+    programs, means, logs = 1 if fixed else MULTIPROCESSORS // num_kv_heads, q, q
+    splits = programs >= 2 * cdiv(num_rows, tokens)
+    if splits:
+        blocks = max(blocks, programs)
+        means, logs = (q.new_empty(blocks, num_kv_heads, tokens * group, n, dtype=torch.float32) for n in (v_dim, 1))
+    is_widened, tile_dim = k_cache.dtype == E4M3, max(64, next_power_of_2(head_dim))  # of whole boxes
     keys, stages = _tiles(head_dim, is_shared, is_widened)
     stages += v_dim < head_dim  # narrower values leave room for one more
     k_source, v_source = k_cache, v_cache
@@ -387,12 +381,16 @@ def launch_prefill_hopper(call: AttentionCall, *, skip_decodes: bool, is_shared:
             TensorDescriptor(c, [num_pages * page_size, width], [width, 1], [page_size, 64], BOX.value)
             for c, width in ((k_cache, num_kv_heads * head_dim), (v_cache, num_kv_heads * v_dim))
         )
+    tile_v_dim = tile_dim if v_dim == head_dim else v_dim
     counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
     _prefill_hopper_kernel[(num_kv_heads, blocks)](
         q, k_source, v_source, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-        q if sinks is None else sinks, q if v_scale is None else v_scale, out, counts, scale * LOG2_E.value,
-        num_rows, num_seqs, least_tokens, q.stride(0), out.stride(0), batch.page_table.stride(0),
-        DIM=head_dim, HEAD_DIM=tile_dim, V_DIM=tile_dim if v_dim == head_dim else v_dim, GROUP=group,
-        PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared, SINKS=sinks is not None, WIDENED=is_widened,
-        SCALED=v_scale is not None, num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
+        q if sinks is None else sinks, q if v_scale is None else v_scale, out, means, logs, counts,
+        scale * LOG2_E.value, num_rows, num_seqs, least_tokens, programs, q.stride(0), out.stride(0),
+        batch.page_table.stride(0),
+        DIM=head_dim, HEAD_DIM=tile_dim, V_DIM=tile_v_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages,
+        SHARED=is_shared, SPLIT=splits, SINKS=sinks is not None, WIDENED=is_widened, SCALED=v_scale is not None,
+        num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
     )  # fmt: skip
+    if splits:
+        merge_parts(call, (means, logs), (counts, num_seqs, least_tokens), programs, (tile_v_dim, tokens, keys))
