@@ -273,8 +273,8 @@ EARLY_LOADS = (
 
 
 LEAVES_EARLY = {
-    "_step_kernel", "_gdn_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
-    "_scan_step_kernel", "_rg_lru_step_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_verify_states_kernel",
+    "_gdn_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel", "_rg_lru_step_kernel",
+    "_decode_states_kernel", "_gdn_verify_kernel", "_verify_states_kernel",
 }  # fmt: skip
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
@@ -284,6 +284,7 @@ LOADERS = [
     "rg_lru/scan.py", "attention/prefill_hopper.py", "linear/fp8_few_rows_hopper.py", "moe/fp8_pairs_hopper.py",
     "delta_rule/decode.py", "delta_rule/decode_gluon.py", "delta_rule/verify.py", "delta_rule/verify_gluon.py",
     "attention/decode_hopper.py", "moe/combine.py", "linear/coded_few_rows_hopper.py", "moe/coded_pairs_hopper.py",
+    "triton/slot_rows.py",
 ]  # fmt: skip
 
 PASSED_ON = {

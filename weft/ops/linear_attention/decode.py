@@ -12,6 +12,7 @@ from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
+from weft.ops.triton.slot_rows import last_row, row_programs
 
 
 class StepFixed(NamedTuple):
@@ -21,7 +22,6 @@ class StepFixed(NamedTuple):
         num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.
         block_k, block_v: of a tile of the state.
         time_steps: decays and write strengths come from Mamba-2's time steps; otherwise from constants of the heads.
-        keep_padding: leave rows with slot 0 as they are.
     """
 
     num_groups: int
@@ -31,16 +31,16 @@ class StepFixed(NamedTuple):
     block_k: int
     block_v: int
     time_steps: bool
-    keep_padding: bool
 
 
-@jit(do_not_specialize_on_alignment=["state_slots"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["state_slots"])
 def _step_kernel(
-    q, k, v, dt, rate, dt_bias, skip, state, state_slots, out,
+    q, k, v, dt, rate, dt_bias, skip, state, state_slots, out, num_rows,
     stride_q, stride_k, stride_v, stride_dt, dt_low, dt_high,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row and head. ``rate [H]``: log of A with time steps, else the log decay."""
+    """Compute one head of one row, or of a share of ``num_rows`` rows. ``rate [H]``: log of A with time steps, else the
+    log decay."""
     release(EARLY, ALWAYS)
     H: tl.constexpr = FIXED.num_heads
     K: tl.constexpr = FIXED.head_k_dim
@@ -48,46 +48,48 @@ def _step_kernel(
     GROUP: tl.constexpr = FIXED.num_heads // FIXED.num_groups
     BLOCK_V: tl.constexpr = FIXED.block_v
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head, i_row, programs = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V)
     k_mask = o_k < K
-    slot = tl.load(state_slots + i_row).to(tl.int64)
-    p_out = out + (i_row * H + i_head) * V + o_v
-    if slot == 0:
-        wait(EARLY)
-        if not FIXED.keep_padding:
+    count = 1 if num_rows is None else last_row(state_slots, num_rows, i_row, programs, EARLY)
+    for _ in range(count):
+        slot = tl.load(state_slots + i_row).to(tl.int64)
+        p_out = out + (i_row * H + i_head) * V + o_v
+        if slot != 0:
+            p_state = state + (slot * H + i_head) * K * V + o_k[:, None] * V + o_v[None, :]
+            b_state = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0).to(tl.float32)
+            g = tl.load(rate + i_head).to(tl.float32)
+            own = 0.0
+            if FIXED.time_steps:
+                bias = tl.load(dt_bias + i_head)
+                own = tl.load(skip + i_head).to(tl.float32)
+            wait(EARLY)  # what is loaded until here are weights, and a state that no kernel of this step has written
+            columns = (i_head // GROUP) * K + o_k
+            b_q = tl.load(q + i_row * stride_q + columns, mask=k_mask, other=0.0).to(tl.float32)
+            b_k = tl.load(k + i_row * stride_k + columns, mask=k_mask, other=0.0).to(tl.float32)
+            if FIXED.time_steps:
+                step = softplus(tl.load(dt + i_row * stride_dt + i_head).to(tl.float32) + bias)
+                step = tl.minimum(tl.maximum(step, dt_low), dt_high)
+                g = -tl.exp(g) * step
+                b_k *= step
+            decay = tl.exp(g)
+            for j in tl.static_range(TILES):
+                values = j * BLOCK_V + o_v
+                v_mask = values < V
+                state_mask = k_mask[:, None] & v_mask[None, :]
+                if j > 0:
+                    b_state = tl.load(p_state + j * BLOCK_V, mask=state_mask, other=0.0).to(tl.float32)
+                b_v = tl.load(v + i_row * stride_v + i_head * V + values, mask=v_mask, other=0.0).to(tl.float32)
+                b_state = b_state * decay + b_k[:, None] * b_v[None, :]
+                tl.store(p_state + j * BLOCK_V, b_state.to(state.dtype.element_ty), mask=state_mask)
+                b_out = tl.sum(b_state * b_q[:, None], 0) + own * b_v
+                tl.store(p_out + j * BLOCK_V, b_out.to(out.dtype.element_ty), mask=v_mask)
+        elif num_rows is None:
+            wait(EARLY)
             for j in tl.static_range(TILES):
                 zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
                 tl.store(p_out + j * BLOCK_V, zeros, mask=j * BLOCK_V + o_v < V)
-        return
-    p_state = state + (slot * H + i_head) * K * V + o_k[:, None] * V + o_v[None, :]
-    b_state = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0).to(tl.float32)
-    g = tl.load(rate + i_head).to(tl.float32)
-    own = 0.0
-    if FIXED.time_steps:
-        bias = tl.load(dt_bias + i_head)
-        own = tl.load(skip + i_head).to(tl.float32)
-    wait(EARLY)  # what is loaded until here are weights, and a state that no kernel of this step has written
-    columns = (i_head // GROUP) * K + o_k
-    b_q = tl.load(q + i_row * stride_q + columns, mask=k_mask, other=0.0).to(tl.float32)
-    b_k = tl.load(k + i_row * stride_k + columns, mask=k_mask, other=0.0).to(tl.float32)
-    if FIXED.time_steps:
-        step = softplus(tl.load(dt + i_row * stride_dt + i_head).to(tl.float32) + bias)
-        step = tl.minimum(tl.maximum(step, dt_low), dt_high)
-        g = -tl.exp(g) * step
-        b_k *= step
-    decay = tl.exp(g)
-    for j in tl.static_range(TILES):
-        values = j * BLOCK_V + o_v
-        v_mask = values < V
-        state_mask = k_mask[:, None] & v_mask[None, :]
-        if j > 0:
-            b_state = tl.load(p_state + j * BLOCK_V, mask=state_mask, other=0.0).to(tl.float32)
-        b_v = tl.load(v + i_row * stride_v + i_head * V + values, mask=v_mask, other=0.0).to(tl.float32)
-        b_state = b_state * decay + b_k[:, None] * b_v[None, :]
-        tl.store(p_state + j * BLOCK_V, b_state.to(state.dtype.element_ty), mask=state_mask)
-        b_out = tl.sum(b_state * b_q[:, None], 0) + own * b_v
-        tl.store(p_out + j * BLOCK_V, b_out.to(out.dtype.element_ty), mask=v_mask)
+        i_row += programs
 
 
 class StepTile(NamedTuple):
@@ -144,16 +146,17 @@ def linear_attention_step(
         check_rows(name, x)
     dt, dt_bias, skip, limit = (None, None, None, (0.0, 0.0)) if steps is None else steps
     assert state.is_contiguous() and state_slots.is_contiguous() and (dt is None or dt.stride(1) == 1)
-    keep_padding, out = out is not None, v.new_empty(v.shape) if out is None else out
+    keep, out = out is not None, v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
         tile = tile or choose_step_tile(head_k_dim, head_v_dim)
         fixed = StepFixed(
             num_groups, num_heads, head_k_dim, head_v_dim, next_power_of_2(head_k_dim), tile.block_v,
-            dt is not None, keep_padding,
+            dt is not None,
         )  # fmt: skip
-        _step_kernel[(num_heads, num_rows)](
-            q, k, v, dt, rate, dt_bias, skip, state, state_slots, out,
+        programs, rows = row_programs(num_rows, num_heads, keep=keep)
+        _step_kernel[(num_heads, programs)](
+            q, k, v, dt, rate, dt_bias, skip, state, state_slots, out, rows,
             q.stride(0), k.stride(0), v.stride(0), 0 if dt is None else dt.stride(0), *limit,
             FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
         )  # fmt: skip

@@ -60,10 +60,13 @@ def mamba2_decode_triton(projected, weights, conv_state, state, state_slots, geo
     """Triton kernels of ``mamba2_decode``; all arithmetic in float32, rounded between the launches."""
     w = weights
     z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)
-    xbc = causal_conv1d_update_triton(xbc, w.conv_weight, w.conv_bias, conv_state, state_slots)
+    # Most rows of a mixed batch may be padding. Nothing is written there; the norm leaves these rows alone.
+    sizes = geometry.conv_dim, geometry.inner_size
+    convolved, y = (None, None) if out is None else (projected.new_empty(len(xbc), size) for size in sizes)
+    xbc = causal_conv1d_update_triton(xbc, w.conv_weight, w.conv_bias, conv_state, state_slots, out=convolved)
     x, b, c = split_heads(xbc, geometry)
     steps = TimeSteps(dt, w.dt_bias, w.D, geometry.dt_limit)
-    y = linear_attention_step(c, b, x, w.A_log, state, state_slots, steps=steps)
+    y = linear_attention_step(c, b, x, w.A_log, state, state_slots, steps=steps, out=y)
     return gated_group_norm_triton(
         y.flatten(1), z, w.norm_weight, w.eps, geometry.num_groups, norm_before_gate=geometry.norm_before_gate,
         state_slots=state_slots, out=out,

@@ -20,6 +20,7 @@ from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.slot_rows import last_row, row_programs
 
 if GLUON_IS_KNOWN:
     from weft.ops.mamba import scan_gluon as gluon
@@ -46,40 +47,43 @@ def _head_offset(C: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, BLOCK_C:
     return tl.program_id(0) * BLOCK_C // (C // HEADS) * N
 
 
-@jit(do_not_specialize_on_alignment=["state_slots"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["state_slots"])
 def _scan_step_kernel(
-    x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, out, stride_x, stride_z, stride_dt,
+    x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, out, num_rows, stride_x, stride_z, stride_dt,
     C: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    KEEP: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row and block of channels. Its state, which an earlier step wrote, begins to load before the wait."""
+    """Compute a block of channels of one row, or of a share of ``num_rows`` rows. A state, which an earlier step wrote,
+    begins to load before the wait."""
     release(EARLY)
-    i_row = tl.program_id(1).to(tl.int64)
+    i_row, programs = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     o_n, o_c = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     n_mask, c_mask = o_n < N, o_c < C
-    slot = tl.load(state_slots + i_row).to(tl.int64)
-    if slot == 0:
-        wait(EARLY)
-        if not KEEP:
+    count = 1 if num_rows is None else last_row(state_slots, num_rows, i_row, programs, EARLY)
+    for _ in range(count):
+        slot = tl.load(state_slots + i_row).to(tl.int64)
+        if slot != 0:
+            inside = o_n[:, None] * C + o_c[None, :]
+            mask = n_mask[:, None] & c_mask[None, :]
+            p_state = state + slot * N * C + inside
+            b_state = tl.load(p_state, mask=mask, other=0.0).to(tl.float32)
+            b_rate = -tl.exp(tl.load(A_log + inside, mask=mask, other=0.0).to(tl.float32))
+            b_bias = tl.load(dt_bias + o_c, mask=c_mask, other=0.0).to(tl.float32)
+            b_skip = tl.load(D + o_c, mask=c_mask, other=0.0).to(tl.float32)
+            wait(EARLY)
+            b_x = tl.load(x + i_row * stride_x + o_c, mask=c_mask, other=0.0).to(tl.float32)
+            b_z = tl.load(z + i_row * stride_z + o_c, mask=c_mask, other=0.0).to(tl.float32)
+            b_dt = tl.load(dt + i_row * stride_dt + o_c, mask=c_mask, other=0.0).to(tl.float32)
+            p_head = i_row * HEADS * N + _head_offset(C, N, HEADS, BLOCK_C)
+            b_b = tl.load(b + p_head + o_n, mask=n_mask, other=0.0).to(tl.float32)
+            b_c = tl.load(c + p_head + o_n, mask=n_mask, other=0.0).to(tl.float32)
+            b_state, y = _token(b_state, b_rate, b_x, b_z, b_dt, b_b, b_c, b_bias, b_skip)
+            tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
+            tl.store(out + i_row * C + o_c, y.to(out.dtype.element_ty), mask=c_mask)
+        elif num_rows is None:
+            wait(EARLY)
             tl.store(out + i_row * C + o_c, tl.zeros([BLOCK_C], out.dtype.element_ty), mask=c_mask)
-        return
-    inside = o_n[:, None] * C + o_c[None, :]
-    mask = n_mask[:, None] & c_mask[None, :]
-    p_state = state + slot * N * C + inside
-    b_state = tl.load(p_state, mask=mask, other=0.0).to(tl.float32)
-    b_rate = -tl.exp(tl.load(A_log + inside, mask=mask, other=0.0).to(tl.float32))
-    b_bias = tl.load(dt_bias + o_c, mask=c_mask, other=0.0).to(tl.float32)
-    b_skip = tl.load(D + o_c, mask=c_mask, other=0.0).to(tl.float32)
-    wait(EARLY)
-    b_x = tl.load(x + i_row * stride_x + o_c, mask=c_mask, other=0.0).to(tl.float32)
-    b_z = tl.load(z + i_row * stride_z + o_c, mask=c_mask, other=0.0).to(tl.float32)
-    b_dt = tl.load(dt + i_row * stride_dt + o_c, mask=c_mask, other=0.0).to(tl.float32)
-    p_head = i_row * HEADS * N + _head_offset(C, N, HEADS, BLOCK_C)
-    b_b = tl.load(b + p_head + o_n, mask=n_mask, other=0.0).to(tl.float32)
-    b_c = tl.load(c + p_head + o_n, mask=n_mask, other=0.0).to(tl.float32)
-    b_state, y = _token(b_state, b_rate, b_x, b_z, b_dt, b_b, b_c, b_bias, b_skip)
-    tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
-    tl.store(out + i_row * C + o_c, y.to(out.dtype.element_ty), mask=c_mask)
+        i_row += programs
 
 
 @triton.jit
@@ -159,9 +163,11 @@ def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, o
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
         heads, block = _heads(b), _channel_block(channels, _heads(b))
-        _scan_step_kernel[(cdiv(channels, block), num_rows)](
-            x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, out, x.stride(0), z.stride(0), dt.stride(0),
-            C=channels, N=size, HEADS=heads, BLOCK_N=next_power_of_2(size), BLOCK_C=block, KEEP=keep,
+        blocks = cdiv(channels, block)
+        programs, rows = row_programs(num_rows, blocks, keep=keep)
+        _scan_step_kernel[(blocks, programs)](
+            x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, out, rows, x.stride(0), z.stride(0), dt.stride(0),
+            C=channels, N=size, HEADS=heads, BLOCK_N=next_power_of_2(size), BLOCK_C=block,
             num_warps=1, **early_launch(x.device),
         )  # fmt: skip
     return out
