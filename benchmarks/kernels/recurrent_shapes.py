@@ -114,7 +114,7 @@ reason."""
 
 
 class Case(NamedTuple):
-    """A batch: rows that decode, new tokens of each other sequence, and tokens before them; ``graph``: see above."""
+    """A batch. Other sequences than those of ``decodes`` have ``new`` tokens behind a ``context``."""
 
     decodes: int
     new: tuple[int, ...] = ()

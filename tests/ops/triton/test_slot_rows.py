@@ -74,7 +74,7 @@ def test_rows_with_a_slot_are_computed(
     programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where each row has programs of its own; rows of padding and states that no row has stay as they are."""
+    """Results equal those of programs for each row. Rows of padding and other states stay as they are."""
     step, states = kind(len(slots))
     at, own = torch.tensor(slots, dtype=torch.int32, device=DEVICE), [state.clone() for state in states]
     want = step(at, *own)

@@ -15,8 +15,8 @@ from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
 _MOST_ROWS = tl.constexpr(64)
 """Of a program."""
 _PROGRAMS = 64 * MULTIPROCESSORS
-"""So many are started in some microseconds. With a quarter of them, steps in which most rows decode take up to 8% more
-time, as a program then has dozens of rows (``recurrent-shapes-graph-16-h200.json``)."""
+"""They start within microseconds. With a quarter of them a program has dozens of rows, and steps in which most rows
+decode take up to 8% more time (``recurrent-shapes-graph-16-h200.json``)."""
 
 
 def row_programs(num_rows: int, per_row: int, *, keep: bool) -> tuple[int, int | None]:
