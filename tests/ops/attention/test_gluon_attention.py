@@ -9,10 +9,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -72,6 +72,9 @@ CASES = {
 class Case:
     """Random tensors of a batch, with NaN in every slot that belongs to no token and in every row of padding."""
 
+    multiprocessors = 24
+    """Of the emulator."""
+
     def __init__(
         self, layout: str, query_lens: list[int], contexts: list[int], padding: int = 45, padding_seqs: int = 2,
         cache: torch.dtype = torch.bfloat16,
@@ -114,7 +117,10 @@ class Case:
         out = torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
         call = AttentionCall(self.q, self.k, self.v, self.batch, self.scale, out, self.sinks, self.v_scale)
         emulator = Emulator()
-        with nullcontext() if ON_HOPPER else launches_handled(emulator.handle):
+        with ExitStack() as stack:
+            if not ON_HOPPER:  # idle programs take the emulator time
+                stack.enter_context(launches_handled(emulator.handle))
+                stack.enter_context(patch.object(attention_prefill_hopper, "MULTIPROCESSORS", self.multiprocessors))
             launch_prefill_hopper(call, skip_decodes=skip_decodes)
         self.used_barriers = emulator.used_barriers
         return out.cpu()
@@ -167,15 +173,20 @@ def test_equals_plain_attention(
 
 
 @pytest.mark.parametrize(
-    ("layout", "cache"),
-    [("128 of 2", torch.bfloat16), ("64 of 4", E4M3), ("256 of 8", torch.bfloat16), ("128 of 5", torch.bfloat16)],
+    ("heads", "is_mixture"),
+    covering(
+        [("128 of 2", torch.bfloat16), ("64 of 4", E4M3), ("256 of 8", torch.bfloat16), ("128 of 5", torch.bfloat16)],
+        [False, True],
+        of=1,
+    ),
     ids=str,
-)
-@pytest.mark.parametrize("is_mixture", [False, True])
-def test_parts_of_many_keys_are_merged(layout: str, cache: torch.dtype, is_mixture: bool) -> None:
+)  # fmt: skip
+def test_parts_of_many_keys_are_merged(heads: tuple[str, torch.dtype], is_mixture: bool) -> None:
     """Blocks with one and with several parts; some rows see no key of the last part, which begins at 1,280."""
     query_lens, contexts = [1, 9, 64], [40, 70, 1241]
+    layout, cache = heads
     tensors = Case(layout, query_lens, contexts, padding=70, cache=cache)
+    tensors.multiprocessors = 132
     if is_mixture:
         tensors = tensors.as_mixture(1, max_prefills=3)
     out = tensors.run(skip_decodes=True)
