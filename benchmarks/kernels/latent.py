@@ -8,8 +8,8 @@ From projected queries and latents to each head's values: products with the expa
 the projections, the norm and the store. ``--later``: S sequences with N tokens each behind a context of C. Times are
 medians over replays of a CUDA graph.
 
-- ``absorbed_us``: the absorbed form; ``kernel_us``: its attention alone.
-- ``expanded_us``: the expanded form of all sequences, as in an eager step; ``expansion_us``: without attention.
+- ``absorbed_us`` is the absorbed form, and ``kernel_us`` its attention alone.
+- ``expanded_us`` is the expanded form of all sequences, as in an eager step. ``expansion_us`` leaves attention out.
 - ``mixture_us``: choice, expansion and attention as in a graph that serves any sequences, without the absorbed form of
   what is not chosen. Where nothing is, this is what the choice costs.
 

@@ -64,7 +64,10 @@ class LayoutRules:
         query_len = self.drafts.query_len_of(requests) if self.drafts is not None else 0
         has_chunks = self.keeps_states and not query_len
         chunks = [_chunk_bounds_of(r) for r in requests[num_decodes:]] if has_chunks else []
-        of_prefills, continued = counts[num_decodes:], first[num_decodes:] > 0
+        prefill_keys, least_chunk = 0, int(bounds[-1])
+        if num_decodes < len(requests):
+            prefill_keys = int(seq_lens[num_decodes:].sum())
+            least_chunk = int(counts[num_decodes:][first[num_decodes:] > 0].min(initial=least_chunk))
         shape = BatchDescriptor(
             num_tokens=int(bounds[-1]),
             num_seqs=len(requests),
@@ -75,8 +78,8 @@ class LayoutRules:
             num_samples=int(sampled.sum()),
             query_len=query_len,
             may_have_media=self.reads_images and any(r.media for r in requests),
-            num_prefill_keys=int(seq_lens[num_decodes:].sum()),
-            least_chunk=int(of_prefills[continued].min(initial=bounds[-1])),
+            num_prefill_keys=prefill_keys,
+            least_chunk=least_chunk,
         )
         return StepLayout(requests, shape, rows, first, counts, seq_lens, sampled, bounds, chunks)
 

@@ -90,6 +90,21 @@ def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD
 
 
 @gluon.jit
+def count_blocks(cu_seqlens_q, counts, num_seqs, TOKENS: gl.constexpr):
+    """The first sequence that prefills and its first token, the numbers of sequences and of tokens, and how many blocks
+    the prefilling sequences have. ``num_seqs`` and ``counts``: see ``place_of_block``."""
+    first_seq = 0
+    first_token = 0
+    if num_seqs < 0:
+        first_token = gl.load(counts + 2)
+        first_seq = first_token
+        num_seqs = gl.load(counts + 1)
+    total = gl.load(cu_seqlens_q + num_seqs)
+    blocks = (total - first_token) // TOKENS + num_seqs - first_seq
+    return first_seq, first_token, num_seqs, total, blocks
+
+
+@gluon.jit
 def place_of_block(
     block, page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table,
     TOKENS: gl.constexpr,
@@ -101,14 +116,7 @@ def place_of_block(
 
     Sequences with fewer than ``least_tokens`` query tokens have none; nor, if ``num_seqs`` is negative, those that
     ``counts`` says decode."""
-    first_seq = 0
-    first_token = 0
-    if num_seqs < 0:
-        first_token = gl.load(counts + 2)
-        first_seq = first_token
-        num_seqs = gl.load(counts + 1)
-    total = gl.load(cu_seqlens_q + num_seqs)
-    blocks = (total - first_token) // TOKENS + num_seqs - first_seq
+    first_seq, first_token, num_seqs, total, blocks = count_blocks(cu_seqlens_q, counts, num_seqs, TOKENS)
     beyond = block - blocks  # a graph's blocks without a sequence go last: each takes a multiprocessor for a while
     if beyond < 0:
         block = -1 - beyond  # the last blocks of a sequence see most keys: they go first

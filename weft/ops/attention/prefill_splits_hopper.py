@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from weft.ops.attention import AttentionCall
-from weft.ops.attention.hopper_tiles import place_of_block
+from weft.ops.attention.hopper_tiles import count_blocks, place_of_block
 from weft.ops.attention.tiles import METADATA
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.hopper import GluonKernel
@@ -33,14 +33,7 @@ on a multiprocessor. A second round would begin to look for work when attention 
 def share_of_block(program, cu_seqlens_q, counts, num_rows, num_seqs, programs, TOKENS: gl.constexpr):
     """The block of a program, the part that it has, how many parts a block may have, so that all together have at most
     ``programs``, and how many blocks there are. Arguments as of ``place_of_block``."""
-    first_seq = 0
-    first_token = 0
-    if num_seqs < 0:
-        first_token = gl.load(counts + 2)
-        first_seq = first_token
-        num_seqs = gl.load(counts + 1)
-    total = gl.load(cu_seqlens_q + num_seqs)
-    blocks = (total - first_token) // TOKENS + num_seqs - first_seq
+    _first_seq, _first_token, _num_seqs, total, blocks = count_blocks(cu_seqlens_q, counts, num_seqs, TOKENS)
     blocks += gl.maximum(num_rows - total + TOKENS - 1, 0) // TOKENS  # of padding
     blocks = gl.maximum(blocks, 1)
     most = gl.minimum(gl.maximum(programs // blocks, 1), _MOST_PARTS)
