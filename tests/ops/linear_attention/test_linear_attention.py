@@ -15,6 +15,7 @@ from tests.ops.oracles import make_batch
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.backend import Backend
 from weft.ops.linear_attention import chunk_linear_attention, lightning_attention_step, linear_attention_step_reference
+from weft.ops.linear_attention.decode import StepTile, choose_step_tile, linear_attention_step
 from weft.ops.mamba import Mamba2Weights, mamba2_decode, mamba2_gates
 from weft.ops.norm import gated_group_norm
 
@@ -171,6 +172,42 @@ def test_lightning_step(dtype: torch.dtype) -> None:
     scale = results[0][0].float().std()
     close(results[1][0] / scale, results[0][0] / scale, dtype)
     close(results[1][1], results[0][1], torch.float32)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_tiles_of_a_step(keep: bool) -> None:
+    """Whether one program has all tiles of a head or one, each column is computed from all of its keys, to the same
+    bits. The last tile is not full, and rows 1 and 4 are padding."""
+    dk, dv, heads, width = (256, 104, 6, 64) if ON_GPU else (12, 20, 3, 16)
+    q, k = (torch.randn(5, heads, dk, device=DEVICE).to(torch.bfloat16) for _ in range(2))
+    v = torch.randn(5, heads, dv, device=DEVICE).to(torch.bfloat16)
+    v[[1, 4]] = torch.nan
+    rates, state = -torch.linspace(0.01, 2, heads, device=DEVICE), torch.randn(6, heads, dk, dv, device=DEVICE)
+    slots = torch.tensor([3, 0, 1, 4, 0], dtype=torch.int32, device=DEVICE)
+    results = []
+    for tile in (StepTile(128, 8), *(StepTile(width, 4, split=split) for split in (False, True))):
+        out, advanced = torch.full_like(v, 7.0), state.clone()
+        got = linear_attention_step(q, k, v, rates, advanced, slots, out=out if keep else None, tile=tile)
+        assert (got[[1, 4]] == (7 if keep else 0)).all()
+        results.append((got, advanced[1:]))
+    scale = results[0][0].float().std()
+    close(results[1][0] / scale, results[0][0] / scale, torch.bfloat16)
+    assert all(torch.equal(x, y) for x, y in zip(results[1], results[2], strict=True))
+    close(results[2][1], results[0][1], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "tile"),
+    [
+        ((128, 64), 32, (64, 2, False)), ((128, 128), 64, (64, 2, True)), ((128, 128), 512, (64, 2, False)),
+        ((256, 64), 32, (64, 4, False)), ((256, 128), 264, (64, 4, True)), ((256, 128), 265, (64, 4, False)),
+        ((20, 24), 4, (32, 2, False)),
+    ],
+)  # fmt: skip
+def test_tiles_of_few_heads_have_programs_of_their_own(
+    dims: tuple[int, int], heads: int, tile: tuple[int, int, bool]
+) -> None:
+    assert choose_step_tile(*dims, heads) == tile
 
 
 def test_gates_kernel_keeps_the_limits() -> None:

@@ -11,7 +11,7 @@ from weft.ops.triton.chunk_scan import check_rows
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
 from weft.ops.triton.slot_rows import last_row, row_programs
 
 
@@ -21,6 +21,7 @@ class StepFixed(NamedTuple):
     Attributes:
         num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.
         block_k, block_v: of a tile of the state.
+        split: a program has one tile of a head's state; otherwise all, one after the other.
         time_steps: decays and write strengths come from Mamba-2's time steps; otherwise from constants of the heads.
     """
 
@@ -30,6 +31,7 @@ class StepFixed(NamedTuple):
     head_v_dim: int
     block_k: int
     block_v: int
+    split: bool
     time_steps: bool
 
 
@@ -47,9 +49,11 @@ def _step_kernel(
     V: tl.constexpr = FIXED.head_v_dim
     GROUP: tl.constexpr = FIXED.num_heads // FIXED.num_groups
     BLOCK_V: tl.constexpr = FIXED.block_v
-    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    TILES: tl.constexpr = 1 if FIXED.split else (V + BLOCK_V - 1) // BLOCK_V
     i_head, i_row, programs = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V)
+    if FIXED.split:
+        o_v += tl.program_id(2) * BLOCK_V
     k_mask = o_k < K
     count = 1 if num_rows is None else last_row(state_slots, num_rows, i_row, programs, EARLY)
     for _ in range(count):
@@ -93,17 +97,21 @@ def _step_kernel(
 
 
 class StepTile(NamedTuple):
-    """Columns of the state per tile, and warps."""
+    """Columns of the state per tile, warps, and whether each tile has a program of its own."""
 
     block_v: int
     warps: int
+    split: bool = False
 
 
-def choose_step_tile(head_k_dim: int, head_v_dim: int) -> StepTile:
-    """The step's tile: at most 8,192 numbers of the state at a time, 128 registers of each thread (measured on an H200;
-    see ``benchmarks/kernels/mamba2.py``)."""
-    widest = 8192 // next_power_of_2(head_k_dim)
-    return StepTile(max(1, min(widest, next_power_of_2(head_v_dim))), 2)
+def choose_step_tile(head_k_dim: int, head_v_dim: int, num_heads: int) -> StepTile:
+    """The step's tile (measured on an H200; see ``benchmarks/kernels/mamba2.py``). A thread holds 128 numbers of the
+    state at a time, or less. States of K up to 256 are read in 64 columns, which are whole lines of memory. As long as
+    multiprocessors are free, tiles have programs of their own. ``num_heads``: of all rows."""
+    warps = 2 if head_k_dim <= 128 else 4
+    widest = max(1, 4096 * warps // next_power_of_2(head_k_dim))
+    block_v = min(widest, next_power_of_2(head_v_dim))
+    return StepTile(block_v, warps, block_v < head_v_dim and num_heads <= 2 * MULTIPROCESSORS)
 
 
 class TimeSteps(NamedTuple):
@@ -149,13 +157,14 @@ def linear_attention_step(
     keep, out = out is not None, v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
-        tile = tile or choose_step_tile(head_k_dim, head_v_dim)
+        tile = tile or choose_step_tile(head_k_dim, head_v_dim, num_rows * num_heads)
         fixed = StepFixed(
             num_groups, num_heads, head_k_dim, head_v_dim, next_power_of_2(head_k_dim), tile.block_v,
-            dt is not None,
+            tile.split, dt is not None,
         )  # fmt: skip
-        programs, rows = row_programs(num_rows, num_heads, keep=keep)
-        _step_kernel[(num_heads, programs)](
+        tiles = cdiv(head_v_dim, tile.block_v) if tile.split else 1
+        programs, rows = row_programs(num_rows, num_heads * tiles, keep=keep)
+        _step_kernel[(num_heads, programs, tiles)](
             q, k, v, dt, rate, dt_bias, skip, state, state_slots, out, rows,
             q.stride(0), k.stride(0), v.stride(0), 0 if dt is None else dt.stride(0), *limit,
             FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
