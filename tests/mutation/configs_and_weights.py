@@ -9,6 +9,7 @@ FAMILIES, MAMBA = "tests/config/test_checkpoint_families.py", "tests/config/test
 GENERATION, SHARDING = "tests/config/test_generation.py", "tests/config/test_sharding.py"
 QUANTIZATION, FILES = "tests/config/test_quantization.py", "tests/weights/test_weight_files.py"
 LOADING, SHARDS = "tests/quantization/test_loading.py", "tests/layers/test_tensor_parallel.py"
+SPANNING, MEAN_SQUARE = "tests/layers/test_spanning_norm.py", "tests/ops/norm/test_mean_square.py"
 HEADS = "tests/quantization/test_heads.py::test_drafts_change_no_token"
 OWN_FILE = "tests/quantization/test_heads.py::test_modelopt_writes_a_file_of_its_own"
 OF_PROJECTIONS = "tests/quantization/test_heads.py::test_modelopt_gives_scales_of_the_cache_to_projections"
@@ -221,7 +222,46 @@ CONFIGS_AND_WEIGHTS = (
     ),
     mutant(
         "mean-of-two-ranks", "a norm over all heads takes the mean over all ranks", "weft/layers/norm.py",
-        "keepdim=True) / self._num_ranks)", "keepdim=True) / 2)", SHARDS,
+        "mean_square(x, self._num_ranks,", "mean_square(x, 2,", SHARDS,
+    ),
+    mutant(
+        "mean-of-own-channels", "a norm over all heads takes the mean of all channels", "weft/layers/norm.py",
+        "self._all_reduce(mean_square(x, self._num_ranks, backend=self._backend))",
+        "mean_square(x, 1, backend=self._backend)", SPANNING,
+    ),
+    mutant(
+        "gate-at-one-rank-alone", "a norm over ranks has its gate", "weft/layers/norm.py",
+        "zero_centered=self._zero_centered, gate=gate,", "zero_centered=self._zero_centered,", SPANNING,
+    ),
+    mutant(
+        "known-mean-without-eps", "a known mean square gets its eps", "weft/ops/norm/kernels.py",
+        "tl.load(mean + row) + eps)", "tl.load(mean + row) + 1e-6)", MEAN_SQUARE,
+    ),
+    mutant(
+        "known-mean-not-zero-centered", "the kernel for known mean squares adds 1 to zero-centred weights",
+        "weft/ops/norm/kernels.py", "ZERO_CENTERED=zero_centered, GATED", "ZERO_CENTERED=False, GATED", MEAN_SQUARE,
+    ),
+    mutant(
+        "known-mean-gate-without-sigmoid", "the gate of a norm of known mean squares is a sigmoid",
+        "weft/ops/norm/kernels.py", "factor = sigmoid(tl.load(", "factor = (tl.load(", MEAN_SQUARE,
+    ),
+    mutant(
+        "one-rounding-of-a-gated-norm", "a norm of known mean squares is rounded before its gate",
+        "weft/ops/norm/kernels.py", "y = (y.to(tl.float32) * factor)",
+        "y = (values * tl.rsqrt(tl.load(mean + row) + eps) * scale * factor)", MEAN_SQUARE,
+    ),
+    mutant(
+        "mean-square-of-one-rank", "a rank's part of a mean square is divided by the ranks", "weft/ops/norm/kernels.py",
+        "/ (WIDTH * RANKS))", "/ WIDTH)", MEAN_SQUARE,
+    ),
+    mutant(
+        "mean-square-of-packed-rows", "mean squares are those of strided rows", "weft/ops/norm/kernels.py",
+        "x, mean, x.stride(0), WIDTH=width, RANKS", "x, mean, width, WIDTH=width, RANKS", MEAN_SQUARE,
+    ),
+    mutant(
+        "gate-rows-of-x", "a gate of a norm has a stride of its own", "weft/ops/norm/kernels.py",
+        "x, mean, weight, other, out, eps, x.stride(0), other.stride(0),",
+        "x, mean, weight, other, out, eps, x.stride(0), x.stride(0),", MEAN_SQUARE,
     ),
     mutant(
         "mlp-alone-without-its-sum", "a layer with an MLP alone sums what the layer before left",

@@ -97,6 +97,12 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "norm": ("rms_norm", [torch.randn(7, 48), torch.randn(48), 1e-6], {"zero_centered": True}),
     "norm of a sum": ("rms_norm", [torch.randn(7, 48), torch.randn(48), 1e-6], {"residual": torch.randn(7, 48)}),
     "strided rows": ("rms_norm", [torch.randn(7, 60)[:, :48], torch.randn(48), 1e-6], {}),
+    "mean square": ("mean_square", [torch.randn(7, 60)[:, :48], 2], {}),
+    "gate of a norm": (
+        "scale_by_mean_square",
+        [torch.randn(7, 60)[:, :48], torch.rand(7, 1), torch.randn(48), 1e-6],
+        {"gate": torch.randn(7, 60)[:, :48]},
+    ),
     "silu": ("silu_and_mul", [torch.randn(7, 48)], {}),
     "router": (
         "topk_router",

@@ -81,6 +81,10 @@ FAMILIES = {
         NEXT, GEOMETRY | _TWO_RANKS, {"tensor_parallel_size": 2, "speculative_config": _MTP}, """
         collectives.packed._packed_all_reduce_kernel collectives.packed._receive_norm_kernel
         collectives.signalled._all_reduce_norm_kernel drafts.kernels._ahead_kernel"""),
+    "lightning attention on two ranks": Family(
+        "MiniMaxForCausalLM", {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+        {"tensor_parallel_size": 2}, """
+        norm.kernels._mean_square_kernel norm.kernels._scale_by_mean_square_kernel"""),
     "Jamba": Family("JambaForCausalLM", {"hidden_size": 256, "head_dim": 64, "mamba_d_state": 16}, {}, """
         convolution.decode._conv_update_kernel mamba.scan._scan_step_kernel mamba.scan._selective_scan_kernel
         norm.kernels._split_norm_kernel"""),

@@ -20,7 +20,6 @@ from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import SpanningRMSNorm
 from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.weight import RowMap, RowRun, split_rows, stacked
-from weft.ops.activation import sigmoid_mul
 from weft.ops.linear_attention import chunk_linear_attention, lightning_attention_step
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
@@ -75,5 +74,5 @@ class LightningAttention(RecurrentLayer):
             ),
             lambda q, k, v: chunk_linear_attention(q, k, v, g, None, None, state, batch, backend=backend),
         )
-        gated = sigmoid_mul(self.norm(mixed.flatten(1)), projected[:, 3 * self.inner_size :], backend=self._backend)
+        gated = self.norm(mixed.flatten(1), projected[:, 3 * self.inner_size :])
         return clear_padding(gated, batch.num_tokens)

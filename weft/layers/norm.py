@@ -1,15 +1,15 @@
 """Normalisation layers: RMSNorm, plain or zero-centred, and the gated one of Gated DeltaNet."""
 
-import torch
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.weight import RowMap, WeightLayout, WeightModule, empty_parameter, whole
+from weft.ops.activation import sigmoid_mul
 from weft.ops.collectives import all_reduce_rms_norm
 from weft.ops.collectives.peer_buffers import SentRows
-from weft.ops.norm import gated_rms_norm, rms_norm
+from weft.ops.norm import gated_rms_norm, mean_square, rms_norm, scale_by_mean_square
 from weft.ops.streams.gated import norm_streams
 
 
@@ -119,13 +119,15 @@ class SpanningRMSNorm(RMSNorm):
         self._rows, self._num_ranks = rows, context.tp.size
         self._all_reduce = AllReduce.inside_a_layer(1, context)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return ``norm(x)``, or with ``gate [T, C]`` ``norm(x) * sigmoid(gate)``."""
         if self._all_reduce is None:
-            return super().forward(x)
-        # The mean over all channels is that of the ranks' means.
-        mean = self._all_reduce(x.float().square().mean(-1, keepdim=True) / self._num_ranks)
-        weight = self.weight.float() + 1.0 if self._zero_centered else self.weight.float()
-        return (x.float() * torch.rsqrt(mean + self._eps) * weight).to(x.dtype)
+            y = super().forward(x)
+            return y if gate is None else sigmoid_mul(y, gate, backend=self._backend)
+        mean = self._all_reduce(mean_square(x, self._num_ranks, backend=self._backend))
+        return scale_by_mean_square(
+            x, mean, self.weight, self._eps, zero_centered=self._zero_centered, gate=gate, backend=self._backend
+        )
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return ({"weight": self._rows.piece(self.weight)},)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (RMSNorm, arXiv 1910.07467): plain, zero-centred, gated, by group, of parts of a row.
+"""Root-mean-square normalisation (RMSNorm, arXiv 1910.07467): plain, zero-centred, gated, by group or part, over ranks.
 
 Job: the variants that the supported models use. Owns: the arithmetic, float32 inside with one rounding at the end,
 whatever the input dtype. Does not know: layers or weights' names.
@@ -6,6 +6,7 @@ whatever the input dtype. Does not know: layers or weights' names.
 
 from typing import overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -127,3 +128,48 @@ def split_rms_norm(
     """
     parts = zip(x.float().split(sizes, dim=-1), weight.float().split(sizes), strict=True)
     return tuple(F.rms_norm(part, part.shape[-1:], scale, eps).to(x.dtype) for part, scale in parts)
+
+
+@traced_op(fusible=True)
+@with_kernel("weft.ops.norm.kernels", by_row("x"))
+def mean_square(x: Tensor, num_ranks: int, *, backend: Backend) -> Tensor:
+    """The mean square of each row, divided by the number of ranks. Summed over the ranks, this is the mean square of
+    rows whose channels are split over them equally.
+
+    Args:
+        x: ``[T, C]``, any float dtype; rows may be strided.
+
+    Returns:
+        ``[T, 1]`` in float32.
+    """
+    return x.float().square().mean(-1, keepdim=True) / num_ranks
+
+
+@traced_op(fusible=True)
+@with_kernel("weft.ops.norm.kernels", by_row("x", "mean", "gate"))
+def scale_by_mean_square(
+    x: Tensor,
+    mean: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    gate: Tensor | None = None,
+    backend: Backend,
+) -> Tensor:
+    """``x / sqrt(mean + eps) * weight``, times ``sigmoid(gate)``: an RMSNorm of mean squares that are known.
+
+    Args:
+        x: ``[T, C]``, any float dtype; rows may be strided.
+        mean: ``[T, 1]`` in float32, contiguous.
+        weight: ``[C]``.
+        eps: added to the mean square.
+        zero_centered: scale by ``1 + weight`` instead.
+        gate: ``[T, C]`` in x's dtype; rows may be strided. The norm is rounded to x's dtype before the product.
+
+    Returns:
+        ``[T, C]`` in x's dtype, contiguous.
+    """
+    scale = weight.float() + 1.0 if zero_centered else weight.float()
+    y = (x.float() * torch.rsqrt(mean + eps) * scale).to(x.dtype)
+    return y if gate is None else y * torch.sigmoid(gate)

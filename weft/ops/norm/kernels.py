@@ -9,7 +9,14 @@ from torch import Tensor
 
 from weft.ops.backend import launches
 from weft.ops.linear.few_rows import add_parts
-from weft.ops.norm import gated_group_norm, gated_rms_norm, rms_norm, split_rms_norm
+from weft.ops.norm import (
+    gated_group_norm,
+    gated_rms_norm,
+    mean_square,
+    rms_norm,
+    scale_by_mean_square,
+    split_rms_norm,
+)
 from weft.ops.triton.early_launch import ALWAYS, early_launch, enter, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
@@ -226,3 +233,60 @@ def split_rms_norm_triton(x, weight, eps, sizes) -> tuple[Tensor, ...]:
             num_warps=1, **early_launch(x.device),
         )  # fmt: skip
     return outs
+
+
+@jit
+def _mean_square_kernel(x, mean, stride_x, WIDTH: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+                        EARLY: tl.constexpr):  # fmt: skip
+    enter(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    values = tl.load(x + row * stride_x + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    tl.store(mean + row, tl.sum(values * values, 0) / (WIDTH * RANKS))
+
+
+@launches(mean_square, invariant={})
+def mean_square_triton(x, num_ranks) -> Tensor:
+    count, width = x.shape
+    assert x.stride(1) == 1
+    mean, block = torch.empty(count, 1, dtype=torch.float32, device=x.device), next_power_of_2(width)
+    _mean_square_kernel[(count,)](
+        x, mean, x.stride(0), WIDTH=width, RANKS=num_ranks, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+        **early_launch(x.device),
+    )  # fmt: skip
+    return mean
+
+
+@jit
+def _scale_by_mean_square_kernel(
+    x, mean, weight, gate, out, eps, stride_x, stride_gate,
+    WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` columns of one row."""
+    enter(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        scale += 1.0
+    y = (values * tl.rsqrt(tl.load(mean + row) + eps) * scale).to(out.dtype.element_ty)
+    if GATED:
+        factor = sigmoid(tl.load(gate + row * stride_gate + columns, mask=mask, other=0.0).to(tl.float32))
+        y = (y.to(tl.float32) * factor).to(out.dtype.element_ty)
+    tl.store(out + row * WIDTH + columns, y, mask=mask)
+
+
+@launches(scale_by_mean_square, invariant={})
+def scale_by_mean_square_triton(x, mean, weight, eps, *, zero_centered, gate) -> Tensor:
+    count, width = x.shape
+    other = x if gate is None else gate
+    assert x.stride(1) == other.stride(1) == 1 and other.shape == x.shape and mean.is_contiguous()
+    out, block = x.new_empty(count, width), min(1024, next_power_of_2(width))
+    _scale_by_mean_square_kernel[(count, cdiv(width, block))](
+        x, mean, weight, other, out, eps, x.stride(0), other.stride(0),
+        WIDTH=width, ZERO_CENTERED=zero_centered, GATED=gate is not None, BLOCK=block, num_warps=4,
+        **early_launch(x.device),
+    )  # fmt: skip
+    return out
