@@ -19,11 +19,13 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
+from weft.ops.activation.kernels import sigmoid_mul_triton
 from weft.ops.convolution import causal_conv1d
 from weft.ops.convolution import prefill as conv
 from weft.ops.moe import Routed
 from weft.ops.moe import combine as moe_sum
 from weft.ops.norm import kernels as norm
+from weft.ops.norm import mean_square, scale_by_mean_square
 from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads, qk_norm_rope
 from weft.ops.rotary import kernels as rope
 from weft.ops.triton.tile_table import choose_tile
@@ -44,7 +46,8 @@ Call = Callable[..., Any]
 
 
 class Operation(NamedTuple):
-    """One kernel: its alternatives, its table and the table's key, the bytes of a token, its inputs and its check."""
+    """One kernel: its alternatives, its table and the table's key, the bytes of a token, its inputs and its check; and
+    the numbers of tokens."""
 
     tiles: list[Any]
     table: Mapping[int, Any]
@@ -52,6 +55,16 @@ class Operation(NamedTuple):
     bytes_per_token: int
     make_call: Callable[[int], Call]
     check: Callable[[Any], float]
+    sizes: tuple[int, ...] = SIZES
+
+
+class Way(NamedTuple):
+    """What computes a norm of channels of several ranks: ``kernels``, or ``torch``, the chain that they replaced."""
+
+    name: str
+
+
+KERNELS = Way("kernels")
 
 
 @contextmanager
@@ -104,6 +117,34 @@ def check_norm(tile: norm.Tile) -> float:
         out = norm.gated_rms_norm_triton(x, gate, weight, 1e-6, tile=tile)
     want = torch.nn.functional.rms_norm(x.double(), (HEAD_DIM,), weight.double(), 1e-6)
     return error(out, want * torch.nn.functional.silu(gate.double()))
+
+
+def ranks_norm(x: Tensor, gate: Tensor, weight: Tensor, *, tile: Way) -> Tensor:
+    """The gated norm of channels that are split over eight ranks, without the sum over them."""
+    if tile is KERNELS:
+        return norm.scale_by_mean_square_triton(x, norm.mean_square_triton(x, 8), weight, 1e-6, gate=gate)
+    y = scale_by_mean_square.reference(x, mean_square.reference(x, 8), weight, 1e-6)
+    return sigmoid_mul_triton(y, gate)
+
+
+def ranks_norm_inputs(num_tokens: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    return randn(num_tokens, channels), randn(num_tokens, 4 * channels)[:, 3 * channels :], randn(channels)
+
+
+def check_ranks_norm(way: Way, channels: int) -> float:
+    x, gate, weight = inputs = ranks_norm_inputs(CHECKED, channels)
+    with poisoned():
+        out = ranks_norm(*inputs, tile=way)
+    mean = x.double().square().mean(-1, keepdim=True) / 8
+    return error(out, x.double() / (mean + 1e-6).sqrt() * weight.double() * gate.double().sigmoid())
+
+
+def ranks_norm_operation(channels: int) -> Operation:
+    return Operation(
+        [Way("torch")], {1: KERNELS}, lambda n: n, 4 * channels * BYTES,
+        lambda n: partial(ranks_norm, *ranks_norm_inputs(n, channels)), partial(check_ranks_norm, channels=channels),
+        (1, 8, 128, 8192) if ON_GPU else SIZES,
+    )  # fmt: skip
 
 
 def rope_inputs(num_tokens: int, sizes: dict[str, Any]) -> tuple[Any, ...]:
@@ -174,6 +215,8 @@ OPERATIONS = {
         [norm.Tile(*t) for t in NORM_TILES], norm.TILES, lambda n: n * HEADS, 3 * HEADS * HEAD_DIM * BYTES,
         norm_call, check_norm,
     ),
+    "norm of 1,024": ranks_norm_operation(1024 if ON_GPU else 40),
+    "norm of 2,048": ranks_norm_operation(2048 if ON_GPU else 72),
     "rope A": rope_operation(ROPE_A),
     "rope B": rope_operation(ROPE_B),
     "sum of experts": Operation(
@@ -187,7 +230,7 @@ def measured(name: str, operation: Operation, *, sweep: bool) -> Iterator[dict[s
     """Every tile of the table and of the alternatives, or the one in use, at every size."""
     tiles = list(dict.fromkeys([*operation.table.values(), *(operation.tiles if sweep else [])]))
     errors = {tile: operation.check(tile) for tile in tiles}
-    for num_tokens in SIZES:
+    for num_tokens in operation.sizes:
         calls = [operation.make_call(num_tokens) for _ in range(3 if num_tokens > 64 else 8)]
         chosen = choose_tile(operation.table, operation.key(num_tokens))
         for tile in tiles if sweep else [chosen]:
