@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.activation import silu_and_mul
-from weft.ops.activation.kernels import sigmoid_mul_triton, silu_and_mul_triton
+from weft.ops.activation.kernels import sigmoid_mul_triton, silu_and_mul_triton, silu_triton
 from weft.ops.attention.pages import PageCopier
 from weft.ops.norm.kernels import rms_norm_triton
 from weft.ops.rotary import CacheSlots, HeadNorms, QkvHeads, qk_norm_rope
@@ -58,6 +58,7 @@ def test_gates(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert_near(silu_and_mul_triton(x, limit=0.4), clamped)
     torch.testing.assert_close(silu_and_mul.reference(x.double(), limit=0.4), clamped)
     assert_near(sigmoid_mul_triton(*x.chunk(2, dim=-1)), first * torch.sigmoid(second))
+    assert_near(silu_triton(x.chunk(2, dim=-1)[1]), torch.nn.functional.silu(second))
 
 
 # tokens, query heads, key heads, head dim, rotary dim, gated, norm, zero-centred

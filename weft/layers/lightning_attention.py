@@ -7,7 +7,6 @@ context.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.lightning_attention import NORM_EPS, LightningAttentionConfig
@@ -20,6 +19,7 @@ from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import SpanningRMSNorm
 from weft.layers.recurrent import RecurrentLayer, mix_rows
 from weft.layers.weight import RowMap, RowRun, split_rows, stacked
+from weft.ops.activation import silu
 from weft.ops.linear_attention import chunk_linear_attention, lightning_attention_step
 from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
@@ -62,8 +62,8 @@ class LightningAttention(RecurrentLayer):
         """Everything between the projections: ``[T, q | k | v | gate] -> [T, inner_size]``."""
         context = get_forward_context()
         batch, state = context.batch, context.caches[self.name]["recurrent"]
-        heads = F.silu(projected[:, : 3 * self.inner_size]).unflatten(-1, (3, self._num_heads, -1))
         g, backend = self._log_decay.expand(projected.shape[0], -1), self._backend
+        heads = silu(projected[:, : 3 * self.inner_size], backend=backend).unflatten(-1, (3, self._num_heads, -1))
         mixed = mix_rows(
             heads.unbind(1),
             [state],

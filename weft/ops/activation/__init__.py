@@ -40,6 +40,19 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: Backend) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
+@with_kernel("weft.ops.activation.kernels", by_row("x"))
+def silu(x: Tensor, *, backend: Backend) -> Tensor:
+    """``x * sigmoid(x)``, rounded once.
+
+    Args:
+        x: ``[..., N]``; rows may be strided (a slice of a wider projection, of which torch's kernel is slow).
+
+    Returns:
+        ``[..., N]`` in x's dtype, contiguous.
+    """
+    return F.silu(x)
+
+
 def gelu_mul(gate: Tensor, x: Tensor, *, tanh: bool = True, backend: Backend) -> Tensor:
     """``gelu(gate) * x``. Rows are independent on a GPU anyhow.
 

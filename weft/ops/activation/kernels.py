@@ -1,10 +1,10 @@
-"""``silu_and_mul`` and ``sigmoid_mul`` on the GPU: float32 inside, one rounding."""
+"""``silu_and_mul``, ``sigmoid_mul`` and ``silu`` on the GPU: float32 inside, one rounding."""
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.activation import sigmoid_mul, silu_and_mul
+from weft.ops.activation import sigmoid_mul, silu, silu_and_mul
 from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
@@ -56,3 +56,8 @@ def silu_and_mul_triton(x, *, limit) -> Tensor:
 @launches(sigmoid_mul, invariant={})
 def sigmoid_mul_triton(x, gate) -> Tensor:
     return _gate(x, gate, silu=False)
+
+
+@launches(silu, invariant={})
+def silu_triton(x) -> Tensor:
+    return _gate(x, x, silu=False)
