@@ -21,7 +21,7 @@ from tests.coded_checkpoints import make_coded_checkpoint
 from tests.fp8_checkpoints import GEOMETRY
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
-from tests.whole import WHOLE
+from tests.whole import takes_long
 from weft import ops
 from weft.ops.triton.sizes import LEAST_SHARED_BYTES, fitting_stages
 
@@ -162,11 +162,12 @@ def compiled(name: str, folder: Path, capabilities: list[str]) -> list[dict[str,
     return rows
 
 
-@pytest.mark.parametrize("name", FAMILIES if WHOLE else ["hybrid"])
+@takes_long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_kernels_fit(name: str, tmp_path: Path) -> None:
     """All variants of a kernel for the least shared memory, and three of them for every other capability."""
     least, *others = sorted(FAMILIES[name].capabilities, key=lambda capability: (SHARED_BYTES[capability], capability))
-    rows = compiled(name, tmp_path, [f"{least}", *(f"{other}:3" for other in others)] if WHOLE else [f"{least}:1"])
+    rows = compiled(name, tmp_path, [f"{least}", *(f"{other}:3" for other in others)])
     assert [row for row in rows if "error" in row] == []
     assert [row for row in rows if row["shared"] > SHARED_BYTES[row["capability"]]] == []
     assert {row["kernel"] for row in rows} >= set(FAMILIES[name].kernels.split())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.whole import covering
+from tests.whole import covering, takes_long_on_cpu
 from weft.platforms.triton_version import is_known
 
 triton = pytest.importorskip("triton")
@@ -220,7 +220,7 @@ def test_a_step_has_as_much_memory_as_it_needs(case: str, monkeypatch: pytest.Mo
     assert tiles * 128 <= sum(tensors.lengths[decodes:]) + 128 * (len(tensors.lengths) - decodes)
 
 
-@pytest.mark.parametrize("case", ["one pays", "all pay"])
+@pytest.mark.parametrize("case", ["one pays", pytest.param("all pay", marks=takes_long_on_cpu)])
 def test_heads_that_do_not_fit_follow_one_another(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three heads in pages for two of them, or for one."""
     tensors = Case((3, 24, 8, 40, 32), *CASES[case])
@@ -241,6 +241,7 @@ def test_heads_that_do_not_fit_follow_one_another(case: str, monkeypatch: pytest
         calls.clear()
 
 
+@takes_long_on_cpu
 def test_what_does_not_fit_stays_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a graph the memory is fixed. Sequences that begin always fit; of the others the first ones that fit."""
     query_lens, contexts = [40, 130, 33, 40, 35], [900, 0, 200, 300, 90]
