@@ -125,7 +125,7 @@ FAMILIES = {
     ),
     "LFM2": Family("Lfm2ForCausalLM", {"hidden_size": 256}, {"speculative_config": _NGRAM}, ""),
     "RG-LRU": Family("RecurrentGemmaForCausalLM", {"hidden_size": 256, "lru_width": 256, "head_dim": 64}, {}, """
-        rg_lru.scan._rg_lru_kernel rg_lru.scan._rg_lru_step_kernel"""),
+        rg_lru.scan._rg_lru_chunk_kernel rg_lru.scan._rg_lru_step_kernel rg_lru.scan._rg_lru_walk_kernel"""),
     "heads of 256": Family(NEXT, GEOMETRY | {"head_dim": 256}, {"speculative_config": _NGRAM}, ""),
     "heads of 464": Family(
         "ZambaForCausalLM", {"hidden_size": 928, "num_attention_heads": 4, "num_key_value_heads": 4}, {}, "",

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.ops.delta_rule.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, poisoned
+from tests.ops.delta_rule.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, on_device, poisoned
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from weft.ops.backend import Backend
@@ -47,22 +47,78 @@ def test_chunks_and_steps_equal_the_formula() -> None:
         torch.testing.assert_close(state[i + 1], live, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1], ids=str)
-def test_scan_kernel(dtype: torch.dtype) -> None:
+def test_chunk_kernels(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     batch = mixed_batch()
     n = batch.num_tokens
     x, gates, decay = inputs_of(n + 3, dtype)
     poisoned(batch, x, gates)
-    before = torch.randn(13, CHANNELS, device=DEVICE)
+    before = torch.randn(13, CHANNELS, device=DEVICE).to(state_dtype)
     before[[3, 4]] = torch.nan  # sequences 2 and 3 start here: what their slots hold must not matter
     expected_state, state = before.clone(), before.clone()
     expected = rg_lru(x, gates, decay, expected_state, batch, backend=TORCH)
     result = rg_lru(x, gates, decay, state, batch, backend=TRITON)
     close(result, expected, dtype)
     assert (result[n:] == 0).all() and (result[:2] == 0).all(), "padding rows and rows of decodes must be zero"
-    close(state[3:12], expected_state[3:12], torch.float32)
+    close(state[3:12], expected_state[3:12], state_dtype)
     for slot in (0, 1, 2, 12):
         assert torch.equal(state[slot], before[slot]), f"slot {slot} was touched"
+
+
+def test_more_chunks_than_are_read_at_a_time() -> None:
+    """A checkpoint after each of 17 tokens, so that each is a chunk. One sequence begins and the other continues."""
+    checkpoints = {s: {i: 20 * s + i + 2 for i in range(1, 18)} for s in (0, 1)}
+    batch = on_device(make_batch([18, 19], [0, 64], checkpoints=checkpoints))
+    x, gates, decay = inputs_of(37, torch.float32)
+    expected_state = torch.randn(40, CHANNELS, device=DEVICE)
+    state = expected_state.clone()
+    expected = rg_lru(x, gates, decay, expected_state, batch, backend=TORCH)
+    close(rg_lru(x, gates, decay, state, batch, backend=TRITON), expected, torch.float32)
+    close(state, expected_state, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_extreme_gates() -> None:
+    """Gates that are open or shut, decays of 0 and 1: finite, and equal to the reference."""
+    batch = on_device(make_batch([9], [7]))
+    x, gates, decay = inputs_of(9, torch.float32)
+    gates[:] = torch.tensor([-200.0, -60.0, 0.0, 60.0, 200.0], device=DEVICE)[
+        torch.randint(5, gates.shape, device=DEVICE)
+    ]
+    decay[: CHANNELS // 2], decay[CHANNELS // 2 :] = -60.0, 60.0
+    expected_state = torch.randn(2, CHANNELS, device=DEVICE)
+    state = expected_state.clone()
+    expected = rg_lru(x, gates, decay, expected_state, batch, backend=TORCH)
+    close(rg_lru(x, gates, decay, state, batch, backend=TRITON), expected, torch.float32)
+    close(state, expected_state, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1], ids=str)
+def test_bits_do_not_depend_on_steps_or_company(dtype: torch.dtype) -> None:
+    """A prompt in one step, in three that end at multiples of 64 tokens, and beside other sequences."""
+    length, checkpoints = 210, {64: 7, 128: 8, 192: 9}
+    x, gates, decay = inputs_of(length, dtype)
+    others = inputs_of(20, dtype)
+    initial = torch.randn(12, CHANNELS, device=DEVICE)
+
+    def run(spans: list[tuple[int, int]], company: bool) -> tuple[Tensor, Tensor]:
+        state, outputs = initial.clone(), []
+        for begin, end in spans:
+            stored = {t - begin: slot for t, slot in checkpoints.items() if begin < t <= end}
+            parts = [(x[begin:end], gates[begin:end])]
+            lengths, contexts = [end - begin], [begin]
+            if company:
+                parts, lengths, contexts = [*parts, others[:2]], [*lengths, 20], [*contexts, 3]
+            batch = on_device(make_batch(lengths, contexts, checkpoints={0: stored}))
+            both = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            outputs.append(rg_lru(*both, decay, state, batch, backend=TRITON)[: end - begin])
+        return torch.cat(outputs), state[[1, 7, 8, 9]]
+
+    expected = run([(0, length)], company=False)
+    for spans in ([(0, length)], [(0, 64), (64, 192), (192, length)]):
+        for got, alone in zip(run(spans, company=True), expected, strict=True):
+            assert torch.equal(got, alone), spans
 
 
 @pytest.mark.parametrize(
