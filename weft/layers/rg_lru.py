@@ -47,8 +47,10 @@ class RgLruGates(WeightModule):
         if self._backend.is_invariant:
             products = [head_linear(inputs, weight, backend=self._backend) for weight in self.weight]
             return (torch.stack(products, 1) + self.bias).flatten(2)
-        gates = torch.matmul(inputs.transpose(0, 1), self.weight) + self.bias[:, :, None]  # [2, blocks, T, width]
-        return gates.permute(2, 0, 1, 3).flatten(2).contiguous()
+        gates = x.new_empty(x.shape[0], 2, blocks, width)
+        for gate, weight in zip(gates.unbind(1), self.weight, strict=True):
+            torch.bmm(inputs.transpose(0, 1), weight, out=gate.transpose(0, 1))
+        return gates.add_(self.bias).flatten(2)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         layout = {"recurrent_param": self._channels.piece(self.decay)}
