@@ -518,6 +518,8 @@ def _make_model(arch: str, seed: int, overrides: dict[str, Any]) -> Any:
                     "norm_f.weight",
                     "dt_bias",
                     "proj_bias",
+                    "input_gate_bias",
+                    "recurrent_gate_bias",
                     ".bias",
                     ".D",
                     "sinks",

@@ -41,16 +41,16 @@ class RgLruGates(WeightModule):
         self.decay = empty_parameter(blocks * width, dtype=torch.float32, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[T, channels] -> [T, 2, channels]``: both gates before their sigmoids."""
+        """``[T, channels] -> [T, 2, channels]``: both gates before their biases and sigmoids."""
         blocks, width = self.bias.shape[1:]
         inputs = x.unflatten(-1, (blocks, width))  # [T, blocks, width]
         if self._backend.is_invariant:
             products = [head_linear(inputs, weight, backend=self._backend) for weight in self.weight]
-            return (torch.stack(products, 1) + self.bias).flatten(2)
+            return torch.stack(products, 1).flatten(2)
         gates = x.new_empty(x.shape[0], 2, blocks, width)
         for gate, weight in zip(gates.unbind(1), self.weight, strict=True):
             torch.bmm(inputs.transpose(0, 1), weight, out=gate.transpose(0, 1))
-        return gates.add_(self.bias).flatten(2)
+        return gates.flatten(2)
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         layout = {"recurrent_param": self._channels.piece(self.decay)}
@@ -90,7 +90,7 @@ class RgLru(RecurrentLayer):
         batch, cache = context.batch, context.caches[self.name]
         backend, shape = self._backend, [self.num_channels]
         x = convolve_rows(x, self.conv1d.weight, self.conv1d.bias, cache["conv"], silu=False, backend=backend)
-        unit = self.rg_lru.decay, cache["recurrent"]
+        unit = self.rg_lru.bias.flatten(1), self.rg_lru.decay, cache["recurrent"]
         return mix_rows(
             [x, self.rg_lru(x)],
             [cache["recurrent"]],

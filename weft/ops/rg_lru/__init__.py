@@ -21,9 +21,9 @@ from weft.ops.padding import settle_padding
 from weft.ops.rows import by_chunk, by_row
 
 
-def _decay_and_input(x: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+def _decay_and_input(x: Tensor, gates: Tensor, bias: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """Log decay and gated input of tokens ``[..., C]``, in float32; ``gates [..., 2, C]``."""
-    input_gate, recurrent_gate = gates.float().unbind(-2)
+    input_gate, recurrent_gate = (gates.float() + bias.float()).unbind(-2)
     return -8.0 * recurrent_gate.sigmoid() * F.softplus(decay.float()), x.float() * input_gate.sigmoid()
 
 
@@ -31,6 +31,7 @@ def _decay_and_input(x: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, T
 def rg_lru_step(
     x: Tensor,
     gates: Tensor,
+    bias: Tensor,
     decay: Tensor,
     state: Tensor,
     state_slots: Tensor,
@@ -42,7 +43,8 @@ def rg_lru_step(
 
     Args:
         x: ``[R, C]``.
-        gates: ``[R, 2, C]``, the input gate and the recurrent gate before their sigmoids.
+        gates: ``[R, 2, C]``, the input gate and the recurrent gate before their biases and sigmoids.
+        bias: ``[2, C]`` of the gates.
         decay: ``[C]``, the parameter p.
         state: ``[num_slots, C]``.
         state_slots: ``[R]`` int32; rows with slot 0 are padding: zero, or left as they are in a given ``out [R, C]``.
@@ -51,14 +53,16 @@ def rg_lru_step(
         ``[R, C]`` in x's dtype.
     """
     slots = state_slots.long()
-    log_a, gated = _decay_and_input(x, gates, decay)
+    log_a, gated = _decay_and_input(x, gates, bias, decay)
     new = log_a.exp() * state.index_select(0, slots).float() + (1.0 - (2.0 * log_a).exp()).sqrt() * gated
     state.index_copy_(0, slots, new.to(state.dtype))
     return settle_padding(new.to(x.dtype), state_slots, out)
 
 
 @with_kernel("weft.ops.rg_lru.scan", by_chunk("gates", "x", states=("state",)))
-def rg_lru(x: Tensor, gates: Tensor, decay: Tensor, state: Tensor, batch: Batch, *, backend: Backend) -> Tensor:
+def rg_lru(
+    x: Tensor, gates: Tensor, bias: Tensor, decay: Tensor, state: Tensor, batch: Batch, *, backend: Backend
+) -> Tensor:
     """Run the sequences from ``batch.num_decodes`` on through the recurrence; arguments as in ``rg_lru_step``.
 
     A sequence continues the state in its slot of ``batch.state_slots``, unless it begins in this step. The final state
@@ -69,10 +73,11 @@ def rg_lru(x: Tensor, gates: Tensor, decay: Tensor, state: Tensor, batch: Batch,
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixed is not None:
-        return device_work(rg_lru.reference, batch, out, {"x": x, "gates": gates, "decay": decay}, {"state": state})
+        given = {"x": x, "gates": gates, "bias": bias, "decay": decay}
+        return device_work(rg_lru.reference, batch, out, given, {"state": state})
     if batch.num_decodes == batch.num_seqs:
         return out
-    log_a, gated = _decay_and_input(x, gates, decay)
+    log_a, gated = _decay_and_input(x, gates, bias, decay)
     factor = torch.where(batch.positions[:, None] == 0, 1.0, (1.0 - (2.0 * log_a).exp()).sqrt())
     decays, inputs = log_a.exp(), factor * gated
     walk = ChunkWalk(batch, state)

@@ -30,14 +30,31 @@ _CHUNKS = 16
 
 
 @triton.jit
-def _token(b_x, b_input, b_recurrent, b_rate):
-    """Log decay, and gated input, of any number of tokens."""
-    return sigmoid(b_recurrent) * b_rate, b_x * sigmoid(b_input)
+def load_weights(bias, decay, o_c, c_mask, C: tl.constexpr):
+    """Biases of the input gate and of the recurrent gate, and the rate of the base-2 log decay."""
+    b_bias_i = tl.load(bias + o_c, mask=c_mask, other=0.0).to(tl.float32)
+    b_bias_r = tl.load(bias + (C + o_c), mask=c_mask, other=0.0).to(tl.float32)
+    return b_bias_i, b_bias_r, -8.0 * LOG2_E * softplus(tl.load(decay + o_c, mask=c_mask, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _decay_and_input(b_x, b_input, b_recurrent, b_rate, is_first):
+    """Base-2 log decay, decay and input of a token, given both gates. ``is_first`` is None within a chunk.
+
+    The root of ``1 - a^2`` and the input gate share one reciprocal root, as prefills are bound by such instructions.
+    """
+    log_a = sigmoid(b_recurrent) * b_rate
+    a = tl.exp2(log_a)
+    rest = tl.maximum(1.0 - a * a, 1e-30)
+    if is_first is not None:
+        rest = tl.where(is_first, 1.0, rest)
+    gate = 1.0 + tl.exp2(b_input * -LOG2_E)
+    return log_a, a, b_x * rest * tl.rsqrt(rest * gate * gate)
 
 
 @jit(do_not_specialize_on_alignment=["state_slots"])
 def _rg_lru_step_kernel(
-    x, gates, decay, state, state_slots, out, stride_x,
+    x, gates, bias, decay, state, state_slots, out, stride_x,
     C: tl.constexpr, BLOCK_C: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one row and block of channels."""
@@ -53,31 +70,16 @@ def _rg_lru_step_kernel(
         return
     p_state = state + slot * C + o_c
     b_state = tl.load(p_state, mask=c_mask, other=0.0).to(tl.float32)
-    b_rate = -8.0 * softplus(tl.load(decay + o_c, mask=c_mask, other=0.0).to(tl.float32))
+    b_bias_i, b_bias_r, b_rate = load_weights(bias, decay, o_c, c_mask, C)
     wait(EARLY)
     p_gates = gates + i_row * 2 * C + o_c
     b_x = tl.load(x + i_row * stride_x + o_c, mask=c_mask, other=0.0).to(tl.float32)
-    b_input = tl.load(p_gates, mask=c_mask, other=0.0).to(tl.float32)
-    b_recurrent = tl.load(p_gates + C, mask=c_mask, other=0.0).to(tl.float32)
-    log_a, gated = _token(b_x, b_input, b_recurrent, b_rate)
-    b_state = tl.exp(log_a) * b_state + tl.sqrt(1.0 - tl.exp(2.0 * log_a)) * gated
+    b_input = tl.load(p_gates, mask=c_mask, other=0.0).to(tl.float32) + b_bias_i
+    b_recurrent = tl.load(p_gates + C, mask=c_mask, other=0.0).to(tl.float32) + b_bias_r
+    _, a, b_new = _decay_and_input(b_x, b_input, b_recurrent, b_rate, None)
+    b_state = tl.fma(a, b_state, b_new)
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=c_mask)
     tl.store(out + i_row * C + o_c, b_state.to(out.dtype.element_ty), mask=c_mask)
-
-
-@triton.jit
-def _decay_and_input(b_x, b_input, b_recurrent, b_rate, is_first):
-    """Base-2 log decay, decay and input of a token, given the rate for base 2. ``is_first`` is None within a chunk.
-
-    The root of ``1 - a^2`` and the input gate share one reciprocal root, as a prefill is bound by such instructions.
-    """
-    log_a = sigmoid(b_recurrent) * b_rate
-    a = tl.exp2(log_a)
-    rest = tl.maximum(1.0 - a * a, 1e-30)
-    if is_first is not None:
-        rest = tl.where(is_first, 1.0, rest)
-    gate = 1.0 + tl.exp2(b_input * -LOG2_E)
-    return log_a, a, b_x * rest * tl.rsqrt(rest * gate * gate)
 
 
 @triton.jit
@@ -89,18 +91,19 @@ def _read(x, gates, begin, length, c_mask, stride_x, C: tl.constexpr, COUNT: tl.
         b_x = tl.load(x + token * stride_x, mask=here, other=0.0)
         b_input = tl.load(gates + token * 2 * C, mask=here, other=0.0)
         b_recurrent = tl.load(gates + token * 2 * C + C, mask=here, other=0.0)
-        tokens = tokens + (b_x, b_input, b_recurrent)  # noqa: RUF005 (kernels cannot unpack)
+        tokens = tokens + (b_x, b_input, b_recurrent)  # type: ignore[assignment]  # noqa: RUF005 (no unpacking)
     return tokens
 
 
 @triton.jit
-def _advance(b_log, b_state, tokens, out, b_rate, begins, begin, length, c_mask, C: tl.constexpr, COUNT: tl.constexpr):
+def _advance(b_log, b_state, tokens, out, weights, begins, begin, length, c_mask, C: tl.constexpr, COUNT: tl.constexpr):
     """Advance the sum of log decays, or None, and the state by the ``tokens`` that ``_read`` returned. Store them as
     outputs, if there is an ``out``."""
     for i in tl.static_range(COUNT):
-        b_x, b_input = tokens[3 * i].to(tl.float32), tokens[3 * i + 1].to(tl.float32)
+        b_x, b_input = tokens[3 * i].to(tl.float32), tokens[3 * i + 1].to(tl.float32) + weights[0]
+        b_recurrent = tokens[3 * i + 2].to(tl.float32) + weights[1]
         is_first = begins & (begin == 0) if i == 0 else None
-        log_a, a, b_new = _decay_and_input(b_x, b_input, tokens[3 * i + 2].to(tl.float32), b_rate, is_first)
+        log_a, a, b_new = _decay_and_input(b_x, b_input, b_recurrent, weights[2], is_first)
         inside = begin + i < length
         b_state = tl.where(inside, tl.fma(a, b_state, b_new), b_state)
         if out is None:
@@ -112,7 +115,7 @@ def _advance(b_log, b_state, tokens, out, b_rate, begins, begin, length, c_mask,
 
 @jit(do_not_specialize_on_alignment=METADATA)
 def _rg_lru_chunk_kernel(
-    x, gates, decay, summaries, out,
+    x, gates, bias, decay, summaries, out,
     chunk_seq, chunk_start, chunk_length, cu_seqlens_q, seq_lens, stride_x,
     C: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +135,7 @@ def _rg_lru_chunk_kernel(
     i_seq = tl.load(chunk_seq + i_chunk)
     first = tl.load(cu_seqlens_q + i_seq)
     begins = (start == first) & (tl.load(seq_lens + i_seq) == tl.load(cu_seqlens_q + i_seq + 1) - first)
-    b_rate = -8.0 * LOG2_E * softplus(tl.load(decay + o_c, mask=c_mask, other=0.0).to(tl.float32))
+    weights = load_weights(bias, decay, o_c, c_mask, C)
     p_summary = summaries + i_chunk * 2 * C + o_c
     b_log, b_state = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32)
     if out is not None:
@@ -141,9 +144,9 @@ def _rg_lru_chunk_kernel(
     for token in range(0, length, 2 * TOKENS):
         # Two groups take turns: the registers of one are free for loads while the other is computed.
         ahead = _read(x, gates, token + TOKENS, length, c_mask, stride_x, C, TOKENS)
-        b_log, b_state = _advance(b_log, b_state, tokens, out, b_rate, begins, token, length, c_mask, C, TOKENS)
+        b_log, b_state = _advance(b_log, b_state, tokens, out, weights, begins, token, length, c_mask, C, TOKENS)
         tokens = _read(x, gates, token + 2 * TOKENS, length, c_mask, stride_x, C, TOKENS)
-        b_log, b_state = _advance(b_log, b_state, ahead, out, b_rate, False, token + TOKENS, length, c_mask, C, TOKENS)
+        b_log, b_state = _advance(b_log, b_state, ahead, out, weights, False, token + TOKENS, length, c_mask, C, TOKENS)
     if out is None:
         tl.store(p_summary, tl.exp2(b_log), mask=c_mask)
         tl.store(p_summary + C, b_state, mask=c_mask)
@@ -177,7 +180,7 @@ def _rg_lru_walk_kernel(
             b_decay = tl.load(p_summary + 2 * i * C, mask=here, other=1.0)
             b_input = tl.load(p_summary + (2 * i + 1) * C, mask=here, other=0.0)
             slot = tl.load(checkpoint_slot + begin + i, mask=begin + i < last, other=-1).to(tl.int64)
-            chunks = chunks + (b_decay, b_input, slot)  # noqa: RUF005 (kernels cannot unpack)
+            chunks = chunks + (b_decay, b_input, slot)  # type: ignore[assignment]  # noqa: RUF005 (no unpacking)
         for i in tl.static_range(CHUNKS):
             tl.store(p_summary + 2 * i * C, b_state, mask=c_mask & (begin + i < last))
             b_state = tl.fma(chunks[3 * i], b_state, chunks[3 * i + 1])
@@ -188,24 +191,24 @@ def _rg_lru_walk_kernel(
 
 
 @launches(rg_lru_step, invariant={})
-def rg_lru_step_triton(x, gates, decay, state, state_slots, *, out) -> Tensor:
+def rg_lru_step_triton(x, gates, bias, decay, state, state_slots, *, out) -> Tensor:
     num_rows, channels = x.shape
-    _check(x, gates, state)
+    _check(x, gates, bias, state)
     keep, out = out is not None, x.new_empty(x.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
         block = min(_BLOCK_C, next_power_of_2(channels))
         _rg_lru_step_kernel[(cdiv(channels, block), num_rows)](
-            x, gates, decay, state, state_slots, out, x.stride(0),
+            x, gates, bias, decay, state, state_slots, out, x.stride(0),
             C=channels, BLOCK_C=block, KEEP=keep, num_warps=1, **early_launch(x.device),
         )  # fmt: skip
     return out
 
 
 @launches(rg_lru, invariant={})
-def rg_lru_triton(x, gates, decay, state, batch) -> Tensor:
+def rg_lru_triton(x, gates, bias, decay, state, batch) -> Tensor:
     chunks, (num_rows, channels) = batch.chunk_table, x.shape
-    _check(x, gates, state)
+    _check(x, gates, bias, state)
     num_chunks, num_seqs = chunks.seq.shape[0], chunks.first.shape[0] - 1
     out, summaries = x.new_empty(x.shape), x.new_empty(num_chunks, 2, channels, dtype=torch.float32)
     block = min(_BLOCK_C, next_power_of_2(channels))
@@ -213,7 +216,7 @@ def rg_lru_triton(x, gates, decay, state, batch) -> Tensor:
 
     def compute_chunks(out: Tensor | None) -> None:
         _rg_lru_chunk_kernel[(blocks, num_chunks)](
-            x, gates, decay, summaries, out,
+            x, gates, bias, decay, summaries, out,
             chunks.seq, chunks.start, chunks.length, batch.cu_seqlens_q, batch.seq_lens, x.stride(0),
             C=channels, BLOCK_C=block, TOKENS=_TOKENS, num_warps=2, **early_launch(x.device),
         )  # fmt: skip
@@ -227,6 +230,6 @@ def rg_lru_triton(x, gates, decay, state, batch) -> Tensor:
     return out
 
 
-def _check(x: Tensor, gates: Tensor, state: Tensor) -> None:
+def _check(x: Tensor, gates: Tensor, bias: Tensor, state: Tensor) -> None:
     assert x.stride(1) == 1, "channels must be dense"
-    assert gates.is_contiguous() and state.is_contiguous()
+    assert gates.is_contiguous() and bias.is_contiguous() and state.is_contiguous()
