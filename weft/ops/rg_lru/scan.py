@@ -224,7 +224,7 @@ def rg_lru_triton(x, gates, bias, decay, state, batch) -> Tensor:
     compute_chunks(None)
     _rg_lru_walk_kernel[(blocks, chunks.max_seqs)](
         summaries, state, out, *metadata(batch, chunks), num_rows, num_seqs,
-        C=channels, BLOCK_C=block, CHUNKS=_CHUNKS, CHUNK=CHUNK_SIZE, num_warps=2, **early_launch(x.device),
+        C=channels, BLOCK_C=block, CHUNKS=_CHUNKS, CHUNK=CHUNK_SIZE, num_warps=1, **early_launch(x.device),
     )  # fmt: skip
     compute_chunks(out)
     return out
