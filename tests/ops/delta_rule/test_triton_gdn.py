@@ -212,9 +212,7 @@ def most_error(state_dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize(("dtype", "state_dtype"), VERIFIED_DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("kernel", "num_tokens"), [(2, 2), (4, 3), *unless_long([], [(4, 8)]), *([(4, 1)] * ON_GPU)]
-)
+@pytest.mark.parametrize(("kernel", "num_tokens"), [(2, 2), (4, 3), *unless_long([], [(4, 8)]), *([(4, 1)] * ON_GPU)])
 def test_verify_step(
     heads: tuple[int, int, int, int], dtype: torch.dtype, state_dtype: torch.dtype, kernel: int, num_tokens: int
 ) -> None:
@@ -377,3 +375,12 @@ def test_gates_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "_ELEMENTS", 16)
     for got, want in zip(gates.gdn_gates_triton(a, b, a_log, a_log), whole, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("programs", "dtype", "ahead"), [(264, "bfloat16", True), (265, "bfloat16", False), (4096, "float32", True)]
+)
+def test_many_programs_read_states_in_bfloat16_when_it_is_their_turn(programs: int, dtype: str, ahead: bool) -> None:
+    from weft.ops.delta_rule.decode import choose_shape
+
+    assert choose_shape(programs, getattr(torch, dtype)).prefetch is ahead

@@ -5,6 +5,7 @@ Job: ``gdn_decode``, ``gdn_verify``, ``kda_decode`` and ``kda_verify`` on the GP
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def gdn_decode_triton(
         return launch_verify(inputs, weights, conv_state, state, state_slots, state_slots[:, None], geometry)
     keep, out = out is not None, projected.new_empty(num_rows, g.value_dim) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
-    shape, slots = shape or choose_shape(num_rows * g.num_k_heads), (state_slots, state_slots)
+    shape, slots = shape or choose_shape(num_rows * g.num_k_heads, state.dtype), (state_slots, state_slots)
     launch_rows(inputs, weights, (conv_state, state), slots, g, shape, out, keep)
     return out
 
@@ -78,7 +79,8 @@ def gdn_verify_triton(
 ) -> Tensor:
     """``gdn_verify``; ``alone``: see ``_verify``."""
     states = (conv_state, state)
-    return _verify(Inputs(projected), weights, states, state_slots, slots, geometry, choose_shape, alone)
+    choose = partial(choose_shape, state_dtype=state.dtype)
+    return _verify(Inputs(projected), weights, states, state_slots, slots, geometry, choose, alone)
 
 
 @launches(kda_decode, invariant={"choose": choose_kda_shape})
