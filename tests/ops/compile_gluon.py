@@ -106,14 +106,13 @@ def chunked_batch(num_seqs: int) -> Batch:
     )  # fmt: skip
 
 
-def launch_selective(num_seqs: int) -> None:
-    """The recurrence of Jamba."""
-    x, dt, numbers = torch.zeros(64, 256).bfloat16(), torch.zeros(64, 128).bfloat16(), torch.zeros(128)
-    b = torch.zeros(64, 16).bfloat16()
-    state = torch.zeros(9, 16, 128)
+def launch_selective(channels: int, *heads: int) -> None:
+    """One sequence through the recurrence of Jamba or of Zamba."""
+    x, dt = torch.zeros(64, 2 * channels).bfloat16(), torch.zeros(64, channels).bfloat16()
+    b, state, numbers = torch.zeros(64, *heads, 16).bfloat16(), torch.zeros(1, 16, channels), torch.zeros(channels)
     launch_selective_scan(
         *x.chunk(2, dim=-1), dt, b, b, ScanWeights(numbers, state[0], numbers), state, torch.zeros_like(dt),
-        chunked_batch(num_seqs),
+        chunked_batch(1),
     )  # fmt: skip
 
 
@@ -245,7 +244,8 @@ def main() -> None:
         launch_scan(1)
         launch_scan(4)
         launch_scan(4, per_channel=True)
-        launch_selective(1)
+        launch_selective(8192)
+        launch_selective(2048, 2)
         launch_verify()
         launch_decode()
         launch_decode(per_channel=True)

@@ -457,7 +457,7 @@ def test_kernels_compile_without_spilling_or_lost_barriers(tmp_path: Path) -> No
     scans_spill = 112 if is_3_6 else 144  # addresses of checkpoints and outputs, which no product waits for
     widened_spills = 48 if is_3_6 else 120  # what no step of a loop waits for
     limits = 4 * [(168, 0)] + [(64, 0), (255, 0), (168, 0)] + 3 * [(168, widened_spills)]
-    limits += [(168, 8 if is_3_6 else 24)] + 3 * [(168, scans_spill)] + [(128, 0), (192, 0)]
+    limits += [(168, 8 if is_3_6 else 24)] + 3 * [(168, scans_spill)] + [(128, 0), (128, 0), (192, 0)]
     limits += [(128, 0), (128, 0)]
     limits += [(80, 0), (80, 0)]  # FP8, one row: three programs of eight warps fit on a multiprocessor
     # INT4, one row: the words of three or four chunks. With more than 128, three programs fit instead of four.

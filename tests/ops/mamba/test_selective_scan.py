@@ -116,10 +116,12 @@ def test_step_kernels(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
         close(got, expected, dtype)
 
 
+@pytest.mark.parametrize("width", [3712, 4080] if ON_GPU else [48])
 @pytest.mark.parametrize("backend", [TORCH, pytest.param(TRITON, marks=takes_long_on_cpu)])
-def test_heads_are_scans_of_their_own(backend: Backend) -> None:
-    """Prefill and one token, with B and C of each of two heads; a power of two that divides a head's channels is 16."""
-    batch, width = mixed_batch(), 4096 if ON_GPU else 48
+def test_heads_are_scans_of_their_own(backend: Backend, width: int) -> None:
+    """Prefill and one token, with B and C of each of two heads. The largest powers of two that divide the heads'
+    channels are 128 and 16."""
+    batch = mixed_batch()
     rows = batch.num_tokens + 3
     x, z, dt, *_, weights = scan_inputs(rows, torch.float32, 2 * width)
     b, c = (torch.randn(rows, 2, SIZE, device=DEVICE) for _ in range(2))

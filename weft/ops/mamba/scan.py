@@ -181,7 +181,7 @@ def selective_scan_triton(x, z, dt, b, c, weights, state, batch, *, fixed: bool 
     _check(x, z, dt, b, c, A_log, state)
     out = x.new_empty(x.shape)
     if GLUON_IS_KNOWN and gluon.takes(x, b):
-        shape = gluon.choose_shape(1) if fixed else None
+        shape = gluon.choose_shape(1, channels) if fixed else None
         gluon.launch_selective_scan(x, z, dt, b, c, weights, state, out, batch, shape)
         return out
     block = _channel_block(channels, heads)

@@ -2,11 +2,11 @@
 
 Job: what the prefill kernel of ``scan.py`` does, on Hopper, for states of 16. Owns: who computes what.
 
-The scan is bound by one exponential per token, channel and state. A channel's 16 states lie in 2 or 4 neighbouring
+The scan is bound by one exponential per token, channel and state. A channel's 16 states lie in 2 to 8 neighbouring
 threads, so one sequence fills the device, and a token's output is a sum over these threads alone. All other values are
-computed once per token and channel, for a group of tokens at a time, and go through shared memory. Time steps are
-computed before the walk through the group, skip and gate after the walk. The next group's inputs are on their way to
-registers meanwhile.
+computed once per token and channel, for a group of 16 or 32 tokens at a time, and go through shared memory. Time steps
+are computed before the walk through the group, skip and gate after the walk. The next group's inputs are on their way
+to registers meanwhile.
 
 A token of no chunk has the time step 0, which leaves the state as it is.
 
@@ -31,16 +31,14 @@ from weft.ops.triton.hopper import GluonKernel, runs_gluon
 _N = gl.constexpr(16)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-_OUTPUTS = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
-_TOKENS = gl.constexpr(16)
-"""Tokens of a group."""
 
 
 class Shape(NamedTuple):
-    """States of a channel in a thread, and warps."""
+    """States of a channel in a thread, warps, and tokens of a group."""
 
     states: int
     warps: int
+    tokens: int = 16
 
     @property
     def channels(self) -> int:
@@ -71,7 +69,7 @@ def _gate(z):
 
 
 @gluon.jit
-def _read(p_inputs, begin, end, strides, o_t, o_c, o_t_small, o_n):
+def _read(p_inputs, begin, end, strides, o_t, o_c, o_t_small, o_n, STRIDE: gl.constexpr):
     """The inputs x, z, dt, b, c of the tokens from ``begin`` on; zero from ``end`` on."""
     x, z, dt, b, c = p_inputs
     stride_x, stride_z, stride_dt = strides
@@ -83,26 +81,28 @@ def _read(p_inputs, begin, end, strides, o_t, o_c, o_t_small, o_n):
     b_dt = gl.load(dt + rows * stride_dt + columns, mask=inside, other=0.0)
     rows = (begin + o_t_small)[:, None]
     inside = rows < end
-    b_b = gl.load(b + rows * _N + o_n[None, :], mask=inside, other=0.0)
-    b_c = gl.load(c + rows * _N + o_n[None, :], mask=inside, other=0.0)
+    b_b = gl.load(b + rows * STRIDE + o_n[None, :], mask=inside, other=0.0)
+    b_c = gl.load(c + rows * STRIDE + o_n[None, :], mask=inside, other=0.0)
     return b_x, b_z, b_dt, b_b, b_c
 
 
 @gluon.jit
 def _joined(parts, COUNT: gl.constexpr):
-    """Half as many tensors, each of two that are ``COUNT`` apart, with a last dimension of 2."""
+    """One tensor of ``2 * COUNT`` tensors, with a last dimension of 2 for each power of two, the lowest one last."""
     joined = ()
     for i in gl.static_range(COUNT):
         joined = joined + (gl.join(parts[i], parts[i + COUNT]),)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    if COUNT > 1:
+        joined = _joined(joined, COUNT // 2)
     return joined
 
 
 @gluon.jit
-def _walk(b_state, b_rate, tiles, WALK: gl.constexpr, CHANNELS: gl.constexpr):
-    """The group's tokens in order: the new state, and ``S_t . C_t`` of all tokens ``[CHANNELS, _TOKENS]``."""
+def _walk(b_state, b_rate, tiles, WALK: gl.constexpr, CHANNELS: gl.constexpr, TOKENS: gl.constexpr):
+    """The group's tokens in order: the new state, and ``S_t . C_t`` of all tokens ``[CHANNELS, TOKENS]``."""
     steps, inputs, b_tile, c_tile = tiles
     outputs = ()
-    for t in gl.static_range(_TOKENS):
+    for t in gl.static_range(TOKENS):
         step = steps.slice(t * CHANNELS, CHANNELS).load(gl.SliceLayout(0, WALK))
         entering = inputs.slice(t * CHANNELS, CHANNELS).load(gl.SliceLayout(0, WALK))
         b_b = b_tile.slice(t * _N, _N).load(gl.SliceLayout(1, WALK))
@@ -110,15 +110,16 @@ def _walk(b_state, b_rate, tiles, WALK: gl.constexpr, CHANNELS: gl.constexpr):
         b_state = b_state * gl.exp2(b_rate * step[None, :]) + b_b[:, None] * entering[None, :]
         outputs = outputs + (gl.sum(b_state * b_c[:, None], 0),)  # type: ignore[assignment]  # noqa: RUF005
     # One store for all tokens: the compiler would let a store for each token wait for the previous store.
-    joined = _joined(_joined(_joined(_joined(outputs, 8), 4), 2), 1)[0]
-    return b_state, joined.reshape([CHANNELS, _TOKENS])
+    return b_state, _joined(outputs, TOKENS // 2)[0].reshape([CHANNELS, TOKENS])
 
 
 @gluon.jit
-def _zero_rows(out, begin, end, o_t, o_c, C: gl.constexpr, CHANNELS: gl.constexpr, TILE: gl.constexpr):
+def _zero_rows(
+    out, begin, end, o_t, o_c, C: gl.constexpr, TOKENS: gl.constexpr, CHANNELS: gl.constexpr, TILE: gl.constexpr
+):
     """Zero some columns of the rows ``begin`` to ``end``."""
-    zeros = gl.full([_TOKENS, CHANNELS], 0.0, out.dtype.element_ty, layout=TILE)
-    for row in range(begin, end, _TOKENS):
+    zeros = gl.full([TOKENS, CHANNELS], 0.0, out.dtype.element_ty, layout=TILE)
+    for row in range(begin, end, TOKENS):
         rows = (row + o_t)[:, None]
         gl.store(out + rows * C + o_c[None, :], zeros, mask=rows < end)
 
@@ -128,20 +129,23 @@ def _selective_scan_gluon_kernel(
     x, z, dt, b, c, dt_bias, A_log, D, state, out,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, stride_x, stride_z, stride_dt,
-    C: gl.constexpr, SHAPE: gl.constexpr, EARLY: gl.constexpr,
+    C: gl.constexpr, HEADS: gl.constexpr, SHAPE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Compute one sequence and block of channels: its tokens in order, the state in registers."""
+    """Compute one sequence and block of channels of one head: its tokens in order, the state in registers."""
     enter(EARLY)
     STATES: gl.constexpr = SHAPE.states
     WARPS: gl.constexpr = SHAPE.warps
     CHANNELS: gl.constexpr = 2 * STATES * WARPS
+    TOKENS: gl.constexpr = SHAPE.tokens
+    STRIDE: gl.constexpr = HEADS * _N
+    OUTPUTS: gl.constexpr = gl.SwizzledSharedLayout(4, 32 // TOKENS, TOKENS // 4, [1, 0])
     WALK: gl.constexpr = gl.BlockedLayout([STATES, 1], [_N // STATES, 2 * STATES], [1, WARPS], [0, 1])
     ACROSS: gl.constexpr = CHANNELS // 4 if CHANNELS < 128 else 32
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     SMALL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [WARPS, 1], [1, 0])
-    o_t = gl.arange(0, _TOKENS, layout=gl.SliceLayout(1, TILE)).to(gl.int64)
+    o_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, TILE)).to(gl.int64)
     o_c = gl.program_id(0) * CHANNELS + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, TILE))
-    o_t_small = gl.arange(0, _TOKENS, layout=gl.SliceLayout(1, SMALL)).to(gl.int64)
+    o_t_small = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, SMALL)).to(gl.int64)
     o_n_small = gl.arange(0, _N, layout=gl.SliceLayout(0, SMALL))
     i_prefill = gl.program_id(1)
     num_chunks = gl.load(first_chunk + num_seqs)
@@ -150,8 +154,8 @@ def _selective_scan_gluon_kernel(
         begin = num_tokens
         if num_chunks > 0:
             begin = gl.load(chunk_start).to(gl.int64)
-        _zero_rows(out, num_tokens, num_rows.to(gl.int64), o_t, o_c, C, CHANNELS, TILE)
-        _zero_rows(out, num_tokens - num_tokens, begin, o_t, o_c, C, CHANNELS, TILE)
+        _zero_rows(out, num_tokens, num_rows.to(gl.int64), o_t, o_c, C, TOKENS, CHANNELS, TILE)
+        _zero_rows(out, num_tokens - num_tokens, begin, o_t, o_c, C, TOKENS, CHANNELS, TILE)
     i_seq = gl.load(chunk_seq, mask=num_chunks > 0, other=0) + i_prefill  # decodes stand before the first one
     is_there = (num_chunks > 0) & (i_seq < num_seqs)
     first = gl.load(first_chunk + i_seq, mask=is_there, other=0)
@@ -169,39 +173,43 @@ def _selective_scan_gluon_kernel(
         b_rate = gl.exp2(gl.load(A_log + inside).to(gl.float32) * LOG2_E) * -LOG2_E
         b_bias = gl.load(dt_bias + o_c).to(gl.float32)[None, :]
         b_skip = gl.load(D + o_c).to(gl.float32)[None, :]
-        steps = gl.allocate_shared_memory(gl.float32, [_TOKENS * CHANNELS], _FLAT)
-        inputs = gl.allocate_shared_memory(gl.float32, [_TOKENS * CHANNELS], _FLAT)
-        b_tile = gl.allocate_shared_memory(gl.float32, [_TOKENS * _N], _FLAT)
-        c_tile = gl.allocate_shared_memory(gl.float32, [_TOKENS * _N], _FLAT)
-        y_tile = gl.allocate_shared_memory(gl.float32, [CHANNELS, _TOKENS], _OUTPUTS)
+        steps = gl.allocate_shared_memory(gl.float32, [TOKENS * CHANNELS], _FLAT)
+        inputs = gl.allocate_shared_memory(gl.float32, [TOKENS * CHANNELS], _FLAT)
+        b_tile = gl.allocate_shared_memory(gl.float32, [TOKENS * _N], _FLAT)
+        c_tile = gl.allocate_shared_memory(gl.float32, [TOKENS * _N], _FLAT)
+        y_tile = gl.allocate_shared_memory(gl.float32, [CHANNELS, TOKENS], OUTPUTS)
         tiles = (steps, inputs, b_tile, c_tile)
+        if HEADS > 1:
+            head = gl.program_id(0) * CHANNELS // (C // HEADS)
+            b += head * _N
+            c += head * _N
         p_inputs, strides = (x, z, dt, b, c), (stride_x, stride_z, stride_dt)
         start = gl.load(chunk_start + first).to(gl.int64)
         length = gl.load(chunk_length + first)
         copy_slot = gl.load(checkpoint_slot + first).to(gl.int64)
-        ahead = _read(p_inputs, start, seq_end, strides, o_t, o_c, o_t_small, o_n_small)
+        ahead = _read(p_inputs, start, seq_end, strides, o_t, o_c, o_t_small, o_n_small, STRIDE)
         for i_chunk in range(first, last):
             # The next chunk's length is read one chunk ahead.
             more = i_chunk + 1 < last
             next_length = gl.load(chunk_length + i_chunk + 1, mask=more, other=0)
             next_slot = gl.load(checkpoint_slot + i_chunk + 1, mask=more, other=0).to(gl.int64)
             end = start + length
-            for token in range(start, end, _TOKENS):
+            for token in range(start, end, TOKENS):
                 b_x, b_z, b_dt, b_b, b_c = ahead
                 inside_chunk = (token + o_t < end)[:, None]
                 step = gl.where(inside_chunk, _softplus(b_dt.to(gl.float32) + b_bias), 0.0)
                 b_x = b_x.to(gl.float32)
-                reinterpret(steps, gl.float32, [_TOKENS, CHANNELS], _ROWS).store(step)
+                reinterpret(steps, gl.float32, [TOKENS, CHANNELS], _ROWS).store(step)
                 entering = gl.where(inside_chunk, step * b_x, 0.0)
-                reinterpret(inputs, gl.float32, [_TOKENS, CHANNELS], _ROWS).store(entering)
+                reinterpret(inputs, gl.float32, [TOKENS, CHANNELS], _ROWS).store(entering)
                 inside_small = (token + o_t_small < end)[:, None]
                 b_b = gl.where(inside_small, b_b.to(gl.float32), 0.0)
-                reinterpret(b_tile, gl.float32, [_TOKENS, _N], _ROWS).store(b_b)
-                reinterpret(c_tile, gl.float32, [_TOKENS, _N], _ROWS).store(b_c.to(gl.float32))
-                following = gl.minimum(token + _TOKENS, end)
-                ahead = _read(p_inputs, following, seq_end, strides, o_t, o_c, o_t_small, o_n_small)
+                reinterpret(b_tile, gl.float32, [TOKENS, _N], _ROWS).store(b_b)
+                reinterpret(c_tile, gl.float32, [TOKENS, _N], _ROWS).store(b_c.to(gl.float32))
+                following = gl.minimum(token + TOKENS, end)
+                ahead = _read(p_inputs, following, seq_end, strides, o_t, o_c, o_t_small, o_n_small, STRIDE)
                 thread_barrier()
-                b_state, y = _walk(b_state, b_rate, tiles, WALK, CHANNELS)
+                b_state, y = _walk(b_state, b_rate, tiles, WALK, CHANNELS, TOKENS)
                 y_tile.store(y)
                 thread_barrier()
                 y = y_tile.permute((1, 0)).load(TILE)
@@ -214,15 +222,22 @@ def _selective_scan_gluon_kernel(
         gl.store(state + slot * (_N * C) + inside, b_state.to(state.dtype.element_ty))
 
 
-def choose_shape(num_seqs: int) -> Shape:
-    """Choose more threads for a channel if there are few sequences (measured on an H200)."""
-    return Shape(4, 4) if num_seqs < 4 else Shape(8, 2)
+def choose_shape(num_seqs: int, channels: int) -> Shape:
+    """Choose more threads for a channel the fewer channels all sequences have (measured on an H200)."""
+    work = num_seqs * channels
+    if work <= 8192:
+        return Shape(2 if work <= 4096 else 4, 4, 32)
+    return Shape(4, 4) if work < 24576 else Shape(8, 2)
 
 
 def takes(x: Tensor, b: Tensor) -> bool:
-    """Whether the kernel exists for ``x [T, C]`` and ``b [T, N]``: on compute capability 9, for states of 16 and whole
-    blocks of channels. B with heads has three dimensions."""
-    return runs_gluon(x.device) and b.dim() == 2 and b.shape[1] == _N.value and x.shape[1] % 32 == 0
+    """Whether the kernel exists for ``x [T, C]`` and ``b [T, N]`` or ``[T, H, N]``: on compute capability 9, for states
+    of 16 and heads of whole blocks of channels."""
+    return runs_gluon(x.device) and b.shape[-1] == _N.value and x.shape[1] % (32 * _heads(b)) == 0
+
+
+def _heads(b: Tensor) -> int:
+    return 1 if b.dim() == 2 else b.shape[1]
 
 
 def launch_selective_scan(
@@ -233,11 +248,12 @@ def launch_selective_scan(
 
     ``shape`` overrides the choice (tests and measurements).
     """
-    chunks, (num_rows, channels) = batch.chunk_table, x.shape
+    chunks, (num_rows, channels), heads = batch.chunk_table, x.shape, _heads(b)
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
-    shape = shape or choose_shape(1 if batch.mixed is not None else chunks.max_seqs)
+    shape = shape or choose_shape(1 if batch.mixed is not None else chunks.max_seqs, channels)
+    assert channels // heads % shape.channels == 0, "a block of channels must belong to one head"
     _selective_scan_gluon_kernel[(channels // shape.channels, chunks.max_seqs)](
         x, z, dt, b, c, *weights, state, out,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
-        C=channels, SHAPE=shape, num_warps=shape.warps, **early_launch(x.device),
+        C=channels, HEADS=heads, SHAPE=shape, num_warps=shape.warps, **early_launch(x.device),
     )  # fmt: skip
