@@ -1,8 +1,9 @@
 """bfloat16 products of few rows by configuration, of weights that no table has: the basis of ``heuristic_config``.
 
-Usage: ``python -m benchmarks.kernels.linear_rules [--seconds 100]`` on a GPU writes ``$OUT/linear-rules-h200.json``.
-The file has the time of the rule's choice, of the candidates, and of the matrix library for each weight and number of
-tokens. Kernels are compiled first, in several processes. Without a GPU nothing is measured.
+Usage: ``python -m benchmarks.kernels.linear_rules [--seconds 100]`` on a GPU writes ``$OUT/linear-rules-h200.json``,
+and with ``--narrow`` ``$OUT/linear-rules-narrow-h200.json``: weights of few rows, such as routers and the projections
+inside a Mamba layer. A file has the time of the rule's choice, of the candidates, and of the matrix library for each
+weight and number of tokens. Kernels are compiled first, in several processes. Without a GPU nothing is measured.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -45,6 +46,21 @@ HELD_OUT = {
     "falcon.down": (5120, 21504, False),
 }
 """Weights that the rule is checked on."""
+NARROW = {
+    "jamba-mini.x_proj": (288, 8192, False),
+    "jamba-large.x_proj": (544, 16384, False),
+    "deepseek-v3.router": (256, 7168, False),
+    "qwen3-235b.router": (128, 4096, False),
+    "70b/8.qkv": (1280, 8192, False),
+    "jamba-mini/2.x_proj": (288, 4096, False),
+}
+NARROW_HELD_OUT = {
+    "glm-4.5.router": (160, 5120, False),
+    "kimi-k2.kv_a": (576, 7168, False),
+    "405b/8.qkv": (2304, 16384, False),
+}
+SETS = {"": WEIGHTS | HELD_OUT, "narrow-": NARROW | NARROW_HELD_OUT}
+ALL = SETS[""] | SETS["narrow-"]
 TOKENS = (1, 4, 8, 32, 64)
 LOOPS = ((64, 128, 4), (64, 128, 6), (64, 64, 6), (32, 128, 5), (128, 128, 3), (16, 256, 4))
 """Output rows of a program, inner elements of a step, and stages of the pipeline."""
@@ -67,8 +83,8 @@ def candidates(rows: int, inner: int, gated: bool, tokens: int) -> list[Config]:
             blocks, warps = -(-rows // height), 2 if height == 16 else 4
             if (height == 16 and tokens > 8) or stages * step * (height + lanes) * 2 > 220 << 10:
                 continue
-            for programs in (1, 2, 4):
-                splits = 1 << max(0, round(programs * MULTIPROCESSORS / blocks).bit_length() - 1)
+            by_programs = {1 << max(0, round(n * MULTIPROCESSORS / blocks).bit_length() - 1) for n in (1, 2, 4)}
+            for splits in sorted(by_programs | ({4, 8, 16} if blocks < MULTIPROCESSORS // 2 else set())):
                 if splits == 1 or (inner // splits >= 4 * step and blocks <= 4096):
                     found[Config("dot", height, step, warps, stages, splits)] = None
     return list(found)
@@ -77,14 +93,14 @@ def candidates(rows: int, inner: int, gated: bool, tokens: int) -> list[Config]:
 Case = tuple[str, int, Config]
 
 
-def cases() -> Iterator[Case]:
-    for (name, weight), tokens in itertools.product((WEIGHTS | HELD_OUT).items(), TOKENS):
-        yield from ((name, tokens, config) for config in candidates(*weight, tokens))
+def cases(names: Iterable[str]) -> Iterator[Case]:
+    for name, tokens in itertools.product(names, TOKENS):
+        yield from ((name, tokens, config) for config in candidates(*ALL[name], tokens))
 
 
 def prepare(name: str, tokens: int, count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Inputs, and ``count`` weights."""
-    rows, inner, _ = (WEIGHTS | HELD_OUT)[name]
+    rows, inner, _ = ALL[name]
     weights = [torch.empty(rows, inner, device=DEVICE).normal_(std=inner**-0.5).bfloat16() for _ in range(count)]
     return torch.randn(tokens, inner, device=DEVICE).bfloat16(), weights
 
@@ -94,7 +110,7 @@ def compile_case(case: Case) -> str | None:
     name, tokens, config = case
     x, (weight,) = prepare(name, tokens, 1)
     try:
-        skinny_linear_triton(x, weight, None, config, silu_mul=(WEIGHTS | HELD_OUT)[name][2])
+        skinny_linear_triton(x, weight, None, config, silu_mul=ALL[name][2])
     except Exception as problem:  # shared memory, most likely
         return f"{case}: {type(problem).__name__}"
     torch.cuda.synchronize()
@@ -103,7 +119,7 @@ def compile_case(case: Case) -> str | None:
 
 def measure(name: str, tokens: int, failed: set[str]) -> dict[str, Any]:
     """Microseconds of one weight for one number of tokens."""
-    rows, inner, gated = (WEIGHTS | HELD_OUT)[name]
+    rows, inner, gated = ALL[name]
     x, weights = prepare(name, tokens, max(2, ROTATED_BYTES // (rows * inner * 2)))
     operation = linear_silu_mul if gated else linear
     want = operation(x.double(), weights[0].double(), backend=Backend.TORCH)
@@ -116,7 +132,8 @@ def measure(name: str, tokens: int, failed: set[str]) -> dict[str, Any]:
         found.append((round(time_us(calls), 2) if error < 5e-3 else float("inf"), str(list(config))))
     rule = [partial(operation, x, weight, backend=Backend.TRITON) for weight in weights]
     return {
-        "weight": name, "held_out": name in HELD_OUT, "out": rows, "inner": inner, "gated": gated, "tokens": tokens,
+        "weight": name, "held_out": name in HELD_OUT | NARROW_HELD_OUT, "out": rows, "inner": inner, "gated": gated,
+        "tokens": tokens,
         "floor_us": round(rows * inner * 2 / COPY_BYTES_PER_S * 1e6, 2), "rule_us": round(time_us(rule), 2),
         "library_us": round(time_us([partial(torch.mm, x, weight.t()) for weight in weights]), 2),
         "found": sorted(found),
@@ -125,23 +142,25 @@ def measure(name: str, tokens: int, failed: set[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--narrow", action="store_true", help="weights of few rows")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no measurement after this time")
     args = parser.parse_args()
+    kind = "narrow-" if args.narrow else ""
     if not ON_GPU:
-        print(f"{len(list(cases()))} kernels on a GPU; there is none here")
+        print(f"{len(list(cases(SETS[kind])))} kernels on a GPU; there is none here")
         return
     workers, spawn = min(24, os.cpu_count() or 1), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as processes:
-        failed = {text for text in processes.map(compile_case, cases()) if text}
+        failed = {text for text in processes.map(compile_case, cases(SETS[kind])) if text}
     end, rows = time.monotonic() + args.seconds, []
-    for tokens, name in itertools.product((8, 32, 1, 64, 4), WEIGHTS | HELD_OUT):
+    for tokens, name in itertools.product((8, 32, 1, 64, 4), SETS[kind]):
         if time.monotonic() < end:
             rows.append(found := measure(name, tokens, failed))
             print(
                 f"{name:14} {tokens:3} floor {found['floor_us']:7.2f} rule {found['rule_us']:7.2f} library "
                 f"{found['library_us']:7.2f} best {found['found'][0]}", flush=True,
             )  # fmt: skip
-            write_json("linear-rules-h200.json", rows)
+            write_json(f"linear-rules-{kind}h200.json", rows)
 
 
 if __name__ == "__main__":
