@@ -58,6 +58,8 @@ NARROW_HELD_OUT = {
     "glm-4.5.router": (160, 5120, False),
     "kimi-k2.kv_a": (576, 7168, False),
     "405b/8.qkv": (2304, 16384, False),
+    "qwen3-30b.router": (128, 2048, False),
+    "gpt-oss.router": (32, 2880, False),
 }
 SETS = {"": WEIGHTS | HELD_OUT, "narrow-": NARROW | NARROW_HELD_OUT}
 ALL = SETS[""] | SETS["narrow-"]

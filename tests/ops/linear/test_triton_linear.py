@@ -163,9 +163,10 @@ def test_weights_that_a_program_holds_fit_in_registers(rows: int, inner: int, el
     assert config.rows * share * element_size <= 65536 * config.warps // 4
 
 
-def test_weights_that_no_table_has_take_close_to_the_best_time_measured() -> None:
+@pytest.mark.parametrize("kind", ["", "narrow-"])
+def test_weights_that_no_table_has_take_close_to_the_best_time_measured(kind: str) -> None:
     """The rule's configuration against all that were measured, also for weights that it was not learnt from."""
-    file = Path(__file__).parents[3] / "benchmarks/results/linear-rules-h200.json"
+    file = Path(__file__).parents[3] / f"benchmarks/results/linear-rules-{kind}h200.json"
     for row in json.loads(file.read_text())["rows"]:
         config = heuristic_config(row["out"], row["inner"], row["tokens"], 2, pipelines=True)
         times = {name: us for us, name in row["found"]}
@@ -173,6 +174,15 @@ def test_weights_that_no_table_has_take_close_to_the_best_time_measured() -> Non
         best = min(row["library_us"], *times.values())
         assert taken <= max(1.16 * best, best + 2.0), (row["weight"], row["tokens"], config, taken, best)
         assert taken <= 1.04 * row["library_us"], (row["weight"], row["tokens"], config, taken)
+
+
+def test_sums_are_for_small_weights_of_two_bytes() -> None:
+    """A router's, and one twice as large; four tokens need registers for each."""
+    for size, tokens, element_size, method in (
+        ((256, 7168), 4, 2, "sum"), ((256, 7168), 4, 4, None), ((1024, 7168), 4, 2, "dot"), ((256, 7168), 8, 2, "dot"),
+    ):  # fmt: skip
+        config = heuristic_config(*size, tokens, element_size, pipelines=True)
+        assert (config and config.method) == method, (size, tokens, element_size)
 
 
 def test_pipelines_are_for_devices_with_the_shared_memory_of_an_h200() -> None:

@@ -6,6 +6,7 @@ sizes (``skinny_linear_h200.json``, written by ``benchmarks/kernels/linear.py --
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ MAX_TOKENS = 256
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
 _MULTIPROCESSORS = 132
+_SMALL, _LARGE = 1 << 22, 1 << 25
+"""Elements of a small weight at most, and of a large one at least: 8 and 67 MB."""
 _SUMS = ((8, 1024, 4), (4, 2048, 8), (2, 2048, 8))
 """Weight rows of a program, inner elements of a step and warps of ``sum``, in the order in which they are tried."""
 TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
@@ -63,9 +66,11 @@ def load_table(leaves_sums: bool = False) -> dict[tuple[int, int, bool, int], Co
 def heuristic_config(rows: int, inner: int, tokens: int, element_size: int, *, pipelines: bool) -> Config | None:
     """A configuration for sizes that were not tuned; None: the matrix library.
 
-    Measured on an H200 for fourteen weights of 10 to 350 MB (``linear-rules-h200.json``). One row is fastest by ``sum``
-    without splits: 5 to 12% less time than with them. With three rows and more ``sum`` took up to twice as long as the
-    matrix library. ``dot`` takes 3 to 14% less than the library where the library has too few programs.
+    Measured on an H200 for fourteen weights of 10 to 350 MB (``linear-rules-h200.json``), and for weights of few rows
+    (``linear-rules-narrow-h200.json``). One row is fastest by ``sum`` without splits: 5 to 12% less time than with
+    them. With three rows and more ``sum`` took up to twice as long as the matrix library, but for small weights half as
+    long. ``dot`` takes 3 to 14% less than the library where the library has too few programs. A large weight is left
+    to the library where a last round of programs would leave many multiprocessors idle.
 
     Args:
         rows: of the weight.
@@ -74,7 +79,8 @@ def heuristic_config(rows: int, inner: int, tokens: int, element_size: int, *, p
         element_size: bytes per element of the weight.
         pipelines: whether the device has the shared memory of an H200, which ``dot`` fills.
     """
-    if tokens <= 2:
+    is_small = rows * inner <= _SMALL and element_size == 2
+    if tokens <= 2 or (tokens == 4 and is_small):
         for block, step, warps in _SUMS:
             block = block if rows >= 2 * _MULTIPROCESSORS * block else min(block, 4)
             step = min(step, next_power_of_2(inner))
@@ -82,7 +88,12 @@ def heuristic_config(rows: int, inner: int, tokens: int, element_size: int, *, p
                 return Config("sum", block, step, warps)
     few_programs = rows <= 35 * _MULTIPROCESSORS and inner >= 4096
     if pipelines and 4 <= tokens <= 32 and element_size == 2 and few_programs:
-        return Config("dot", 64, 128, 4, 6, splits=4 if tokens <= 8 else 2)
+        blocks, splits = cdiv(rows, 64), 4 if tokens <= 8 else 2
+        while splits < 8 and blocks * splits < _MULTIPROCESSORS // 2:
+            splits *= 2
+        rounds = blocks * splits / _MULTIPROCESSORS
+        if rows * inner <= _LARGE or rounds >= 0.75 * math.ceil(rounds):
+            return Config("dot", 64, 128, 4, 6, splits=splits)
     return None
 
 
