@@ -176,8 +176,8 @@ def test_lightning_step(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_tiles_of_a_step(keep: bool) -> None:
-    """Whether one program has all tiles of a head or one, each column is computed from all of its keys, to the same
-    bits. The last tile is not full, and rows 1 and 4 are padding."""
+    """A program with all tiles of a head and programs with one tile each compute the same bits. The last tile is not
+    full, and rows 1 and 4 are padding."""
     dk, dv, heads, width = (256, 104, 6, 64) if ON_GPU else (12, 20, 3, 16)
     q, k = (torch.randn(5, heads, dk, device=DEVICE).to(torch.bfloat16) for _ in range(2))
     v = torch.randn(5, heads, dv, device=DEVICE).to(torch.bfloat16)

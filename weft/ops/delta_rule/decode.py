@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 def choose_shape(num_programs: int, state_dtype: torch.dtype) -> Shape:
     """Choose the shape by the number of programs. A few programs hide their own latency, and so do more of them where
-    states are in float32. Of many others four share a multiprocessor and hide the latency of each other."""
+    states are in float32. With many others, four share a multiprocessor and hide the latency of each other."""
     if num_programs <= 2 * MULTIPROCESSORS or state_dtype == torch.float32:
         return Shape(64, 4, True, None)
     return Shape(64, 4, False, 128)
