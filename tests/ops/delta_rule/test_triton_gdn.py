@@ -384,3 +384,24 @@ def test_many_programs_read_states_in_bfloat16_when_it_is_their_turn(programs: i
     from weft.ops.delta_rule.decode import choose_shape
 
     assert choose_shape(programs, getattr(torch, dtype)).prefetch is ahead
+
+
+@pytest.mark.parametrize(
+    ("dv", "dtype", "alone", "is_wide"),
+    [
+        (192, "bfloat16", False, True), (192, "bfloat16", True, False), (192, "float32", False, False),
+        (128, "bfloat16", False, False),
+    ],
+)  # fmt: skip
+def test_wide_heads_have_a_shape_of_their_own_but_in_deterministic_inference(
+    dv: int, dtype: str, alone: bool, is_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weft.ops.delta_rule import few_tokens
+
+    shapes: list[Any] = []
+    monkeypatch.setattr(few_tokens, "serves_decodes", lambda *given: False)
+    monkeypatch.setattr(few_tokens, "launch_rows", lambda *given: shapes.append(given[5]))
+    state, rows = torch.empty(1, 2, 96, dv, dtype=getattr(torch, dtype)), torch.empty(133, 4)
+    geometry = GatedDeltaNetConfig(2, 2, 96, dv, 4)
+    few_tokens.gdn_decode_triton(rows, None, None, state, None, geometry, out=None, alone=alone)
+    assert (shapes == [few_tokens.WIDE_HEADS]) is is_wide

@@ -54,6 +54,9 @@ def choose_shape(num_programs: int, state_dtype: torch.dtype) -> Shape:
     return Shape(64, 4, False, 128)
 
 
+WIDE_HEADS = Shape(64, 2, True, None)
+"""Shape of many programs with bfloat16 states of more than 128 columns. It sums in another order than the others."""
+
 _FEW_PROGRAMS = 1024
 """Most programs (32 rows of 32 heads) that hide their own latency best (measured on an H200)."""
 
