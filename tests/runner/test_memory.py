@@ -90,7 +90,10 @@ def _raise(error: Exception) -> str:
     raise error
 
 
-@pytest.mark.parametrize(("arch", "expands"), [("KimiLinearForCausalLM", True), ("Qwen3NextForCausalLM", False)])
+@pytest.mark.parametrize(
+    ("arch", "expands"),
+    [("KimiLinearForCausalLM", True), ("Qwen3NextForCausalLM", False), ("Glm5NextForConditionalGeneration", False)],
+)
 def test_a_step_has_memory_for_expanded_latents(
     arch: str, expands: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

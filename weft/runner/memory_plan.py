@@ -94,7 +94,9 @@ def _measure_step_bytes(runner: StartingRunner) -> int:
     peak = peak_bytes(partial(run_largest_steps, runner), runner.device)
     runner.drop_steps()
     # No step of these has enough tokens behind a context for latents to be expanded.
-    if any(tensor.name == "latent" for layer in runner.spec.layers.values() for tensor in layer.paged):
+    # A layer that attends to a selection has a cost for each token, and expands none.
+    layers = [layer for layer in runner.spec.layers.values() if not layer.flops_per_token]
+    if any(tensor.name == "latent" for layer in layers for tensor in layer.paged):
         peak += expansion_bytes(runner.device, backend=runner._backend)
     return peak
 
