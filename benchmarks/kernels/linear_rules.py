@@ -25,6 +25,7 @@ from weft.ops.backend import Backend
 from weft.ops.linear import linear, linear_silu_mul
 from weft.ops.linear.skinny import skinny_linear_triton
 from weft.ops.linear.skinny_choice import Config
+from weft.ops.triton.sizes import MULTIPROCESSORS
 
 WEIGHTS = {
     "27b.gate_up": (34816, 5120, True),
@@ -67,7 +68,6 @@ TOKENS = (1, 4, 8, 32, 64)
 LOOPS = ((64, 128, 4), (64, 128, 6), (64, 64, 6), (32, 128, 5), (128, 128, 3), (16, 256, 4))
 """Output rows of a program, inner elements of a step, and stages of the pipeline."""
 ROTATED_BYTES = 160 << 20
-MULTIPROCESSORS = 132
 
 
 def candidates(rows: int, inner: int, gated: bool, tokens: int) -> list[Config]:

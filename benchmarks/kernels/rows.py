@@ -46,8 +46,16 @@ Call = Callable[..., Any]
 
 
 class Operation(NamedTuple):
-    """One kernel: its alternatives, its table and the table's key, the bytes of a token, its inputs and its check; and
-    the numbers of tokens."""
+    """How one operation is timed.
+
+    Attributes:
+        tiles: alternatives of the kernel.
+        table, key: which alternative is chosen for a number of tokens.
+        bytes_per_token: what has to be moved.
+        make_call: inputs for a number of tokens, and the call that is timed.
+        check: the error of a result.
+        sizes: numbers of tokens.
+    """
 
     tiles: list[Any]
     table: Mapping[int, Any]
@@ -59,7 +67,7 @@ class Operation(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What computes a norm of channels of several ranks: ``kernels``, or ``torch``, the chain that they replaced."""
+    """A way to compute a norm of channels of several ranks: ``kernels`` are Weft's, ``torch`` is what they replaced."""
 
     name: str
 

@@ -404,4 +404,4 @@ def test_wide_heads_have_a_shape_of_their_own_but_in_deterministic_inference(
     state, rows = torch.empty(1, 2, 96, dv, dtype=getattr(torch, dtype)), torch.empty(133, 4)
     geometry = GatedDeltaNetConfig(2, 2, 96, dv, 4)
     few_tokens.gdn_decode_triton(rows, None, None, state, None, geometry, out=None, alone=alone)
-    assert (shapes == [few_tokens.WIDE_HEADS]) is is_wide
+    assert [shape.warps for shape in shapes] == [2 if is_wide else 4]

@@ -46,16 +46,16 @@ class Shape(NamedTuple):
     max_registers: int | None
 
 
-def choose_shape(num_programs: int, state_dtype: torch.dtype) -> Shape:
+def choose_shape(num_programs: int, state_dtype: torch.dtype, *, is_wide: bool = False) -> Shape:
     """Choose the shape by the number of programs. A few programs hide their own latency, and so do more of them where
-    states are in float32. With many others, four share a multiprocessor and hide the latency of each other."""
+    states are in float32. With many others, four share a multiprocessor and hide the latency of each other.
+
+    ``is_wide``: heads have more than 128 columns, and many programs may sum in another order than few.
+    """
     if num_programs <= 2 * MULTIPROCESSORS or state_dtype == torch.float32:
         return Shape(64, 4, True, None)
-    return Shape(64, 4, False, 128)
+    return Shape(64, 2, True, None) if is_wide else Shape(64, 4, False, 128)
 
-
-WIDE_HEADS = Shape(64, 2, True, None)
-"""Shape of many programs with bfloat16 states of more than 128 columns. It sums in another order than the others."""
 
 _FEW_PROGRAMS = 1024
 """Most programs (32 rows of 32 heads) that hide their own latency best (measured on an H200)."""

@@ -13,7 +13,7 @@ from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.kimi import KimiDeltaConfig
 from weft.ops.backend import launches
 from weft.ops.delta_rule import DeltaWeights, gdn_decode, gdn_verify, kda_decode, kda_verify
-from weft.ops.delta_rule.decode import WIDE_HEADS, Shape, choose_kda_shape, choose_shape, launch_rows
+from weft.ops.delta_rule.decode import Shape, choose_kda_shape, choose_shape, launch_rows
 from weft.ops.delta_rule.verify import Inputs, launch_of_states, launch_verify, serves_decodes
 
 _CONVOLUTIONS = Shape(64, 4, False, None)
@@ -49,10 +49,7 @@ def gdn_decode_triton(
         return launch_verify(inputs, weights, conv_state, state, state_slots, state_slots[:, None], geometry)
     keep, out = out is not None, projected.new_empty(num_rows, g.value_dim) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
-    if shape is None:
-        shape = choose_shape(num_rows * g.num_k_heads, state.dtype)
-        if not alone and not shape.prefetch and g.head_v_dim > 128:
-            shape = WIDE_HEADS
+    shape = shape or choose_shape(num_rows * g.num_k_heads, state.dtype, is_wide=g.head_v_dim > 128 and not alone)
     launch_rows(inputs, weights, (conv_state, state), (state_slots, state_slots), g, shape, out, keep)
     return out
 

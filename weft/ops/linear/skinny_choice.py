@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
 from weft.ops.triton.tile_table import has_table
 
 MAX_TOKENS = 256
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
-_MULTIPROCESSORS = 132
 _SMALL, _LARGE = 1 << 22, 1 << 25
 """Elements of a small weight at most, and of a large one at least: 8 and 67 MB."""
 _SUMS = ((8, 1024, 4), (4, 2048, 8), (2, 2048, 8))
@@ -82,16 +81,16 @@ def heuristic_config(rows: int, inner: int, tokens: int, element_size: int, *, p
     is_small = rows * inner <= _SMALL and element_size == 2
     if tokens <= 2 or (tokens == 4 and is_small):
         for block, step, warps in _SUMS:
-            block = block if rows >= 2 * _MULTIPROCESSORS * block else min(block, 4)
+            block = block if rows >= 2 * MULTIPROCESSORS * block else min(block, 4)
             step = min(step, next_power_of_2(inner))
             if cdiv(inner, step) * step * block * element_size <= _HELD_BYTES * warps // 4:
                 return Config("sum", block, step, warps)
-    few_programs = rows <= 35 * _MULTIPROCESSORS and inner >= 4096
+    few_programs = rows <= 35 * MULTIPROCESSORS and inner >= 4096
     if pipelines and 4 <= tokens <= 32 and element_size == 2 and few_programs:
         blocks, splits = cdiv(rows, 64), 4 if tokens <= 8 else 2
-        while splits < 8 and blocks * splits < _MULTIPROCESSORS // 2:
+        while splits < 8 and blocks * splits < MULTIPROCESSORS // 2:
             splits *= 2
-        rounds = blocks * splits / _MULTIPROCESSORS
+        rounds = blocks * splits / MULTIPROCESSORS
         if rows * inner <= _LARGE or rounds >= 0.75 * math.ceil(rounds):
             return Config("dot", 64, 128, 4, 6, splits=splits)
     return None

@@ -105,9 +105,9 @@ class StepTile(NamedTuple):
 
 
 def choose_step_tile(head_k_dim: int, head_v_dim: int, num_heads: int) -> StepTile:
-    """The step's tile (measured on an H200; see ``benchmarks/kernels/mamba2.py``). A thread holds 128 numbers of the
-    state at a time, or less. States of K up to 256 are read in 64 columns, which are whole lines of memory. As long as
-    multiprocessors are free, tiles have programs of their own. ``num_heads``: of all rows."""
+    """The step's tile (``recurrent-shapes-steps-h200.json``). A thread holds at most 128 numbers of the state at a
+    time. States of K up to 256 are read in 64 columns, which are whole lines of memory. Tiles have programs of their
+    own while multiprocessors are free. ``num_heads``: of all rows."""
     warps = 2 if head_k_dim <= 128 else 4
     widest = max(1, 4096 * warps // next_power_of_2(head_k_dim))
     block_v = min(widest, next_power_of_2(head_v_dim))

@@ -42,6 +42,11 @@ class ScanWeights(NamedTuple):
     D: Tensor
 
 
+def heads_of(b: Tensor) -> int:
+    """How many heads B, ``[T, N]`` or ``[T, H, N]``, has."""
+    return 1 if b.dim() == 2 else b.shape[1]
+
+
 @with_kernel("weft.ops.mamba.scan", by_row("x", "z", "dt", "b", "c", "state_slots"))
 def selective_scan_step(
     x: Tensor,

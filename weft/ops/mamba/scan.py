@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.ops.backend import launches
-from weft.ops.mamba import selective_scan, selective_scan_step
+from weft.ops.mamba import heads_of, selective_scan, selective_scan_step
 from weft.ops.triton.chunk_scan import METADATA, find_chunks, metadata, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
@@ -162,7 +162,7 @@ def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, o
     keep, out = out is not None, x.new_empty(x.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
-        heads, block = _heads(b), _channel_block(channels, _heads(b))
+        heads, block = heads_of(b), _channel_block(channels, heads_of(b))
         blocks = cdiv(channels, block)
         programs, rows = row_programs(num_rows, blocks, keep=keep)
         _scan_step_kernel[(blocks, programs)](
@@ -176,7 +176,7 @@ def selective_scan_step_triton(x, z, dt, b, c, weights, state, state_slots, *, o
 @launches(selective_scan, invariant={"fixed": True})
 def selective_scan_triton(x, z, dt, b, c, weights, state, batch, *, fixed: bool = False) -> Tensor:
     """Triton kernel of ``selective_scan``. ``fixed``: one order of a channel's states for any number of sequences."""
-    chunks, (num_rows, channels), size, heads = batch.chunk_table, x.shape, b.shape[-1], _heads(b)
+    chunks, (num_rows, channels), size, heads = batch.chunk_table, x.shape, b.shape[-1], heads_of(b)
     dt_bias, A_log, D = weights
     _check(x, z, dt, b, c, A_log, state)
     out = x.new_empty(x.shape)
@@ -192,10 +192,6 @@ def selective_scan_triton(x, z, dt, b, c, weights, state, batch, *, fixed: bool 
         CHUNK=CHUNK_SIZE, num_warps=2, **early_launch(x.device),
     )  # fmt: skip
     return out
-
-
-def _heads(b: Tensor) -> int:
-    return 1 if b.dim() == 2 else b.shape[1]
 
 
 def _channel_block(channels: int, heads: int) -> int:

@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from weft.forward_context import Batch
-from weft.ops.mamba import ScanWeights
+from weft.ops.mamba import ScanWeights, heads_of
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
@@ -233,11 +233,7 @@ def choose_shape(num_seqs: int, channels: int) -> Shape:
 def takes(x: Tensor, b: Tensor) -> bool:
     """Whether the kernel exists for ``x [T, C]`` and ``b [T, N]`` or ``[T, H, N]``: on compute capability 9, for states
     of 16 and heads of whole blocks of channels."""
-    return runs_gluon(x.device) and b.shape[-1] == _N.value and x.shape[1] % (32 * _heads(b)) == 0
-
-
-def _heads(b: Tensor) -> int:
-    return 1 if b.dim() == 2 else b.shape[1]
+    return runs_gluon(x.device) and b.shape[-1] == _N.value and x.shape[1] % (32 * heads_of(b)) == 0
 
 
 def launch_selective_scan(
@@ -248,7 +244,7 @@ def launch_selective_scan(
 
     ``shape`` overrides the choice (tests and measurements).
     """
-    chunks, (num_rows, channels), heads = batch.chunk_table, x.shape, _heads(b)
+    chunks, (num_rows, channels), heads = batch.chunk_table, x.shape, heads_of(b)
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
     shape = shape or choose_shape(1 if batch.mixed is not None else chunks.max_seqs, channels)
     assert channels // heads % shape.channels == 0, "a block of channels must belong to one head"
