@@ -94,7 +94,7 @@ CHOOSERS: list[tuple[ModuleType, str, Callable[..., Key]]] = [
     (skinny_linear, "choose_config", _linear_key),
     (fp8_linear, "choose_config", lambda w, tokens, silu_mul, block: ("fp8 linear", *w.shape, silu_mul, block)),
     (moe, "moe_tiles", lambda pairs, experts, size, width: ("experts", experts, width)),
-    (fp8_moe, "choose_config", lambda down, tokens, top_k, block: ("fp8 experts", *down.shape, block)),
+    (fp8_moe, "choose_config", lambda down, tokens, top_k, block, dtype: ("fp8 experts", *down.shape, block)),
 ]
 
 

@@ -3,6 +3,7 @@
 Job: the time of the experts of models that no tile was tuned for, by number of tokens. ``--format`` names their
 weights: ``bf16``; ``fp8`` with a scale for each row, as ``--quantization fp8`` makes them; ``block`` with a scale for
 each block of 128 x 128, as most published FP8 checkpoints have. Owns: the sizes, which are those of published configs.
+For FP8 the kernel for Hopper of many pairs is timed beside the tiles that the rule has without it.
 ``--tiles`` also times other tiles. With each number of rows, the tiles of one product are timed beside the first tile
 of the other product, and then the best two together. ``--compile`` runs every kernel once, so that several processes
 fill the cache of kernels before one of them measures.
@@ -25,7 +26,7 @@ from weft.ops.fp8 import Fp8Matrix
 from weft.ops.moe import NO_EXTRAS
 from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles
 from weft.ops.moe.experts import fused_moe_triton, moe_tiles
-from weft.ops.moe.fp8_experts import choose_config, fp8_fused_moe_triton
+from weft.ops.moe.fp8_experts import HopperBlocks, choose_config, choose_tiles, fp8_fused_moe_triton
 from weft.ops.moe.router import topk_router_triton
 
 EXPERTS = {
@@ -40,6 +41,7 @@ EXPERTS = {
     "lfm2-8b-a1b": (32, 4, 2048, 1792),
     "jamba-mini": (16, 2, 4096, 14336),
     "granite-4.0-h-tiny": (64, 6, 1536, 512),
+    "qwen3-next-80b-a3b": (512, 10, 2048, 512),
     "qwen3.5-397b-a17b TP=4": (512, 10, 4096, 256),
     "deepseek-v3 TP=8": (256, 8, 7168, 256),
     "glm-4.5-air": (128, 8, 4096, 1408),
@@ -109,8 +111,15 @@ class Layer:
 
     def chosen(self, num_tokens: int) -> Any:
         if self.form != "bf16":
-            return choose_config(self.matrices[1].weight, num_tokens, self.top_k, self.block)
+            return choose_config(self.matrices[1].weight, num_tokens, self.top_k, self.block, DTYPE)
         return moe_tiles(num_tokens * self.top_k, self.experts, DTYPE.itemsize, self.width)
+
+    def beside(self, num_tokens: int) -> dict[str, Any]:
+        """Both kernels of many pairs, where there are two."""
+        if choose_config(self.matrices[1].weight, 1 << 20, self.top_k, self.block, DTYPE) != HopperBlocks():
+            return {}
+        tiles = choose_tiles(self.matrices[1].weight, num_tokens, self.top_k, self.block)
+        return {"tiles_us": tiles, "hopper_us": HopperBlocks()}
 
     def others(self, num_tokens: int) -> list[Tiles]:
         """Tiles whose rows are about as many as an expert has pairs."""
@@ -154,6 +163,8 @@ def measure(layer: Layer, num_tokens: int, *, sweep: bool) -> dict[str, Any]:
     floor, chosen = layer.floor_us(inputs), layer.chosen(num_tokens)
     row: dict[str, Any] = {"experts": layer.name, "format": layer.form, "tokens": num_tokens, "tiles": chosen}
     row |= {"floor_us": round(floor, 1), "us": us(chosen)}
+    if layer.form != "bf16" and num_tokens > UNGROUPED_TOKENS:
+        row |= {name: us(config) for name, config in layer.beside(num_tokens).items()}
     if sweep:
         timed = [(us(tiles), tiles) for tiles in layer.others(num_tokens)]
         for rows in {tiles.up.rows for _, tiles in timed}:
@@ -193,7 +204,8 @@ def main() -> None:
         for num_tokens in itertools.takewhile(lambda _: time.monotonic() < end, args.tokens):
             rows.append(row := measure(layer, num_tokens, sweep=args.tiles))
             share = row["floor_us"] / row["us"] if row["us"] else 0.0
-            print(f"{name:24} {num_tokens:5} {row['us']:9.1f} us, {share:.0%} of the floor", *row.get("found", [])[:2])
+            beside = [row.get("tiles_us"), row.get("hopper_us"), *row.get("found", [])[:2]]
+            print(f"{name:24} {num_tokens:5} {row['us']:9.1f} us, {share:.0%} of the floor", *beside, flush=True)
             write_json(f"expert-shapes-{args.format}-h200.json", rows)
 
 

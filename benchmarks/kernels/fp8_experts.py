@@ -149,7 +149,7 @@ def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, An
         x, routings = experts.inputs(tokens)
         down, few = experts.matrices(tokens)[1].weight, min(tokens, 4)
         want = experts.want(x[:few], (routings[0][0][:few], routings[0][1][:few]))
-        chosen = choose_config(down, tokens, routings[0][1].shape[1], 128)
+        chosen = choose_config(down, tokens, routings[0][1].shape[1], 128, torch.bfloat16)
         tried = []
         for config in dict.fromkeys([chosen, *(expert_candidates(tokens) if tune else ())]):
             try:

@@ -30,10 +30,10 @@ from weft.ops.attention import decode_tiles_hopper as decode
 from weft.ops.delta_rule.decode_gluon import unpack, update
 from weft.ops.fp8 import E4M3
 from weft.ops.linear.coded_few_rows_hopper import code_pair
-from weft.ops.linear.gated_hopper import exchange
 from weft.ops.triton.early_launch import enter, pass_on, release, release_by_work, wait
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier, threads_load
 from weft.ops.triton.hopper import hold, pack
+from weft.ops.triton.hopper_rows import exchange
 
 PATIENCE_S = 20.0
 

@@ -16,6 +16,7 @@ _SECONDS = {
     "_skinny_linear_kernel": 1.3,
     "_conv_kernel": 1.0,
     "_prepare_kernel": 1.0,
+    "_fp8_experts_hopper_kernel": 0.8,
     "_decode_states_kernel": 0.7,
     "_latent_attention_kernel": 0.7,
     "_scan_kernel": 0.7,

@@ -28,7 +28,7 @@ from weft.ops.fp8 import quantize as fp8_quantize
 from weft.ops.fp8.quantize import prepare_pass
 from weft.ops.moe import NO_EXTRAS, ExpertExtras, clamped_swiglu, fp8_fused_moe, softcapped_swiglu
 from weft.ops.moe.blocks import Tile, Tiles
-from weft.ops.moe.fp8_experts import LARGE, SINGLE, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.moe.fp8_experts import LARGE, SINGLE, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.moe.groups import group_pairs
 
 # Experts: hidden values are quantised between the products. One near a rounding boundary may fall to either side: at
@@ -202,7 +202,7 @@ def test_large_tiles_are_for_many_pairs_with_row_scales(
 ) -> None:
     """48 pairs of 128 experts and 8 experts of a token are 768 tokens."""
     monkeypatch.setattr("weft.ops.moe.fp8_experts.has_table", lambda device: True)
-    assert (choose_config(torch.empty(128, 256, 384), tokens, 8, block) == LARGE) == is_large
+    assert (choose_tiles(torch.empty(128, 256, 384), tokens, 8, block) == LARGE) == is_large
 
 
 def test_large_tiles() -> None:

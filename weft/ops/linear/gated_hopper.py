@@ -1,6 +1,6 @@
 """``silu(x G^T) * (x U^T)`` of many rows in one launch, for Hopper: the gate is the product's epilogue.
 
-Job: ``linear_silu_mul`` in Gluon, and for ``invariant.py`` also ``linear``. Owns: the shape of its tiles, who waits for
+Job: ``linearsilu_mul`` in Gluon, and for ``invariant.py`` also ``linear``. Owns: the shape of its tiles, who waits for
 whom, and where it pays. Does not know: layers.
 
 A program goes through tiles of 256 rows by 96 outputs, or by 192 without a gate. A *producer* warp requests rows and
@@ -21,7 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import async_load
-from weft.ops.triton.hopper import BOX, GluonKernel, pack, runs_gluon
+from weft.ops.triton.hopper import BOX, GluonKernel, runs_gluon
+from weft.ops.triton.hopper_rows import STORED, silu_mul, store_inside
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
 
 _INNER = gl.constexpr(64)
@@ -33,17 +34,6 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 _SUMS_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-
-_ROW_LANES = [[1, 0], [2, 0], [4, 0]]
-_WARPS = [[16, 0], [32, 0]]
-_PAIRS = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 4], [0, 8], [8, 0]], [[0, 1], [0, 2], *_ROW_LANES], _WARPS, [], [64, 16])
-)
-"""Pairs of columns as the matrix units leave them: neighbours are in neighbouring threads."""
-_STORED = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _WARPS, [], [64, 16])
-)
-"""Pairs of columns as they are stored: 16 bytes of a row in one thread."""
 
 
 @gluon.jit
@@ -112,91 +102,16 @@ def _produce(
 
 
 @gluon.jit
-def exchange(pairs):
-    """``[64, 16]`` from ``_PAIRS`` to ``_STORED``: threads by fours transpose their squares of four."""
-    squares = gl.inline_asm_elementwise(
-        """{
-        .reg .pred odd, high;
-        .reg .b32 lane, s, t, a, b, c, d;
-        mov.u32 lane, %laneid;
-        and.b32 t, lane, 1;
-        setp.ne.u32 odd, t, 0;
-        and.b32 t, lane, 2;
-        setp.ne.u32 high, t, 0;
-        selp.b32 s, $4, $5, odd;
-        selp.b32 t, $6, $7, odd;
-        shfl.sync.bfly.b32 s, s, 1, 31, -1;
-        shfl.sync.bfly.b32 t, t, 1, 31, -1;
-        selp.b32 a, s, $4, odd;
-        selp.b32 b, $5, s, odd;
-        selp.b32 c, t, $6, odd;
-        selp.b32 d, $7, t, odd;
-        selp.b32 s, a, c, high;
-        selp.b32 t, b, d, high;
-        shfl.sync.bfly.b32 s, s, 2, 31, -1;
-        shfl.sync.bfly.b32 t, t, 2, 31, -1;
-        selp.b32 $0, s, a, high;
-        selp.b32 $1, t, b, high;
-        selp.b32 $2, c, s, high;
-        selp.b32 $3, d, t, high;
-        }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r", [gl.convert_layout(pairs, _PAIRS)], dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
-    turned = gl.reshape(gl.permute(gl.reshape(squares, [64, 4, 4]), (0, 2, 1)), [64, 16])
-    return gl.convert_layout(turned, _STORED)
-
-
-@gluon.jit
-def _halves(x, HALF: gl.constexpr):
-    """The first and the second columns of ``[64, 2 * HALF]``: no number moves."""
-    return gl.split(gl.permute(gl.reshape(x, [64, 2, HALF]), (0, 2, 1)))
-
-
-@gluon.jit
-def _store(base, offsets, values, mask, COLUMNS: gl.constexpr):
-    """``values [64, COLUMNS]``, a multiple of 32, in bfloat16, two in an int32, to ``base + offsets [64]``, of rows
-    where ``mask``; both in a slice of ``_STORED``."""
-    if COLUMNS > 32:
-        HALF: gl.constexpr = COLUMNS // 2
-        first, second = _halves(values, HALF)
-        _store(base, offsets, first, mask, HALF)
-        _store(base, offsets + HALF // 2, second, mask, HALF)
-    else:
-        first, second = gl.split(gl.reshape(values, [64, 16, 2]))
-        columns = gl.arange(0, 16, layout=gl.SliceLayout(0, _STORED))
-        gl.store(base + offsets[:, None] + columns[None, :], exchange(pack(first, second)), mask=mask[:, None])
-
-
-@gluon.jit
-def _silu_mul(sums, HALF: gl.constexpr):
-    """``[64, gate | up]`` to ``[64, HALF]``."""
-    gate, up = _halves(sums, HALF)
-    return gate / (1.0 + gl.exp(-gate)) * up
-
-
-@gluon.jit
-def _store_inside(out, rows, values, inside, column, COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
-    """``COLUMNS`` outputs of some rows from ``column`` on, as far as there are so many: a multiple of 32."""
-    if COLUMNS > 32:
-        HALF: gl.constexpr = COLUMNS // 2
-        first, second = _halves(values, HALF)
-        _store_inside(out, rows, first, inside, column, HALF, WIDTH)
-        _store_inside(out, rows, second, inside, column + HALF, HALF, WIDTH)
-    else:
-        _store(out, (rows.to(gl.int64) * WIDTH + column) // 2, values, inside & (column < WIDTH), 32)
-
-
-@gluon.jit
 def _finish(out, wide, narrow, row, column, num_rows, WIDTH: gl.constexpr, GATED: gl.constexpr):
     """64 rows of a tile's outputs."""
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _STORED))
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORED))
     inside = rows < num_rows
     if GATED:
-        _store_inside(out, rows, _silu_mul(wide, 64), inside, column, 64, WIDTH)
-        _store_inside(out, rows, _silu_mul(narrow, 32), inside, column + 64, 32, WIDTH)
+        store_inside(out, rows, silu_mul(wide, 64), inside, column, 64, WIDTH)
+        store_inside(out, rows, silu_mul(narrow, 32), inside, column + 64, 32, WIDTH)
     else:
-        _store_inside(out, rows, wide, inside, column, 128, WIDTH)
-        _store_inside(out, rows, narrow, inside, column + 128, 64, WIDTH)
+        store_inside(out, rows, wide, inside, column, 128, WIDTH)
+        store_inside(out, rows, narrow, inside, column + 128, 64, WIDTH)
 
 
 @gluon.jit
@@ -292,7 +207,7 @@ def takes(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
 
 
 def gated_linear_hopper(x: Tensor, weight: Tensor, *, gated: bool = True) -> Tensor:
-    """``linear_silu_mul`` without a bias, of tensors that the kernel ``takes``: ``[T, I]``; ``linear`` if not
+    """``linearsilu_mul`` without a bias, of tensors that the kernel ``takes``: ``[T, I]``; ``linear`` if not
     ``gated``."""
     num_rows, width = x.shape[0], weight.shape[0] // (2 if gated else 1)
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)

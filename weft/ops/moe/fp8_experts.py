@@ -35,7 +35,7 @@ from weft.ops.triton.sizes import cdiv, fitting_stages
 from weft.ops.triton.tile_table import choose_tile, has_table
 
 if GLUON_IS_KNOWN:
-    from weft.ops.moe import fp8_pairs_hopper as hopper
+    from weft.ops.moe import fp8_experts_hopper, fp8_pairs_hopper
 
 TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
@@ -239,15 +239,32 @@ class HopperPairs(NamedTuple):
     """Pair by pair, by ``fp8_pairs_hopper.py``."""
 
 
-def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles | HopperPairs:
-    """Choose the kernel for experts of ``down [E, H, I]``: the tiles measured for this size and at least this many
-    tokens, else tiles by rule. Pair by pair, use the kernel for Hopper if it exists for these experts."""
-    tiles = _choose_tiles(down, num_tokens, top_k, block)
-    by_pair = tiles.up.rows == 1 and GLUON_IS_KNOWN and hopper.takes_pairs(down)
+class HopperBlocks(NamedTuple):
+    """In blocks of many pairs of an expert, by ``fp8_experts_hopper.py``."""
+
+
+Config = Tiles | HopperPairs | HopperBlocks
+
+
+def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int, dtype: torch.dtype) -> Config:
+    """Choose the kernel for inputs in ``dtype`` of experts of ``down [E, H, I]``: the tiles measured for this size and
+    at least this many tokens, else tiles by rule. Pair by pair, and with many pairs of each expert, use the kernels for
+    Hopper if they exist for these experts."""
+    are_many = block == 0 and num_tokens * top_k > _MANY * len(down)
+    if are_many and GLUON_IS_KNOWN and fp8_experts_hopper.takes(down, dtype):
+        return HopperBlocks()
+    tiles = choose_tiles(down, num_tokens, top_k, block)
+    by_pair = tiles.up.rows == 1 and GLUON_IS_KNOWN and fp8_pairs_hopper.takes_pairs(down)
     return HopperPairs() if by_pair else tiles
 
 
-def _choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
+_MANY = 16
+"""Pairs of each expert beyond which the kernel for Hopper is faster (``expert-shapes-fp8-many-h200.json``). A power of
+two, or the start might not compile a tile that is used below."""
+
+
+def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
+    """The same without kernels for Hopper."""
     num_experts, hidden, width = down.shape
     if has_table(down.device):
         tuned = load_table().get((num_experts, hidden, width, block))
@@ -293,7 +310,7 @@ _FIXED = Tiles(Tile(64, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4))
 
 @launches(fp8_fused_moe, invariant={"config": _FIXED})
 def fp8_fused_moe_triton(
-    x, gate_up, down, weights, ids, *, extras, shared, shared_gate, config: Tiles | HopperPairs | None = None
+    x, gate_up, down, weights, ids, *, extras, shared, shared_gate, config: Config | None = None
 ) -> Tensor:
     """``fp8_fused_moe`` of ``weft/ops/moe``. ``config``: overrides the choice (tests and measurements)."""
     outputs = pair_outputs(x, ids, gate_up, down, extras, config)
@@ -306,14 +323,17 @@ def pair_outputs(
     up: Fp8Matrix,
     down: Fp8Matrix,
     extras: ExpertExtras = NO_EXTRAS,
-    config: Tiles | HopperPairs | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
     if config is None:
-        choose = choose_config if extras == NO_EXTRAS else _choose_tiles  # kernels for Hopper know SwiGLU alone
-        config = choose(down.weight, ids.shape[0], ids.shape[1], down.block)
+        sizes = down.weight, ids.shape[0], ids.shape[1], down.block
+        # kernels for Hopper know SwiGLU alone
+        config = choose_config(*sizes, x.dtype) if extras == NO_EXTRAS else choose_tiles(*sizes)
     assert ids.dtype == torch.int32
     assert all(t.is_contiguous() for t in (up.weight, up.scale, down.weight, down.scale, ids))
+    if isinstance(config, HopperBlocks):
+        return fp8_experts_hopper.many_pairs(x, ids, up, down)
     if isinstance(config, Tiles) and config.up.rows > 1:
         return _grouped_pairs(x, ids, up, down, extras, config)
     return _single_pairs(x, ids, up, down, extras, config)
@@ -326,8 +346,8 @@ def _single_pairs(
     _num_experts, hidden_size, width = down.weight.shape
     hidden, out = (torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device) for size in (width, hidden_size))
     if isinstance(config, HopperPairs):
-        hopper.pairs_hopper_product(x, up, hidden, ids)
-        hopper.pairs_hopper_product(hidden, down, out, ids)
+        fp8_pairs_hopper.pairs_hopper_product(x, up, hidden, ids)
+        fp8_pairs_hopper.pairs_hopper_product(hidden, down, out, ids)
     else:
         pairs_product(x, up, hidden, ids, config.up, extras)
         pairs_product(hidden, down, out, ids, config.down, extras)

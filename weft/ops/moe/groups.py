@@ -131,7 +131,7 @@ def group_pairs(ids: Tensor, num_experts: int, rows: int, inputs: Pass | None = 
     ``inputs``: a pass over the inputs of FP8 products, done by further programs of the first launch. The order of an
     expert's pairs may change from run to run; no result depends on it, as every row is computed alike.
     """
-    return (_group_few if ids.numel() <= FEW_PAIRS else _group_many)(ids, num_experts, rows, inputs or no_pass(ids))
+    return (_group_few if ids.numel() <= FEW_PAIRS else group_many)(ids, num_experts, rows, inputs or no_pass(ids))
 
 
 def _parts(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
@@ -151,7 +151,8 @@ def _group_few(ids: Tensor, num_experts: int, rows: int, inputs: Pass) -> tuple[
     return grouping, num_pairs
 
 
-def _group_many(ids: Tensor, num_experts: int, rows: int, inputs: Pass) -> tuple[tuple[Tensor, ...], int]:
+def group_many(ids: Tensor, num_experts: int, rows: int, inputs: Pass) -> tuple[tuple[Tensor, ...], int]:
+    """``group_pairs`` with a table in which every block has an expert."""
     num_pairs = ids.numel()
     most_hit = min(num_experts, num_pairs)
     max_blocks = min(num_pairs, (num_pairs + (rows - 1) * most_hit) // rows)
