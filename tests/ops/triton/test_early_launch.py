@@ -35,9 +35,10 @@ CAREFUL = {
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
     "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel", "_span_kernel",
     "_norm_streams_kernel", "_merge_parts_kernel",
-    "_coded_few_rows_hopper_kernel", "_coded_pairs_hopper_kernel",
+    "_coded_few_rows_hopper_kernel", "_coded_pairs_hopper_kernel", "_fp8_experts_hopper_kernel",
 }  # fmt: skip
-"""Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
+"""Kernels that do something before they wait: make barriers, or load weights, metadata, or keys and states of earlier
+steps."""
 PASSES_ON = {
     "_gated_hopper_kernel": ("_produce", "linear/gated_hopper.py"),
     "_decode_kernel": ("decode_programs", "attention/merge.py"),

@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from weft.ops.fp8 import Fp8Matrix
 from weft.ops.fp8.quantize import prepare_pass, quantize_inputs_triton
 from weft.ops.moe.groups import group_many
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import async_load, threads_load
 from weft.ops.triton.hopper import GluonKernel, runs_gluon
 from weft.ops.triton.hopper_rows import STORED, silu_mul, store_inside
@@ -223,7 +223,7 @@ def _fp8_experts_hopper_kernel(
     values, scales, w_desc, w_scales, out, pairs, first_place, block_expert, block_first, num_blocks,
     FIXED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    enter(EARLY)
+    release(EARLY)
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, 128, 128], _TILE)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, 128, 128], _TILE)
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -231,6 +231,7 @@ def _fp8_experts_hopper_kernel(
     for i in gl.static_range(_STAGES):
         mbarrier.init(ready.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
+    wait(EARLY)  # the other parts' warps start when this one's have returned from it
     num_tiles = gl.load(num_blocks) * tiles_across(FIXED.width, FIXED.gated)
     table = (first_place, block_expert, block_first)
     tiles = (inputs, weights, ready, empty)
