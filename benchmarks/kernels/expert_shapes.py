@@ -116,7 +116,7 @@ class Layer:
 
     def beside(self, num_tokens: int) -> dict[str, Any]:
         """Both kernels of many pairs, where there are two."""
-        if choose_config(self.matrices[1].weight, 1 << 20, self.top_k, self.block, DTYPE) != HopperBlocks():
+        if not isinstance(choose_config(self.matrices[1].weight, 1 << 20, self.top_k, self.block, DTYPE), HopperBlocks):
             return {}
         tiles = choose_tiles(self.matrices[1].weight, num_tokens, self.top_k, self.block)
         return {"tiles_us": tiles, "hopper_us": HopperBlocks()}
