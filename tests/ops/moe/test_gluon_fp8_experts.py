@@ -16,6 +16,7 @@ if not is_known(triton.__version__):
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.interpreter import DEVICE
 from tests.ops.linear.test_triton_fp8 import block_of, fp8_matrix, product
+from tests.ops.moe.test_triton_fp8_moe import check_moe
 from tests.ops.moe.test_triton_moe import routing
 from weft.ops.fp8 import Fp8Matrix, quantize_inputs_reference
 from weft.ops.fp8.quantize import no_pass, prepare_pass
@@ -148,6 +149,15 @@ def test_same_bits_as_tiles(scheme: str) -> None:
     ]
     got, want = (fp8_fused_moe_triton(x, *matrices, weights, ids, config=config) for config in (HopperBlocks(), LARGE))
     assert want[: num_tokens - 5].any(1).all() and torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="the kernel is for Hopper")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("num_tokens", "width"), [(20, 768), (300, 768), (300, 1792)], ids=str)
+def test_experts_of_published_widths_equal_float64(num_tokens: int, width: int, scheme: str) -> None:
+    """Experts of Qwen3-30B-A3B and of LFM2-8B-A1B, with few and with many pairs."""
+    check_moe((num_tokens, 16, 4, 2048, width), scheme, torch.bfloat16, 1, HopperBlocks())
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="which kernels are chosen is asked without launching any")

@@ -28,7 +28,7 @@ from weft.ops.fp8 import quantize as fp8_quantize
 from weft.ops.fp8.quantize import prepare_pass
 from weft.ops.moe import NO_EXTRAS, ExpertExtras, clamped_swiglu, fp8_fused_moe, softcapped_swiglu
 from weft.ops.moe.blocks import Tile, Tiles
-from weft.ops.moe.fp8_experts import LARGE, SINGLE, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.moe.fp8_experts import LARGE, SINGLE, Config, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.moe.groups import group_pairs
 
 # Experts: hidden values are quantised between the products. One near a rounding boundary may fall to either side: at
@@ -44,7 +44,7 @@ def check_moe(
     scheme: str,
     dtype: torch.dtype,
     padding: int,
-    config: Tiles | None = None,
+    config: Config | None = None,
     extras: ExpertExtras = NO_EXTRAS,
 ) -> None:
     num_tokens, num_experts, top_k, hidden, width = shape
