@@ -5,9 +5,10 @@ Owns: the workloads and the file of figures. Does not know: engine internals.
 
     python benchmarks/compare_transformers.py --threads 1
 
-decode   one prompt of 128 tokens; ms per token = (median time for 129 tokens - median time for 1) / 128
-queue    64 requests in random order, prompts of 20-400 tokens, outputs of 16-256. Weft gets all at once; transformers
-         one at a time, and in arrival order in left-padded batches of 16 that run until their longest is done
+- *decode*: one prompt of 128 tokens. Milliseconds per token are (median time for 129 tokens - median time for 1) / 128.
+- *queue*: 64 requests in random order, with prompts of 20-400 tokens and outputs of 16-256. Weft gets all requests at
+  once. transformers gets them one at a time, and in arrival order in left-padded batches of 16 that run until their
+  longest request is done.
 
 Weft's prefix cache is off, or the repeats would be answered from it. End-of-sequence is ignored by both, so that both
 generate exactly the tokens asked for.

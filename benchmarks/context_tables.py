@@ -4,8 +4,9 @@
         --contexts 1000 4000 15000 30000 --json FILE
 
 A graph of a decode step is captured for page tables of ``max_model_len`` tokens, and decode attention chooses tile and
-splits by that width. For every width one engine per rule of ``RULES`` (the constants of ``attention/decode.py`` that
-the choice depends on), and in it the milliseconds of a replayed step at every batch and context that its caches hold.
+splits by that width. For every width one engine runs per rule of ``RULES`` (the constants of ``attention/decode.py``
+that the choice depends on). Each engine measures the milliseconds of a replayed step at every batch and context that
+its caches hold.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def measure(args: argparse.Namespace, max_model_len: int) -> list[dict[str, Any]
 
 
 def replay_ms(replay: Callable[[], Any], args: argparse.Namespace) -> float:
-    """Of the device; of the emulator on a CPU, to rehearse."""
+    """Return the milliseconds of a replay on the device, or of the emulator on a CPU (a rehearsal)."""
     if args.device == "cuda":
         return graph_ms(replay, args.repeats)
     started = time.perf_counter()

@@ -1,12 +1,12 @@
-"""``deterministic``: its cost, what it changes, and how near generated log probabilities are to those of scoring.
+"""Measure ``deterministic``: its cost, its changes, and how near generated log probabilities are to scored ones.
 
 Usage: ``python -m benchmarks.deterministic --models qwen3-0.6b qwen3-next-12l --json FILE`` (dummy weights; two minutes
-for a model on an H200). Each model runs without the mode and with it, one engine after the other in one process.
+for a model on an H200). Each model runs without the mode, then with the mode: two engines in turn in one process.
 
 - *cost*: milliseconds of decoding steps, milliseconds to the first token, tokens per second of a mixed queue of 96
   prompts with 100 to 1,024 tokens in and out;
-- *company*: the share of generated tokens whose log probability has the same bits as when the request runs alone, in a
-  batch of eight, after a prefix hit, and with a prompt computed 256 tokens at a time;
+- *company*: the share of generated tokens whose log probability has the same bits as when the request runs alone. The
+  cases are a batch of eight, a prefix hit, and a prompt computed 256 tokens at a time;
 - *scoring*: generated log probabilities beside those of prompt and answer as one prompt (``prompt_logprobs``). The KL
   divergence is estimated from the sampled tokens: the mean of ``exp(d) - 1 - d``, d being the difference.
 """

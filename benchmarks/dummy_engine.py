@@ -34,6 +34,6 @@ def make(args: argparse.Namespace, max_num_seqs: int) -> LLM:
 
 
 def head(benchmark: str, args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
-    """What was measured, with which versions, settings and command."""
+    """Return the head of a result file: benchmark, versions and command, model, settings."""
     found = {"benchmark": benchmark, **report.provenance(llm.config.device), "model": args.model}
     return found | {"config": report.settings(llm.config)}

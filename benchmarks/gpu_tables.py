@@ -40,7 +40,7 @@ COMPILED = {"enable_torch_compile": True, "torch_compile_max_bs": 32}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One measurement: ``name`` of its file, what is run, and the seconds that it takes or less."""
+    """One measurement: the ``name`` of its result file, the command, and an upper bound of its seconds."""
 
     name: str
     command: tuple[str, ...]

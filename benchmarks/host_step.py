@@ -82,7 +82,7 @@ class Host:
         self.seconds[name].append(time.thread_time() - start)
 
     def launch(self, step: SchedulerOutput) -> ModelOutput:
-        """As ``ModelRunner.launch``, up to the replay, and what follows it."""
+        """Do the host's work of ``ModelRunner.launch`` before and after the replay."""
         with self.part("rows"):
             for row in step.finished_rows:
                 self.sampling.free_row(row)

@@ -1,12 +1,16 @@
-"""What parts of a captured prefill gain: passes of a dense model with and without them, in turn in one process.
+"""Measure the gain of parts of a captured prefill: passes of a dense model with and without them, in one process.
 
     python benchmarks/prefill_parts.py --model qwen3-0.6b --lengths 512 1024 2048 --json FILE
 
-The parts: decodes on a branch of the graph (``weft/ops/attention/paged.py``), gate and up with SiLU in one launch
-(``linear/gated_hopper.py``), consumers of prefill attention that share their rows (``attention/prefill_hopper.py``);
-and cuBLASLt as torch's choice among the matrix libraries. A batch is one prompt, or
-decodes and a prompt. Times are of the device, and of the host from the launch to the end; outputs are compared with
-those of the pass without the parts.
+The parts:
+
+- decodes on a branch of the graph (``weft/ops/attention/paged.py``);
+- gate and up with SiLU in one launch (``linear/gated_hopper.py``);
+- consumers of prefill attention that share their rows (``attention/prefill_hopper.py``);
+- cuBLASLt as torch's choice among the matrix libraries.
+
+Passes with and without the parts run in turn. A batch is one prompt, or decodes and a prompt. Times are of the device,
+and of the host from the launch to the end. Outputs are compared with those of the pass without the parts.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""What the prefix cache costs on the CPU: matching and filing a long prompt, and decode steps beside trees of any size.
+"""Measure the prefix cache on the CPU: matching and filing a long prompt, and decode steps with trees of any size.
 
 python benchmarks/prefix_cost.py --json benchmarks/results/prefix-cost-cpu.json
 
-Milliseconds of one thread. *Match* is ``Manager.match`` of a prompt given as a list of ints, its whole length stored.
-*Insert* is everything the cache does for a prompt that is new but for its first half: lease, pages, checkpoints,
-commit, confirm and release. *Step* is ``Scheduler.schedule`` and ``update`` for requests that all decode, without a
-model; *full* is the mean of such steps when no page is free, so that every page that a request grows by is evicted from
-the tree first, and *longest* the longest of them: there all requests grow at once, and what everything is worth may be
-looked up anew.
+Figures are milliseconds of one thread:
+
+- *match*: ``Manager.match`` of a prompt given as a list of ints, its whole length stored.
+- *insert*: everything the cache does for a prompt whose second half is new: lease, pages, checkpoints, commit, confirm
+  and release.
+- *step*: ``Scheduler.schedule`` and ``update`` for requests that all decode, without a model.
+- *full*: the mean of such steps when no page is free. The tree first evicts every page that a request grows by.
+- *longest*: the longest of these steps. All requests grow in it at once, and the worth of everything may be looked up
+  anew.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ def match_ms(manager: Manager) -> float:
 
 
 def insert_ms(manager: Manager) -> float:
-    """Every prompt shares its first half with the one before it, on a page that is shared in part."""
+    """Insert prompts that share their first half. The page at its end is shared in part."""
     rng = random.Random(2)
     half = tokens(rng, LENGTH // 2 + 5)
     replay_request(manager, half, len(half))

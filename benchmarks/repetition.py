@@ -1,14 +1,16 @@
-"""What n-gram drafts gain where a text repeats, and where bfloat16 makes another text of it.
+"""Measure what n-gram drafts gain where a text repeats, and find where bfloat16 changes the text.
 
     python benchmarks/repetition.py --json FILE [--model FOLDER] [--drafts 2 4 8 15] [--batch-sizes 1] [--device cuda]
                                     [--parts speed texts]
 
-**speed**: a model with dummy weights whose greedy text goes in circles: its embeddings are large, and its output head
-holds the embedding of token t in the row of token t + 1, so that t + 1 follows t whatever the layers add, which cost
-what they always do. The prompt holds the circle two and a half times. Tokens per second of decoding, without drafts and
-with; every text must be the circle. **texts**: the bundled model, greedy, in float32 and in bfloat16, with and without
-n-gram drafts, on prompts that repeat a text. Where two texts differ, ``gap`` is what lies between the two likeliest
-logits there without drafts, and ``ulp`` the distance of neighbouring bfloat16 numbers at the likeliest.
+**speed**: a model with dummy weights whose greedy text goes in circles. Its embeddings are large, and its output head
+holds the embedding of token t in the row of token t + 1. So t + 1 follows t whatever the layers add, and the layers
+cost what they always do. The prompt holds the circle two and a half times. The figure is tokens per second of decoding,
+without drafts and with drafts; every text must be the circle.
+
+**texts**: the bundled model, greedy, in float32 and in bfloat16, with and without n-gram drafts, on prompts that repeat
+a text. Where two texts differ, ``gap`` is the difference between the two likeliest logits without drafts. ``ulp`` is
+the distance of neighbouring bfloat16 numbers at the likeliest logit.
 """
 
 from __future__ import annotations

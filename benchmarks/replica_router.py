@@ -2,13 +2,13 @@
 
 Usage: ``python -m benchmarks.replica_router [--repeats 15] [--json FILE]``. No model, no processes.
 
-1. Processor time of one request at the router (choosing, and noting its end), with 4 replicas that tell 2,000 prefixes
-   each: for prompts of several lengths, new ones and such of which half is cached somewhere, and for the prompts of
-   ``weft bench prefix`` in order.
-2. The conversations of ``weft bench prefix`` (16 of 8 turns, one request at a time, conversation after conversation)
-   on four caches without a model: prompt tokens reused by one cache, through the router, and round robin. Sixteen
-   conversations in turn on four replicas meet their own replica again by accident, so round robin is also measured
-   with another conversation's request going by now and then.
+1. Processor time of one request at the router: choosing, and noting its end. Each of 4 replicas tells 2,000 prefixes.
+   Prompts have several lengths, and are new or half cached somewhere. The prompts of ``weft bench prefix`` are measured
+   too, in order.
+2. Prompt tokens reused by the conversations of ``weft bench prefix`` (16 of 8 turns, one request at a time,
+   conversation after conversation) on caches without a model. Compared are one cache, four caches through the router,
+   and four caches in round robin. Sixteen conversations in turn on four replicas meet their own replica again by
+   accident. Round robin is therefore also measured with requests of other conversations in between.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def overhead(length: int, share: float, repeats: int) -> dict[str, Any]:
 
 
 def reported_of(tokens: list[int]) -> list[int]:
-    """What a tree with recurrent states reports of one prompt."""
+    """Return the hashes of one prompt that a tree with recurrent states reports."""
     chunks = [hashes for hashes in chunks_of_hashes(tokens) if hashes]
     return [passing(hashes[-1]) for hashes in chunks[:-1]] + [hashes[-1] for hashes in chunks[-1:]]
 
 
 def overhead_w5(repeats: int) -> dict[str, Any]:
-    """The same for the 128 prompts of ``weft bench prefix``, one after the other; each conversation where it was."""
+    """Time the 128 prompts of ``weft bench prefix`` in order; each conversation returns to its replica."""
     rng = random.Random(3)
     router = Router(NUM_REPLICAS, max_num_seqs=256)
     prompts: list[list[int]] = []

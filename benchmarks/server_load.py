@@ -2,8 +2,12 @@
 
     python -m benchmarks.server_load --json benchmarks/results/server-load-cpu.json
 
-Three figures: streamed chats of 16 tokens per second, and whose processor time that is; with 64 streams of a token each
-10 ms, the time that a token takes from the engine's step to the client; and meanwhile the time that ``/health`` takes.
+The figures:
+
+- streamed chats per second, of 16 tokens each, and the processor time of server, engine and client;
+- the time of a token from the engine's step to the client, with 64 streams that get a token every 10 ms;
+- the time of a ``/health`` request meanwhile.
+
 All processes run on the machine that measures, so they share its processors.
 """
 
@@ -73,7 +77,7 @@ def request(priority: int, num_tokens: int, **fields: Any) -> bytes:
 
 
 class Stream(asyncio.Protocol):
-    """One connection that sends requests one after the other. ``arrivals``: when each token came, if it has its id."""
+    """One connection that sends requests in turn. ``arrivals``: the moment of each token that comes with its ID."""
 
     def __init__(self, content: bytes, count: int) -> None:
         self.content, self.left = content, count

@@ -1,17 +1,19 @@
-"""What a step that verifies drafts costs beside a decode step, and what drafts gain.
+"""Measure the cost of a step that verifies drafts, compared with a decode step, and the gain of drafts.
 
     python benchmarks/speculation.py --json FILE [--model FOLDER] [--batch-sizes 1 8 32] [--drafts 2] [--device cuda]
                                      [--methods mtp ngram] [--rate 0.8] [--output-len 384]
 
-Dummy weights. ``plain`` is the engine without drafts, as it decodes by default (``weft bench
-latency``: milliseconds per step). Then an engine for each method: every request gets drafts in every step (with ``mtp``
-those of a random head, whose time counts), and each is accepted with the given probability whatever is sampled
-(``synthetic_acceptance_rate``): milliseconds per new token, per step, and ``gain``, the tokens that a sequence gets in
-the time in which ``plain`` gives it one, by the median intervals between steps. ``decode`` is that engine with drafts
-switched off, ``ratio`` is a verifying step over it: medians between steps of whole batches, with ``mtp`` both with
-overlap. ``floor_ratio`` is the ratio of the two steps' memory traffic:
-drafts choose experts of their own, as uniform routing would. What n-gram drafts gain where a text does repeat:
-``benchmarks/repetition.py``.
+Weights are dummies. ``plain`` is the engine without drafts, as it decodes by default (``weft bench latency``:
+milliseconds per step). Then an engine runs for each method. Every request gets drafts in every step; with ``mtp`` a
+random head makes them, and its time counts. Each draft is accepted with the given probability whatever is sampled
+(``synthetic_acceptance_rate``). The figures are milliseconds per new token, milliseconds per step, and ``gain``. The
+gain is the number of tokens that a sequence gets in the time in which ``plain`` gives it one, by the median intervals
+between steps.
+
+``decode`` is that engine with drafts switched off. ``ratio`` is a verifying step over a decode step: medians between
+steps of whole batches, with ``mtp`` both with overlap. ``floor_ratio`` is the ratio of the two steps' memory traffic:
+drafts choose experts of their own, as uniform routing would. ``benchmarks/repetition.py`` measures n-gram drafts where
+a text does repeat.
 """
 
 from __future__ import annotations

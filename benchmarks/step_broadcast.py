@@ -2,10 +2,10 @@
 
 Usage: ``python -m benchmarks.step_broadcast [--steps 2000] [--json FILE]``. CPU only.
 
-A reader in another process takes decode steps of 1, 32 and 128 requests, and notes when each was decoded; the writer
-waits 1 ms between two steps, as long as a short decode step takes. ``encode_us`` and ``send_us`` are rank 0's time,
-``arrive_us`` is from before the encoding to after the decoding; medians and 99th percentiles. With ``spin_s`` 0 the
-reader sleeps between steps.
+A reader in another process receives decode steps of 1, 32 and 128 requests, and notes when each was decoded. The writer
+waits 1 ms between two steps, as long as a short decode step takes. ``encode_us`` and ``send_us`` are rank 0's time.
+``arrive_us`` is from before the encoding to after the decoding. All are medians and 99th percentiles. With ``spin_s`` 0
+the reader sleeps between steps.
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
     python benchmarks/step_gaps.py --model qwen3-0.6b --prompts 256 --json FILE
 
-Runs the workload of ``weft bench throughput`` (lengths by ``--lens``) in one process, without and then with events of
-the device around every step: one before the step's inputs are sent, one around each graph, one after its results are
-copied. *gap*: the device has nothing to do between two steps. *copies*: inputs and results of a step, and what runs
-outside its graphs. *host*: what a turn of the loop takes beside waiting for the device. ``--budgets`` runs the queue
-again with other token budgets per step, no larger than the engine's. On a CPU a step runs where it is launched, so
-that gaps are the host's whole time.
+The workload of ``weft bench throughput`` (lengths by ``--lens``) runs in one process, first without and then with
+events of the device around every step. Events are recorded before the step's inputs are sent, around each graph, and
+after its results are copied.
+
+- *gap*: idle time of the device between two steps.
+- *copies*: inputs and results of a step, and the work outside its graphs.
+- *host*: a turn of the loop without its wait for the device.
+
+``--budgets`` runs the queue again with other token budgets per step, no larger than the engine's. On a CPU a step runs
+where it is launched, so that gaps are the host's whole time.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class Moment:
 
 @dataclass(slots=True)
 class Step:
-    """One step: what it runs, its moments, and milliseconds of the host's turn that launched it."""
+    """One step: the batch, the moments, and milliseconds of the host's turn that launched it."""
 
     num_decodes: int
     num_prefill_tokens: int

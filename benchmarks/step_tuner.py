@@ -3,10 +3,12 @@
     python -m benchmarks.step_tuner --model qwen3-0.6b --rows 8 [--seconds 50] [--share 2] --json FILE
     python -m benchmarks.step_tuner --install FILE [FILE ...]
 
-What is fastest behind a norm is not always fastest in a step, where kernels start before the ones before them end. The
-products are found by running a step: linear layers in bf16 and FP8, and experts. All candidates are compiled first, in
-parallel. Then each product's are captured and replayed, its best ones again in turn with the step in use, and the
-fastest is taken if that gains more than ``LEAST_GAIN``; a second pass does so beside the other products' new choices.
+The fastest kernel after a norm is not always the fastest in a step, where kernels start before the previous ones end.
+The products are found by running a step: linear layers in bf16 and FP8, and experts. All candidates are compiled first,
+in parallel. Then the candidates of each product are captured and replayed, and the best are replayed again in turn with
+the step in use. The fastest is taken if it gains more than ``LEAST_GAIN``. A second pass does the same with the other
+products' new choices.
+
 ``--install`` writes the choices of such files into the tables beside the kernels (experts in bf16 have tiles by rule
 instead), on any machine. Without a GPU the model, a small one, is given by its folder, and all takes the same time.
 """
@@ -51,7 +53,7 @@ from weft.runner.model_runner import ModelRunner
 from weft.runner.warmup import compiled_meanwhile, one_layer_of_each_kind
 
 Key = tuple[Any, ...]
-"""Which product: its kind, and what distinguishes it."""
+"""The key of a product: its kind, then its shape and options."""
 Choice = Any
 """A kernel's configuration; None is the matrix library."""
 
@@ -99,7 +101,7 @@ CHOOSERS: list[tuple[ModuleType, str, Callable[..., Key]]] = [
 
 
 def candidates(key: Key, rows: int) -> list[Choice]:
-    """What may be faster for ``rows`` tokens."""
+    """Return configurations that may be faster for ``rows`` tokens."""
     kind, *shape = key
     padded = 1 << (rows - 1).bit_length()
     if kind == "linear":
@@ -120,7 +122,7 @@ def _fits(config: skinny_choice.Config, tokens: int) -> bool:
 
 
 def _tiles() -> Iterator[Tiles]:
-    """Of experts with few tokens, for which 16 rows are enough."""
+    """Yield tiles for experts with few tokens, for which 16 rows are enough."""
     ups = [(32, 4, 4), (32, 4, 3), (32, 4, 6), (64, 4, 4), (64, 4, 3), (16, 2, 6), (32, 2, 4)]
     downs = [(64, 4, 4), (64, 4, 3), (32, 4, 4), (128, 4, 3), (64, 2, 4), (128, 4, 2), (32, 2, 4)]
     for (up, *of_up), (down, *of_down) in product(ups, downs):
@@ -252,7 +254,7 @@ class StepTimer:
 
 
 def _table_row(key: Key, choice: Choice, rows: int) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The table beside the kernels that a choice belongs into, what its row is for, and what it says."""
+    """Return the path of the table beside the kernels, the key of the row, and the values of the row for a choice."""
     kind, *shape = key
     padded = 1 << (rows - 1).bit_length()
     if kind == "linear":

@@ -3,16 +3,16 @@
 Usage: ``python -m benchmarks.tensor_parallel [--ranks 2] [--config benchmarks/configs/qwen3-next-48l] [--out DIR]
 [--stages engine_cold engine_warm] [--figures decode]``.
 
-Stages run in processes of their own, each with a time limit; a stage that fails or is late costs its own figures only:
+Each stage runs in its own process with a time limit. A stage that fails or is late costs its own figures only:
 
-1. all-reduce: the fused kernel and NCCL, checked and timed over sizes;
-2. engine: cold start with an empty Triton cache, decode, first token, throughput as in docs/performance.md,
-   with bf16 dummy weights and bf16 states; with NCCL's all-reduce if stage 1 failed;
-3. tests: those of ``tests/multi_gpu`` that generate on as many ranks;
-4. engine again, a warm start: decode;
-5. and another, with NCCL's all-reduce;
-6. scaling: ``weft bench scaling`` of models that fit one GPU (Qwen3-0.6B, Qwen3-Next of 12 layers);
-7. and the engine with whole experts on each rank: decode, first token.
+1. All-reduce: the fused kernel and NCCL, checked and timed over sizes.
+2. Engine: cold start with an empty Triton cache, decode, first token, throughput as in docs/performance.md. It has bf16
+   dummy weights and bf16 states, and NCCL's all-reduce if stage 1 failed.
+3. Tests of ``tests/multi_gpu`` that generate on as many ranks.
+4. Engine again, a warm start: decode.
+5. Engine with NCCL's all-reduce: decode.
+6. Scaling: ``weft bench scaling`` of models that fit one GPU (Qwen3-0.6B, Qwen3-Next of 12 layers).
+7. Engine with whole experts on each rank: decode, first token.
 
 Nothing begins or goes on after ``--limit`` seconds.
 
@@ -71,7 +71,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def engine(began: float, settings: dict[str, Any], wanted: list[str], path: Path) -> None:
-    """A stage of an engine, in its own process. What is there is written after every part."""
+    """Run a stage of an engine in its own process. All figures so far are written after every part."""
     imported = time.monotonic()
     from weft import LLM
 
@@ -170,7 +170,7 @@ class Run:
                 self.engine("engine_warm_experts", "decode first_token", 90, cache, **own, enable_expert_parallel=True)
 
     def scaling(self, model: str, sizes: str, cache: str, flags: list[str]) -> None:
-        """One size after the other, so that what is there is kept if the time is over."""
+        """Measure the sizes in turn, so that finished figures are kept if the time is over."""
         command = [sys.executable, "-m", "weft", "bench", "scaling", "--model", f"benchmarks/configs/{model}", *flags]
         command += ["--load-format", "dummy", "--max-model-len", "2560" if ON_GPU else "64", *SCALING.split()]
         command += ["--mamba-ssm-dtype", "bfloat16"] if "next" in model else []

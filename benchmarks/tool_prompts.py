@@ -1,4 +1,4 @@
-"""Prompts that the bundled model's training never had, each for one call, against its server.
+"""Send the bundled model's server prompts that its training never had. Each prompt asks for one call.
 
 python -m benchmarks.tool_prompts --json FILE
 """

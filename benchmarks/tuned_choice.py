@@ -2,13 +2,14 @@
 
 python benchmarks/tuned_choice.py --model benchmarks/configs/qwen3-0.6b --load-format dummy --json FILE
 
-One engine holds the graphs of every mode. It is tuned first, or reads ``--graph-profile``; then every length runs in
-every fixed mode and in the tuned one, in interleaved rounds: prompts alone, prompts with decodes, decodes alone. A
-length holds if the tuned median is at most 3% above that of the fastest mode in which it ran; where the rounds of that
-mode scatter more (the distance of their quartiles over their median), that much is allowed. Exit status 1 if a length
-does not hold, or if one mode was the fastest everywhere: whoever always chose that one could not have lost. Few
-captured sizes, such as ``--piecewise-cuda-graph-tokens 128 4096``, make batches that are faster without a graph than
-padded.
+One engine holds the graphs of every mode. It is tuned first, or reads ``--graph-profile``. Then every length runs in
+every fixed mode and in the tuned mode, in interleaved rounds: prompts alone, prompts with decodes, decodes alone.
+
+A length holds if the tuned median is at most 3% above that of the fastest mode in which it ran. If the rounds of that
+mode scatter more (the distance of their quartiles over their median), the limit is the scatter. The exit status is 1
+if a length does not hold, or if one mode was the fastest everywhere: whoever always chose that mode could not have
+lost. Few captured sizes, such as ``--piecewise-cuda-graph-tokens 128 4096``, make batches that are faster without a
+graph than padded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from weft.pieces.mode_table import ModeTable
 from weft.runner.model_runner import ModelRunner
 
 FIXED = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
-"""The other modes run each single batch as one of these."""
+"""Modes without a choice. Under any other mode, a batch runs in one of these."""
 
 TUNED = str(CudaGraphMode.TUNED)
 ALLOWED = 0.03
@@ -55,8 +56,8 @@ def candidates(profile: GraphProfile) -> dict[str, Change]:
 
 
 def judge(kind: str, size: int, times: dict[str, list[float]], ran: dict[str, str]) -> dict[str, Any]:
-    """One row of figures, in milliseconds; ``ran``: the mode that each candidate ran the batch in. Candidates that ran
-    it in the same mode are one: the best of three medians of the same thing would be below it."""
+    """Return one row of figures, in milliseconds. ``ran``: the mode in which each candidate ran the batch. Candidates
+    with the same mode are pooled: the best of three medians of the same thing would be below the true median."""
     ms = {name: median(values) for name, values in times.items()}
     rounds: dict[str, list[float]] = {}
     for mode in map(str, FIXED):

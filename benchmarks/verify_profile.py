@@ -1,13 +1,17 @@
-"""Where the time of a step that verifies drafts goes on a GPU, beside a decode step of the same engine.
+"""Profile a step that verifies drafts on a GPU, compared with a decode step of the same engine.
 
     python benchmarks/verify_profile.py --json FILE [--model qwen3-next-12l] [--batches 1 8 32] [--drafts 2]
                                         [--methods ngram mtp] [--references]
 
-Dummy weights, random caches. For each method and batch size: median device milliseconds of one replay of the decode
-graph and of the verification graph, their kernels by name with launches, what the verification spends beyond the
-decode, largest first, and the memory floor of both (``weft/bench/roofline.py``) at the ceilings of the device. The
-host has no part in it. ``--references``: the same with what stands around the forward pass (``weft/ops/drafts``) by
-torch's operations, as ``mtp references`` and ``ngram references``, in the same process.
+Weights are dummies, caches are random. The figures for each method and batch size:
+
+- median device milliseconds of one replay of the decode graph and of the verification graph;
+- the kernels of both graphs by name, with launches;
+- the time that the verification spends beyond the decode, by kernel, largest first;
+- the memory floor of both graphs (``weft/bench/roofline.py``) at the ceilings of the device.
+
+The host has no part in the times. ``--references`` measures again with torch's operations around the forward pass
+(``weft/ops/drafts``), as ``mtp references`` and ``ngram references``, in the same process.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def device_ms(run: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def encoder_flops(vision: VisionConfig, grids: Sequence[tuple[int, int, int]]) -> float:
-    """Of the products of the tower, attention whole."""
+    """Return the FLOPs of the tower's products, with full attention within each frame."""
     size, total = vision.hidden_size, 0.0
     merged = size * vision.merge_unit
     for t, h, w in grids:

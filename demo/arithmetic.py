@@ -7,7 +7,7 @@ A sum or a product is split by place value, so every part is one fact between si
     347 + 286: 500 + 120 + 13 = 633          47 × 6: 240 + 42 = 282
 A difference takes one place after another away, so every step changes few digits:
     633 - 128: 633 - 100 = 533, - 20 = 513, - 8 = 505
-What needs no splitting is written directly: 7 × 6 = 42.
+A calculation that needs no splitting is written directly: 7 × 6 = 42.
 """
 
 LARGEST_RESULT = 1998  # 999 + 999; a later step accepts operands to 999 only

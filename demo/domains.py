@@ -1,4 +1,4 @@
-"""What gains and losses are told about: for each domain its things, how it starts, what adds and what takes away.
+"""Domains of gains and losses: the things, openings, gains and losses of each domain.
 
 Owns tables of words. Each line is `things # opening # gains # losses # question`, `|` between alternatives:
   <verb>    in the form that the subject and the tense want; `S` is the subject, `HIS` and `HIM` its pronouns

@@ -37,7 +37,7 @@ FEEL = {"positive": "happy pleased glad delighted".split(), "negative": "angry u
 
 
 class Tool(NamedTuple):
-    """A function: variants of its name, what it does, (variants of a parameter, the slot that fills it), wordings."""
+    """A function: name variants, description, parameters (name variants, slot of the value), and wordings."""
 
     names: str
     does: str
@@ -178,7 +178,7 @@ TOOLS = [
 
 
 class Record(NamedTuple):
-    """An object: (variants of a key, the slot that fills it), and sentences that say it."""
+    """An object: keys (name variants, slot of the value), and sentences that state the values."""
 
     keys: tuple[tuple[str, str], ...]
     texts: str

@@ -77,7 +77,7 @@ def new_model(seed: int = 0) -> Qwen3NextForCausalLM:
 def started_from(folder: Path) -> Qwen3NextForCausalLM:
     """The model with the weights of a published folder, in float32; a wider shared expert there is made narrower.
 
-    The neurons that stay are those with the largest product of norms of what they read and write.
+    The kept neurons have the largest product of norms of their input and output weights.
     """
     old = Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     model = new_model()

@@ -1,7 +1,7 @@
 """The training-time forward pass: the same function as transformers' Qwen3-Next, in few and large operations.
 
-Owns a faster way to compute it: Gated DeltaNet chunk by chunk with no loop over rows, experts as one dense product,
-and layers written as plain functions so that one compiled layer serves all of its kind.
+Owns a faster computation: Gated DeltaNet chunk by chunk with no loop over rows, and experts as one dense product.
+Layers are written as plain functions, so that one compiled layer serves all of its kind.
 Knows nothing of data, optimisers or generation. The parameters are those of the transformers model, by name;
 a test compares loss and gradients with it.
 """

@@ -3,9 +3,9 @@
 Owns the head as it is trained and as its drafts are counted. Knows nothing of data or optimisers.
 
 At position t the head reads the trunk's hidden state of t (after the final norm) and the embedding of token t + 1, and
-predicts token t + 2: `mtp.fc` joins both, one attention layer follows, `mtp.norm`, and the trunk's own output matrix.
-The second draft reads, in place of the trunk's state, what the first one left, and so on. All drafts from t attend to
-what the head computed from the trunk's states up to t, and to each other.
+predicts token t + 2. `mtp.fc` joins both inputs. One attention layer, `mtp.norm` and the trunk's own output matrix
+follow. The second draft reads the output of the first draft in place of the trunk's state, and so on. All drafts from t
+attend to what the head computed from the trunk's states up to t, and to each other.
 """
 
 import copy
@@ -58,7 +58,7 @@ def head_layer(x: Tensor, w: dict[str, Weights], config: SimpleNamespace, rope: 
 
 
 def attends(draft: int, length: int, device: torch.device) -> Tensor:
-    """Which of the keys of drafts 0 to `draft` each position sees: the first's up to its own, the others' own."""
+    """Return the mask of keys of drafts 0 to `draft`: draft 0 up to the position, later drafts at the position only."""
     own = torch.eye(length, dtype=torch.bool, device=device)
     causal = torch.ones_like(own).tril()
     return torch.cat([causal, *[own] * draft], 1)

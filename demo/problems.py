@@ -1,7 +1,7 @@
 """From a template to a problem: names and numbers drawn, question rendered, solution worked out.
 
-Owns the drawing of problems and the split: a hash of (template, numbers) says whether a problem
-may be trained on, so no list of forbidden problems is needed and none can be forgotten.
+Owns the drawing of problems and the split. A hash of (template, numbers) says whether a problem
+may be trained on. No list of forbidden problems is needed, and none can be forgotten.
 Knows nothing of tokens or of how problems are strung into chats.
 """
 
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
 
     @property
     def split(self) -> str:
-        """Which part of the data this problem belongs to, from its identity alone."""
+        """The part of the data that has this problem, derived from its identity alone."""
         key = f"{self.template}|{','.join(map(str, self.numbers))}"
         part = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()) % SPLITS
         return {0: EVAL, 1: DEV}.get(part, TRAIN)

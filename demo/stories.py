@@ -10,7 +10,7 @@ from random import Random
 from demo import situations
 from demo.templates import Template
 
-# What a situation says first, then what is asked. Steps stand after the bar pairs of each entry.
+# The statements of a situation are first, then the questions. Steps follow the bar pairs of each entry.
 GROUPS = (  # m groups of p
     "[there are {m} {g} [in|at|near] {place}, [each with {p} {x}|and each [holds|has|contains] {p} {x}]|"
     "{N} [has|owns|fills|packs|prepares|makes|keeps] {m} {g} [with|of] {p} {x} [each|apiece]|"

@@ -8,7 +8,7 @@ A pattern is plain text with
   {x} {y}            two different things that can be counted
   {a} {b} {c} {d}    numbers; the letter says how large (see RANGES)
   [one|two|three]    a free choice of wording, which changes nothing in the solution
-and its steps are written "a+b; #-c": `#` is the result of the step before, `#1` that of the first.
+Its steps are written "a+b; #-c": `#` is the result of the previous step, `#1` the result of the first.
 """
 
 from typing import NamedTuple

@@ -83,7 +83,7 @@ def slots(rng: Random) -> dict[str, str | int]:
 
 
 def value(filling: dict, slot: str) -> str | int | float | bool | list[str]:
-    """What a slot stands for in an argument or object."""
+    """Return the value of a slot in an argument or object."""
     if slot in ("list", "names"):
         return json.loads(filling[""])[slot == "names"]
     return filling["not"] == "" if slot == "flag" else filling[slot]
@@ -108,7 +108,7 @@ def _person(rng: Random) -> str:
 
 
 def _said(rng: Random) -> str:
-    """What is said to somebody: of a few sentences, or any."""
+    """Return a text said to somebody: one of a few fixed sentences, or a text of random words."""
     noun, other, name = rewording.noun(rng), rewording.noun(rng), _person(rng)
     told = f"the {noun} is {rng.choice(words.COLOURS)}|I have a {noun}|we meet at the {noun}|{name} has {rng.randint(2, 99)} {words.plural(noun)}"
     told += f"|you need the {noun} and the {other}|{name} is in the {noun}|it is in the {noun}|I will bring the {noun}|{noun} {other}|the {noun} has a {other}"
@@ -161,7 +161,7 @@ def _key(variants: str, slot: str, rng: Random, invented: bool | None) -> str:
 
 
 class Offered(NamedTuple):
-    """A function as it is offered in one chat: its names chosen, and how its schema is written."""
+    """A function as one chat offers it: the chosen names, and the form of its schema."""
 
     tool: Tool
     name: str
@@ -207,7 +207,7 @@ def offer(tool: Tool, rng: Random, invented: bool | None = None) -> Offered:
 
 
 def exchange(offered: list[Offered], rng: Random, held_out: bool = False) -> list[dict]:
-    """A question for one of the functions, its one or two calls, what they return, and the answer."""
+    """Return a question for one of the functions, one or two calls, their results, and the answer."""
     chosen = rng.choice(offered)
     fillings = [slots(rng) for _ in range(2 if rng.random() < 0.12 else 1)]
     terse = not held_out and rng.random() < 0.15

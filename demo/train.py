@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from demo import data, evaluate, geometry, make_eval
 from demo.model import Trainable
 
-WARMUP, FLOOR = 300, 0.02  # steps to the full rate; the last rate as a share of it
+WARMUP, FLOOR = 300, 0.02  # steps to the full rate; the last rate as a share of the full rate
 LATE = 9  # a run that starts from weights sees the last tenth of a curriculum, where every kind comes in full
 AHEAD = 48  # batches being made while others are trained on
 LOG_EVERY = 100
@@ -70,7 +70,7 @@ class Trainer:
         self.step = 0
 
     def build(self, dtype: torch.dtype, compiled: bool) -> tuple[torch.nn.Module, Trainable]:
-        """What is trained, and its loss in `dtype`."""
+        """Return the module to train, and its loss in `dtype`."""
         if self.args.start is None:
             model = geometry.new_model(self.args.seed).to(self.device)
         else:

@@ -1,6 +1,6 @@
 """Train the multi-token-prediction head of a trained model on one GPU and publish both.
 
-Owns what differs from `train`: what is trained, its place in the data, and how it is checked.
+Owns the differences from `train`: the trained module, its place in the data, and the check.
 Run: python -m demo.train_mtp --model /tmp/weft-mini/model --out /tmp/weft-mini-mtp
 """
 

@@ -1,8 +1,8 @@
 """The wide vocabulary of the training stories: many nouns, names, places, and invented words among them.
 
 Owns those lists and how a set of them is drawn for a story. Knows nothing of calculations.
-A model that has seen a few nouns learns sentences by heart; one that has seen many, and some that do not exist,
-learns to look at what is said about them.
+A model that has seen a few nouns learns sentences by heart. A model that has seen many nouns, and some invented ones,
+learns to look at the statements about them.
 """
 
 from random import Random

@@ -1,8 +1,8 @@
 """Writes the tables of the documents from the files of ``benchmarks/results``: ``make docs``.
 
-Job: one function per table, between two markers that name it; above each the files with the day of their measurement.
-Owns: how figures are rounded, what counts as reached. A test fails while a table differs from its files. Rows whose
-file is not there are left out.
+Job: one function per table writes between two markers that name the table. Above each table are its files, with the day
+of their measurement. Owns: how figures are rounded, what counts as reached. A test fails while a table differs from its
+files. Rows whose file is not there are left out.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ MAX_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer: its prompt and its tokens, their log probabilities in the engine, and the reward."""
+    """One answer: prompt, tokens, the tokens' log probabilities in the engine, and reward."""
 
     prompt: list[int]
     tokens: list[int]

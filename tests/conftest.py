@@ -46,8 +46,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Every second worker imports the modules of the whole suite from the end, so that two meet in the middle: each
-    compiles and rewrites half of what no run has compiled before, and reads the other half."""
+    """Let every second worker import the modules of the whole suite from the end, so that two workers meet halfway.
+    Each compiles and rewrites half of the modules that no run has compiled before, and reads the other half."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
     if int(worker.removeprefix("gw")) % 2 and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         root = Path(__file__).parent
@@ -96,7 +96,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
-    """What the tests compile is kept for one run of the suite; all its processes share it."""
+    """Keep compiled code in one folder for one run of the suite. All processes of the run share the folder."""
     base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_CACHE_DIR", str((base if worker_id == "master" else base.parent) / "weft-cache"))

@@ -114,7 +114,7 @@ class Guesses:
 
 
 class InCompany(Poisoned):
-    """An engine with all that changes nothing: graphs, prefix cache, other requests. What nobody owns is NaN."""
+    """An engine with graphs, prefix cache and other requests, none of which changes results. Free memory is NaN."""
 
     reference: Alone  # type: ignore[assignment]
     may_miss_graphs = True
@@ -165,7 +165,7 @@ def run_chunked(engine: InCompany, prompt: list[int], salt: str) -> tuple[Reques
 def run_preempted(
     engine: InCompany, prompt: list[int], salt: str, phase: str
 ) -> tuple[Request, list[Request]]:  # fmt: skip
-    """A request is preempted after it has generated tokens, which it replays alone or beside others."""
+    """Preempt a request after it has generated tokens. It replays these tokens alone or with other requests."""
     companions = [engine.add(PREEMPTING, MOST_TOKENS, "companions")]
     engine.step_until(lambda: bool(companions[0].output_token_ids))
     request = engine.add(prompt, MOST_TOKENS - 4, salt)

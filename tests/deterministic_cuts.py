@@ -50,8 +50,8 @@ FEW: dict[str, dict[str, Any]] = {
     },
     "zaya1": {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "num_hidden_layers": 4},
 }
-"""What differs from the configuration of this name. There is none of Inkling and ZAYA1: other keys have their
-defaults."""
+"""Keys that differ from the published configuration of this name. Inkling and ZAYA1 have no published configuration:
+other keys have their defaults."""
 
 
 def cut(name: str, folder: Path, *, fp8_by_block: bool = False) -> Path:

@@ -1,9 +1,8 @@
 """A model made of hashes: executes a scheduler output exactly as the real runner must, on plain Python lists.
 
-Its next token is a function of every token read through the pages *and* of a recurrent state kept in the slot, so a
-page or slot that changes owner too early, a stale page table, a state fed twice, or a wrong position changes the
-output.
-``oracle`` computes the same function from the tokens alone.
+Its next token is a function of every token read through the pages *and* of a recurrent state kept in the slot. The
+output changes if a page or slot changes owner too early, a page table is stale, a state is fed twice, or a position is
+wrong. ``oracle`` computes the same function from the tokens alone.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def oracle(prompt: list[int], count: int, stop: frozenset[int] = frozenset()) ->
 
 
 def accepted(drafts: list[int], sampled: list[int]) -> list[int]:
-    """The tokens that count: those behind drafts that were right, and the one after them."""
+    """Return the sampled tokens that count: those equal to drafts, up to the first wrong draft, and the next."""
     wrong = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts))
     return sampled[: wrong + 1]
 
@@ -87,7 +86,7 @@ class FakeRunner:
         self.finds: Callable[[], bool] = lambda: True
 
     def spoil(self, pages: Iterable[int], slots: Iterable[int]) -> None:
-        """What nobody owns holds rubbish."""
+        """Fill pages and slots that nobody owns with rubbish."""
         for page in pages:
             self.pages[page] = [-1] * self.page_size
         for slot in slots:
@@ -132,8 +131,8 @@ class FakeRunner:
         return row.drafts
 
     def _moved(self, request: ScheduledRequest) -> ScheduledRequest:
-        """The request with what only the device knows: where the step begins, its drafts, and the slot that it reads,
-        whose state is put where an request has it."""
+        """Return the request with values that only the device knows: the start, the drafts and the checkpoints. Copy
+        the state that the request reads to its own slot."""
         if not request.follows:
             return request
         self.num_followed += 1

@@ -128,7 +128,7 @@ def round_inputs(x: Tensor, scheme: str, static: float) -> Tensor:
 
 
 def quantization_config(scheme: str) -> dict[str, Any]:
-    """As in the ``config.json`` of published checkpoints."""
+    """Return a quantization config like those in the ``config.json`` of published checkpoints."""
     if scheme == "block":
         ignored = ["lm_head", "model.embed_tokens", "re:.*in_proj_(ba|a|b)", "mlp.gate", "mlp.shared_expert_gate",
                    *_SMALL]  # fmt: skip

@@ -1,9 +1,9 @@
 """Random traffic at whole engines, against transformers: ``make fuzz-engine``.
 
-Job: for every seed one engine with random settings and pools hardly larger than its context, requests that branch off
-each other's prompts and outputs, aborts and preemptions; after every step the invariants; of every request that ends,
-each token against the reference's logits for the very tokens before it. Owns: the settings and the traffic. Does not
-know: how the engine works, beyond where its pools are.
+Job: run one engine per seed, with random settings and pools hardly larger than its context. Requests branch off each
+other's prompts and outputs, and there are aborts and preemptions. The invariants are checked after every step. Each
+token of a request that ends is checked against the reference's logits for the very tokens before it. Owns: the settings
+and the traffic. Does not know: how the engine works, beyond where its pools are.
 
     python -m tests.fuzz_engine [--seconds 110] [--first 0] [--count N] [--requests N] [--jobs N] [--drafts]
                                 [--json FILE] [--device cpu]
@@ -139,7 +139,7 @@ class Episode:
         return {name: value for name, value in settings.items() if value is not None}
 
     def _install_drafter(self) -> None:
-        """The configured one, a random one, or one that is mostly right."""
+        """Keep the configured drafter, or install a random drafter or a drafter that is mostly right."""
         choice = self.rng.random()
         if choice < 0.3:
             self.method = "random"
@@ -153,7 +153,7 @@ class Episode:
         return ByModel(lambda tokens: int(self.reference.logits(tokens)[-1].argmax()), self.rng)
 
     def _poison(self, step: SchedulerOutput) -> None:
-        """What nobody owns is NaN when a step runs, however late that is."""
+        """Fill memory that nobody owns with NaN when a step runs, however late it runs."""
         manager, runner = self.llm._core.manager, self.llm._core._executor._runner  # type: ignore[attr-defined]
         pages, slots = torch.tensor([0, *manager.pages._free]), torch.tensor([0, *manager.slots._free])
         for name, spec in runner.spec.layers.items():
@@ -292,7 +292,7 @@ class Episode:
         return float(scores.max() - scores[token])
 
     def figures(self) -> Counter[str]:
-        """What came and what became of it."""
+        """Count the traffic and its results."""
         return Counter(
             {
                 "engines": 1,
@@ -318,11 +318,11 @@ def _seed_of(seed: int, index: int) -> int:
 
 
 REFERENCES: dict[str, Reference] = {}
-"""Of this process."""
+"""The references of this process."""
 
 
 def prepare(folder: str) -> None:
-    """Make what a process compares with."""
+    """Make the references of a process."""
     torch.set_num_threads(1)
     own = Path(tempfile.mkdtemp(dir=folder))
     REFERENCES.update({arch: Reference(arch, own / arch) for arch in dict.fromkeys(ARCHITECTURES)})
@@ -346,8 +346,8 @@ def in_turn(args: argparse.Namespace, folder: str) -> Iterator[tuple[int, Counte
 
 
 def side_by_side(args: argparse.Namespace, folder: str) -> Iterator[tuple[int, Counter[str], str]]:
-    """The episodes in ``args.jobs`` processes, in the order in which they end. What runs when the caller has enough is
-    not waited for."""
+    """Run the episodes in ``args.jobs`` processes, and yield them in the order in which they end. Episodes that have
+    not started when the caller has enough are cancelled."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(args.jobs, context, prepare, (folder,))
     seeds, running = iter(range(args.first, args.first + args.count)), set[Future[Any]]()
@@ -383,8 +383,8 @@ def run_for(
     start: Callable[[int, dict[str, Any]], Episode],
     arguments: list[str] | None,
 ) -> int:
-    """Episodes one after the other, each from its seed and the references, which are made once in a folder, for so many
-    seconds unless ``arguments`` say otherwise. Returns an exit status."""
+    """Run episodes in turn, each from its seed and the references, which are made once in a folder. Episodes start for
+    ``seconds`` seconds unless ``arguments`` say otherwise. Returns an exit status."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=seconds, help="start no episode after that time")
     parser.add_argument("--first", type=int, default=0, help="seed of the first episode")

@@ -77,7 +77,7 @@ Part = int | Picture
 
 
 class Tokens(list[int]):
-    """A prompt as the engine runs it, or one with what came after it.
+    """A prompt as the engine runs it, or such a prompt and its output.
 
     Attributes:
         parts: the prompt as it was given.
@@ -244,7 +244,7 @@ class Episode(fuzz_engine.Episode):
 
 
 def references(folder: Path, names: Sequence[str] = MODELS) -> dict[str, Any]:
-    """What ``Episode`` compares with, by name."""
+    """Make the references of ``Episode``, by name."""
     return {name: Reference(name, folder / str(i)) for i, name in enumerate(names)}
 
 

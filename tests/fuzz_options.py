@@ -1,8 +1,8 @@
 """Random traffic with every option of sampling and stopping, at every kind of layer: ``make fuzz-options``.
 
-Job: engines and traffic as in ``tests/fuzz_engine.py``; an answer is compared with what an engine gives that runs one
-request at a time, without cache, drafts, graphs and overlap: tokens, text, end, log probabilities. Owns: the models,
-the options. Does not know: what a right token is (``tests/fuzz_engine.py`` does).
+Job: engines and traffic as in ``tests/fuzz_engine.py``. Each answer is compared with the answer of an engine that runs
+one request at a time, without cache, drafts, graphs and overlap. Compared are tokens, text, end and log probabilities.
+Owns: the models, the options. Does not know: what a right token is (``tests/fuzz_engine.py`` does).
 
     python -m tests.fuzz_options [--seconds 110] [--first 0] [--count N]
 
@@ -135,7 +135,7 @@ class Episode(fuzz_engine.Episode):
         return values
 
     def _ends(self, max_tokens: int, free: CompletionOutput) -> dict[str, Any]:
-        """What ends a text, or may not: taken from ``free``, what comes without."""
+        """Draw options that end a text, or forbid an end, from ``free``, the answer without these options."""
         rng, text, values = self.rng, free.text, dict[str, Any]()
         if text and rng.random() < 0.4:
             begins = [rng.randrange(len(text)) for _ in range(rng.randint(1, 3))]
@@ -184,7 +184,7 @@ def _alike(found: list[Any] | None, wanted: list[Any] | None) -> bool:
 
 
 def references(folder: Path) -> dict[str, Any]:
-    """What ``Episode`` compares with, by name of the model."""
+    """Make the references of ``Episode``, by name of the model."""
     return {name: Plain(name, folder / name.replace(" ", "-")) for name in MODELS}
 
 

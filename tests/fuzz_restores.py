@@ -1,9 +1,9 @@
 """Conversations that return to pools far too small, against transformers: ``make fuzz-restores``.
 
-Every seed is one engine with random settings, whose prompts come back again and again, so that nearly every one is
-restored. Half of the engines have files. Those are killed (SIGKILL) at a random moment and started again on the same
-folder, after some of its files were truncated or had a bit flipped. Some of their disks are full at times. Some have
-two ranks.
+Every seed is one engine with random settings. Its prompts come back again and again, so that nearly every prompt is
+restored. Half of the engines have files. Engines with files are killed (SIGKILL) at a random moment and started again
+on the same folder, after some files were truncated or had a bit flipped. Some of their disks are full at times. Some
+have two ranks.
 
     python -m tests.fuzz_restores [--restores 10000] [--seconds 900] [--first 0] [--json FILE]
 

@@ -82,7 +82,7 @@ def leave_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sequence: its tokens so far, how many of them have been run, its pages and its state slot.
+    """One sequence: tokens so far, number of computed tokens, pages and state slot.
 
     ``checkpoints`` maps positions to the slots that receive the state there.
     """

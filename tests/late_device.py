@@ -17,7 +17,7 @@ from weft.messages import ModelOutput, SchedulerOutput
 
 
 class Owned:
-    """Which pages each row of the runner reads and writes, from the steps that it is given."""
+    """The pages that each row of the runner reads and writes, collected from the given steps."""
 
     def __init__(self) -> None:
         self._pages: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What ``test_layer_kind.py`` needs to know of a new kind of layer, and of a model that mixes it with others."""
+"""Facts for ``test_layer_kind.py`` about a new kind of layer, and about a model that mixes it with other kinds."""
 
 from __future__ import annotations
 

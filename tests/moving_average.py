@@ -117,7 +117,7 @@ def moving_average(values: Tensor, gates: Tensor, decay: Tensor, fast: Tensor, s
 
 
 def _updates(values: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """What each token adds and by what it multiplies, for both states: ``[2, T, C]`` each."""
+    """Return the addends and the factors of the tokens for both states, ``[2, T, C]`` each."""
     wide = gates.repeat_interleave(values.shape[1] // gates.shape[1], dim=1)
     factors = torch.stack([decay.expand_as(values), wide])
     return (1.0 - factors) * values, factors

@@ -1,7 +1,7 @@
 """Limits of time that also hold on a busy machine.
 
-Job: ``stretched``, a limit that is right on an idle machine made as much longer as this one is busy. A limit that only
-guards against waiting for ever needs none of this: it is a minute. What code costs is measured in processor time.
+Job: ``stretched`` makes a limit that is right on an idle machine as much longer as this machine is busy. A limit that
+only guards against waiting for ever needs no stretching (``GUARD_S``). The cost of code is measured in processor time.
 """
 
 from __future__ import annotations

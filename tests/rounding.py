@@ -24,9 +24,9 @@ def sums_in_order() -> bool:
 def exact_and_bound(reference: Any, tokens: list[int]) -> tuple[Tensor, float]:
     """Logits ``[len(tokens), V]`` in float64, and how far rounding may move the worst of them.
 
-    A product of n terms that are added one after another is the exact product of weights that differ by about
-    sqrt(n) roundings each (the errors of n additions, independent of each other). So the bound is what such weights do
-    to the exact logits: the most of ``DRAWS`` random draws.
+    A product of n terms that are added one after another is the exact product of other weights. The weights differ by
+    about sqrt(n) roundings each, because the errors of n additions are independent. So the bound is what such
+    weights do to the exact logits: the most of ``DRAWS`` random draws.
     """
     model = copy.deepcopy(reference).double()
     ids = torch.tensor([tokens])

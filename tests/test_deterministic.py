@@ -61,7 +61,7 @@ COLUMNS = list(EVERY) if WHOLE else [(HYBRID, "FULL", "in turn")]
 DRAFTS = [(HYBRID, GUESSES), (DENSE, GUESSES), (WITH_HEAD, HEAD), (WITH_HEAD, REPEATS)]
 DRAFTS += [(name, GUESSES) for name in ("KimiLinearForCausalLM", "Lfm2MoeForCausalLM")]
 ONE_BY_ONE = [(name, GUESSES) for name in ("BambaForCausalLM", "GptOssForCausalLM", INKLING, ZAYA)]
-"""Kinds with layers that verify drafts by decoding them one by one."""
+"""Kinds with layers that verify drafts by decoding, draft after draft."""
 ONE_MODE = [("BambaForCausalLM", "PIECEWISE"), ("GptOssForCausalLM", "NONE"), (INKLING, "FULL"), (ZAYA, "NONE")]
 DRAFTING = [(DRAFTS[2], "NONE", "overlap")]
 if WHOLE:

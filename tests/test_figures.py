@@ -1,8 +1,8 @@
-"""Figures in the documents are those of the files that they name.
+"""Check that figures in the documents match the named files.
 
-A paragraph, or a point of a list, that names a file of ``benchmarks/results`` is held to it, with the table that
-follows where it ends in a colon: every number with a decimal point is a number of one of these files, at its own
-precision. So a file that is overwritten by a new measurement takes the document along.
+A paragraph, or a point of a list, that names a file of ``benchmarks/results`` must agree with the file. If the text
+ends in a colon, the table after it must agree too. Every number with a decimal point must be a number of one of these
+files, at its own precision. A new measurement in a file therefore forces a new document.
 
 The unit must agree as well, as far as it is known: the key of a number names its unit (``step_ms``, ``us``, ``bytes``),
 and a figure may name its own (``4.97 ms``). A number under a key without a unit matches in any unit. Most columns of
@@ -35,7 +35,7 @@ SIZES = {"bytes": 1.0, "KiB": 2.0**-10, "MiB": 2.0**-20, "GiB": 2.0**-30, "KB": 
 SHARES = {"share": 1.0, "%": 100.0}
 RATES = {"per_s": 1.0, "thousand per_s": 1e-3, "million per_s": 1e-6, "billion per_s": 1e-9}
 KINDS = (TIMES, SIZES, SHARES, RATES)
-"""What converts to what, by the amount of each unit in the first one."""
+"""Convertible units by kind, with the amount of each unit in the first unit."""
 
 UNITS = (1.0, 1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 100.0, 2.0**-20, 2.0**-30)
 """Factors for a number whose key names no unit: seconds to ms and us, bytes to MiB and GiB, shares to percent."""
@@ -88,7 +88,8 @@ def numbers(value: Any, unit: str | None = None) -> Iterator[tuple[float, str | 
 
 
 def readings(number: float, unit: str | None, wanted: str | None) -> Iterator[float]:
-    """``number`` in the unit ``wanted``, or in each unit that its own converts to; in any if its own is unknown."""
+    """Yield ``number`` in the unit ``wanted``, or without ``wanted`` in each unit that its own unit converts to. If its
+    own unit is unknown, yield it times each of ``UNITS``."""
     kind = next((kind for kind in KINDS if unit in kind), None)
     if unit is None or kind is None:
         yield from (number * factor for factor in UNITS)
@@ -130,7 +131,7 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 
 def test_every_file_of_results_is_named() -> None:
-    """By a document, a script that makes documents, a model card, or a test; perhaps as ``name-*.json``."""
+    """A document, a script that makes documents, a model card, or a test names it, perhaps as ``name-*.json``."""
     pages = ("docs/*.py", "demo/*.md", "weft/assets/*/*.md", "tests/**/*.py")
     places = [*DOCUMENTS, *(place for page in pages for place in ROOT.glob(page))]
     patterns = {name for place in places for name in re.findall(r"[\w.*-]+\.json", place.read_text(encoding="utf-8"))}

@@ -48,7 +48,7 @@ HEAVY = {"torch", "transformers", "triton", "numpy", "huggingface_hub", "rich"}
 
 @dataclass(frozen=True)
 class Import:
-    """``module`` imports ``target``. ``runtime``: not for type checking only; ``top``: when the module is loaded."""
+    """``module`` imports ``target``. ``runtime``: not only for type checking. ``top``: outside functions."""
 
     module: str
     target: str
@@ -160,7 +160,7 @@ def test_import_stays_light(what: str) -> None:
 
 
 def test_a_server_imports_no_torch() -> None:
-    """Nor do its API processes. The engine's process does."""
+    """The API processes import no torch either. The engine's process does."""
     loaded = run_python("import weft.server.main, weft.server.api_process, sys; print(*sys.modules)").split()
     assert not HEAVY - {"numpy"} & set(loaded)
 

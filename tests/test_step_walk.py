@@ -5,7 +5,7 @@ The third decode step of one greedy request runs on the CPU under ``sys.setprofi
 - A call counts where it enters another module of Weft. Helpers in the caller's own module are on the page that is open
   already. A function counts once, however often the step calls it.
 - The scheduler, the cache, the model (``models/``, ``layers/``), operations (``ops/``) and a replayed graph are other
-  walks: their entry counts if it is the scheduler's or a graph's, and nothing that they call.
+  walks. An entry into the scheduler or a graph counts. Nothing that these walks call counts.
 - A return is a call that enters a module which the walk has left before.
 - Left out: types and configuration, constructors, properties, comprehensions, lambdas and generators, and functions of
   one statement that call nothing of the above.
@@ -132,7 +132,7 @@ def decode_walk(mode: str, folder: Path) -> list[tuple[Call, Call]]:
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a walk: the functions that it enters, their modules, and how often it returns to a module."""
+    """The size of a walk: the entered functions, their modules, and the number of returns to a module."""
 
     calls: list[str]
     modules: list[str]

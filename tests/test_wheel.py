@@ -1,4 +1,4 @@
-"""The wheel: it holds every file of the package and no other one, and it works where nothing else of Weft is."""
+"""Check that the wheel holds exactly the files of the package, and works where nothing else of Weft is."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from tests.x_matrix import (
 
 SHORT = HYBRID if WHOLE else "two layers"
 LAYERS = ["linear_attention", "full_attention"]
-"""Of the model whose pieces are compiled, which takes seconds for each piece."""
+"""Layers of the model with compiled pieces. Compilation takes seconds for each piece."""
 
 
 @pytest.fixture(scope="module")

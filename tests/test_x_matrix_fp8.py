@@ -1,8 +1,8 @@
 """The x-matrix of quantised models: FP8 weights, and an FP8 KV cache.
 
-Greedy tokens are those of transformers' model with the same weights, whose linear layers round their inputs, or whose
-attention rounds keys and values. A sample: every graph mode, every checkpoint policy, two ranks, each over paths and
-phases that the whole matrix (``test_x_matrix.py``) crosses.
+Greedy tokens are those of transformers' model with the same weights. Its linear layers round their inputs, or its
+attention rounds keys and values. The matrix is a sample: every graph mode, every checkpoint policy, two ranks, each
+over paths and phases that the whole matrix (``test_x_matrix.py``) crosses.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ COLUMNS = [
     ("kv", "FULL", "overlap", "exact", 1),
     ("kv", "FULL", "overlap", "exact", 2),
 ]
-"""What is in FP8, graph mode, overlap, checkpoint policy, ranks."""
+"""The part in FP8, graph mode, overlap, checkpoint policy, ranks."""
 SOME = [COLUMNS[1], *COLUMNS[6:9]]
 """``make test`` runs these, on one rank. An FP8 cache replays graphs of pieces and of whole steps."""
 CASES = [("cold", "mixed", 210), ("hit", "prefill", 129), ("branch hit", "decode", 65), ("preempted", "mixed", 63)]
 
 
 ORDERS = 6
-"""Of sums, beside the reference's own: how the reference rounds where sums are a little different."""
+"""Orders of sums that are tried besides the reference's own. Each shows how it rounds if sums differ a little."""
 
 
 class RoundedReference(Reference):
-    """Equal but for what rounding leaves undecided: the order of a float32 sum, which depends on the processor, can
-    bring a value to the other side of a boundary between two e4m3 numbers. So where two tokens are nearly as good, the
-    other one may come: one that is short of the best by a tenth of the logits' standard deviation, in some order of
-    sums. A token of wrong logits is short by three, about."""
+    """A reference that allows for rounding. The order of a float32 sum depends on the processor, and can bring a value
+    to the other side of a boundary between two e4m3 numbers. Where two tokens are nearly as good, either may come. A
+    token may be short of the best by a tenth of the logits' standard deviation, in some order of sums. A token of wrong
+    logits is short by three, about."""
 
     def check(self, prompt: list[int], output: list[int]) -> None:
         short = self._short_of_the_best(prompt, output)
@@ -63,7 +63,7 @@ class RoundedReference(Reference):
         assert (short > 0).sum() <= 1, "most tokens are the reference's"
 
     def _short_of_the_best(self, prompt: list[int], output: list[int]) -> torch.Tensor:
-        """Of each token, how much its logit is below the largest, in standard deviations of the logits."""
+        """Return how much the logit of each token is below the largest, in standard deviations of the logits."""
         logits = self._logits(prompt, output)[len(prompt) - 1 : -1]
         return (logits.amax(-1) - logits[torch.arange(len(output)), output]) / logits.std(-1)
 

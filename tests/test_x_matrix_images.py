@@ -1,8 +1,8 @@
 """The x-matrix of models that read images: prompts with images in awkward places, a chunk border inside one among them.
 
-As in ``test_x_matrix.py``, what nobody owns is NaN whenever a step starts: here also the encoder cache's rows that hold
-no image, and all that steps before have put into the rows of image tokens. The encoder cache holds one large image or
-several small ones, so images are encoded again and again.
+Memory that nobody owns is NaN whenever a step starts, as in ``test_x_matrix.py``. Here this includes the encoder
+cache's rows that hold no image, and all values that earlier steps have put into the rows of image tokens. The encoder
+cache holds one large image or several small ones, so images are encoded again and again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PROMPTS = [
     [*prompt_of(60), START, *[IMAGE] * 15],
     [*prompt_of(400), START, *[IMAGE] * LARGE, END, *prompt_of(342)],
 ]
-"""An image first; two adjacent ones; one last, whose last token is all that a hit leaves; one across chunks."""
+"""Prompts with an image first, two adjacent images, one last (a hit runs its last token only), one across chunks."""
 COLUMNS = [
     (VL, "FULL", "overlap", "exact"),
     (HYBRID, "FULL_DECODE_ONLY", "overlap", "exact"),

@@ -31,7 +31,7 @@ COLUMNS = [
 """Form, graph mode, overlap, checkpoint policy, ranks."""
 SOME = [COLUMNS[1]]
 RUN = unless_long(SOME, COLUMNS)
-"""What runs; ``make test`` leaves cells to ``make test-all``."""
+"""Columns that run. ``make test`` leaves the others to ``make test-all``."""
 CASES = [("cold", "mixed", 210), ("hit", "prefill", 129), ("branch hit", "decode", 65), ("preempted", "mixed", 63)]
 
 

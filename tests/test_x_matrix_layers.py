@@ -1,7 +1,7 @@
 """The x-matrix of the other kinds of layers.
 
-It has every path and phase of the whole matrix (``test_x_matrix.py``), with lengths around one chunk and one length
-that takes two steps. ``make test`` runs a branch of 130 tokens, and of ``VARIANTS`` a preemption too.
+These columns cross every path and phase of the whole matrix (``test_x_matrix.py``), with lengths around one chunk and a
+length of two steps. ``make test`` runs a branch of 130 tokens, and of ``VARIANTS`` a preemption too.
 """
 
 from __future__ import annotations

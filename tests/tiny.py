@@ -58,7 +58,7 @@ MAMBA_ARCHITECTURES = (
     "Zamba2ForCausalLM",
     "ZambaForCausalLM",
 )
-"""Those with Mamba layers."""
+"""Architectures with Mamba layers."""
 
 _BASE = {
     "vocab_size": 211,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 WHOLE = bool(os.environ.get("WEFT_WHOLE_MATRIX"))
-"""Whether every case runs. Without it each matrix runs the part that it names."""
+"""Whether every case runs. If not, each matrix names the part to run."""
 
 _LONG = WHOLE or bool(os.environ.get("WEFT_LONG_TESTS"))
 

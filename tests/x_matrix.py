@@ -44,7 +44,7 @@ CAPTURED = [2**n for n in range(10)]
 """Tokens of captured steps where long tests do not run: the fewest that hold every step, since a step is padded to at
 most twice its tokens. A start captures 25 sizes by default, which takes most of its time."""
 CASE_PAGES = 320
-"""More than a case uses: its longest prompt, another one that shares two thirds of it, and companions."""
+"""More pages than a case uses for its longest prompt, a prompt that shares two thirds of it, and companions."""
 NUM_TOKENS = 5
 COMPANION_TOKENS = 10
 
@@ -189,7 +189,7 @@ class Poisoned:
         return request
 
     def make_room(self) -> None:
-        """Evict enough of what other cases left for a case to keep what it primes, whatever ran before it."""
+        """Evict enough pages of other cases, so that this case keeps its primed pages whatever ran before."""
         manager = self.llm._core.manager
         assert manager.evictor.make_room(min(CASE_PAGES, manager.pages.num_free + manager.pages.num_evictable))
 
@@ -344,7 +344,7 @@ def start_companion(engine: Poisoned) -> Request:
 
 
 def run_preempted(engine: Poisoned, prompt: list[int], salt: str, phase: str) -> tuple[Request, list[Request]]:
-    """An older request finds no page, so this one is preempted; it resumes alone, beside it, or beside two others."""
+    """Preempt the request for an older one without a page. It resumes alone, with the older one, or with two others."""
     companions = [start_companion(engine)]
     request = engine.add(prompt, NUM_TOKENS, salt)
     engine.step_until(lambda: request.status is not RequestStatus.WAITING)

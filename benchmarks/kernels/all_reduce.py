@@ -2,9 +2,10 @@
 
 Usage: ``python -m benchmarks.kernels.all_reduce [--ranks 2] [--replays 10000] [--json FILE]``. One process per GPU.
 
-Checked, for every number of rows: the result against float64, and that all ranks hold the same bits; for a few, that
-``--replays`` replays of a graph, with fresh inputs and outputs filled with NaN every 100, give what the first one gave.
-Timed: a graph of 20 calls. Without GPUs it rehearses on gloo, without the fused kernel.
+For every number of rows the result is checked against float64, and all ranks must hold the same bits. For a few
+numbers, a graph is replayed ``--replays`` times. Every 100 replays get fresh inputs and outputs filled with NaN, and
+the last of them must give what the first gave. Timed: a graph of 20 calls. Without GPUs it rehearses on gloo, without
+the fused kernel.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
     hq, hkv, dim = MODELS[model]
     lens = [context + int(n) for n in torch.randint(0, 128 if ON_GPU else 20, (size,))]
     kv_bytes = sum(lens) * hkv * dim * 2 * DTYPE.itemsize
-    # As many cache sets as it takes to leave the L2 cache behind.
+    # Rotate through sets of caches that exceed the L2 cache together (12 sets at most).
     sets = [make_case(model, [1] * size, lens, max_len) for _ in range(max(1, min(12, (200 << 20) // kv_bytes)))]
     chosen = decode_tile(size, hkv, dim, hq // hkv, DTYPE.itemsize, DTYPE.itemsize, max_len)
     trials: list[tuple[Tile, dict[str, Any]]] = [(chosen, {})]

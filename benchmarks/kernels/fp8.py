@@ -107,7 +107,7 @@ def candidates(size: Size, tokens: int) -> list[Config]:
 
 
 def _hopper_candidates(size: Size, tokens: int) -> list[Config]:
-    """Whose weights leave room in the registers, with limits that let one, two or three times as many programs in."""
+    """Return shapes whose weights fit in registers, with limits that admit one, two or three times as many programs."""
     shapes = [(rows, warps) for rows in (16, 32) for warps in (4, 8, 16) if size.inner % (128 * warps) == 0]
     held = [(rows, warps) for rows, warps in shapes if rows * size.inner <= 8192 * warps]
     limits = [None] if tokens == 1 else [None, 80, 96, 128]
@@ -237,7 +237,7 @@ def _square(name: str, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _compile(job: tuple[Size, int, Config] | tuple[int, Tiles | HopperPairs]) -> None:
-    """Compile what one candidate launches; what fails fails again, and visibly, when it is launched."""
+    """Compile the kernels of one candidate. A kernel that fails here fails again, and visibly, at its launch."""
     early_launch._can_launch_early = lambda device: True
 
     def compile_only(kernel: Kernel, grid: Any, args: Any, options: dict[str, Any]) -> None:

@@ -16,9 +16,9 @@ from weft.ops.moe.blocks import Tile, Tiles
 from weft.ops.moe.fp8_experts import SINGLE, HopperPairs, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
 
 MOE_LIMIT = 2e-2
-"""Of experts: hidden values are rounded and quantised between the products, which may fall to either side."""
+"""Error limit of experts. Hidden values are rounded and quantised between the products, and may fall to either side."""
 EXPERTS = (512, 10, 2048, 512)
-"""Of Qwen3-Next: experts, experts per token, hidden size, width."""
+"""The geometry of Qwen3-Next: experts, experts per token, hidden size, width."""
 EXPERT_TOKENS = [1, 2, 4, 8, 16, 32, 128, 512, 1024, 2048, 8192]
 if not ON_GPU:
     EXPERTS, EXPERT_TOKENS = (4, 2, 128, 128), [1, 4]
@@ -112,7 +112,7 @@ class Experts:
         return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, config=config)
 
     def want(self, x: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
-        """Of the first tokens."""
+        """Compute the output for the tokens of ``x`` in float64."""
         weights, ids = routing
         out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
         for token in range(x.shape[0]):

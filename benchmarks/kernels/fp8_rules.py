@@ -46,7 +46,7 @@ Case = tuple[str, int, int, FewRows | HopperRows]
 
 
 def candidates(rows: int, inner: int, tokens: int) -> list[FewRows | HopperRows]:
-    """Pipelines of several heights with one to eight programs for each multiprocessor; registers where they hold it."""
+    """Return ``HopperRows`` that hold the weight, and pipelines with one to eight programs per multiprocessor."""
     steps = -(-inner // 128)
     held = [HopperRows(*shape, None) for shape in ((32, 4), (16, 8), (16, 4), (16, 16))]
     found: dict[FewRows | HopperRows, None] = dict.fromkeys(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.kda [--json FILE] [--check-only] [--chosen] [--peers]
 
-Kimi Delta Attention has 32 heads of 128, latent attention 32 heads of 512 + 64; windows are those of gpt-oss (64
+Kimi Delta Attention has 32 heads of 128, and latent attention 32 heads of 512 + 64. Windows are those of gpt-oss (64
 and 8 heads of 64, window 128) and of Gemma 3 (8 and 4 heads of 256, window 1,024). Times are medians over replays of a
 CUDA graph that rotates through several sets of data. ``--peers`` measures prefill alone, beside
 flash-linear-attention's; ``--chosen`` times only the shapes that the kernels choose. Without a GPU, ``--check-only``
@@ -160,7 +160,7 @@ def paged(batch: Batch, length: int, page_size: int = 16) -> Batch:
 
 
 def time_latent(rows: int, context: int) -> dict[str, float]:
-    """One token for each of ``rows`` sequences of ``context`` tokens, or, with one row, a prompt of that length."""
+    """Time one token for each of ``rows`` sequences of ``context`` tokens, or with 0 rows a prompt of that length."""
     batch = paged(make_batch([context] if rows == 0 else [1] * rows), context)
     if rows:
         lens = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)

@@ -1,11 +1,11 @@
 """Linear layers of few rows on the GPU: time beside the matrix library's and the floor, and the tuner of their table.
 
 Usage: ``python -m benchmarks.kernels.linear`` times what the operation chooses (``$OUT/linear.json``). ``--tune`` first
-checks every candidate against float64 (outputs poisoned, with and without padded tokens, twice), times those that pass,
-and writes the fastest of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside
-``weft/ops/linear/skinny.py``; what was not tuned stays as it is there. All is timed behind a norm, as in a
-model: a launch may start early, so the time of one alone says little. Without a GPU everything is rehearsed on tiny
-shapes under the interpreter.
+checks every candidate against float64 (outputs poisoned, with and without padded tokens, twice), and times those that
+pass. It writes the fastest of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside
+``weft/ops/linear/skinny.py``. Rows of sizes that were not tuned are kept. Every time includes a norm before the
+product, as in a model: a launch may start early, so the time of one alone says little. Without a GPU everything is
+rehearsed on tiny shapes under the interpreter.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Bench:
         return row
 
     def chosen(self, tokens: int) -> dict[str, Any]:
-        """What the operation would run."""
+        """Measure the configuration that the operation would choose, and the library."""
         size = self.size
         x, want = self.inputs(tokens)
         row = self._row(tokens, self.us(x, lambda x, w: library(x, w, size.silu_mul)))
@@ -313,8 +313,8 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def write_table(rows: list[dict[str, Any]]) -> None:
-    """The table that the operation loads, one row per line, with what it has of other sizes; and everything that was
-    measured."""
+    """Write the table of the operation, one row per line, with its present rows of other sizes. All measurements are
+    written to a file of their own."""
     folder = os.environ.get("OUT")
     if folder is None:
         print("no table written: set OUT to a folder")

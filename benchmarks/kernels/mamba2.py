@@ -2,10 +2,10 @@
 
     OUT=FOLDER python -m benchmarks.kernels.mamba2 [--check-only] [--peers]
 
-Geometry of Nemotron-H: 64 heads of 64 channels, a state of 128, 8 groups, convolution of 4; and of Granite 4.0-H-Tiny:
-48 heads of 64, one group. Times are medians over replays of a CUDA graph that rotates through more data than the L2
-cache holds. ``--peers`` measures prefill and the state's step alone, beside ``mamba_ssm``'s Triton kernels. Without a
-GPU the checks run under the interpreter at a small size, and times are zero.
+Nemotron-H has 64 heads of 64 channels, a state of 128, 8 groups and a convolution of 4. Granite 4.0-H-Tiny has 48 heads
+of 64 and one group. Times are medians over replays of a CUDA graph that rotates through more data than the L2 cache
+holds. ``--peers`` measures prefill and the state's step alone, beside ``mamba_ssm``'s Triton kernels. Without a GPU the
+checks run under the interpreter at a small size, and times are zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mixture of experts on the GPU: every tile checked against float64, then timed beside the floor.
 
-Usage: ``python -m benchmarks.kernels.moe [--ranks 2] [--chosen]``: the experts' whole width, or the share of one of
-several ranks, of few tokens alone; ``--chosen``: only the tiles in use. Without a GPU it rehearses on tiny shapes under
-the interpreter.
+Usage: ``python -m benchmarks.kernels.moe [--ranks 2] [--chosen]``. It measures the experts' whole width, or with
+``--ranks`` the share of one rank, for few tokens alone. ``--chosen`` measures only the tiles in use. Without a GPU it
+rehearses on tiny shapes under the interpreter.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if not ON_GPU:
 
 
 def alternatives(num_tokens: int, width: int) -> list[Tiles]:
-    """What the table says, and what may be faster."""
+    """Return the tiles in use, then tiles that may be faster."""
     chosen = moe_tiles(num_tokens * TOP_K, EXPERTS, DTYPE.itemsize, width)
     if width == WIDTH:
         return [chosen, *(Tiles(Tile(*up), Tile(*down)) for up, down in SWEEP.get(num_tokens, []))]

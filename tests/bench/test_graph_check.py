@@ -72,7 +72,7 @@ def test_a_graph_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_graph_of_advanced_states_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the same step: the states that the second one starts from are those of one token later."""
+    """Every replay runs the step twice. The second run starts from the states of one token later."""
     replay = Tape.replay
     runner = make_runner(tmp_path, **SIZES)
     monkeypatch.setattr(Tape, "replay", lambda self: (replay(self), replay(self)))

@@ -1,4 +1,4 @@
-"""The prefix benchmark: its workloads are what they say, and its figures add up."""
+"""The prefix benchmark: the workloads are as described, and the figures add up."""
 
 from __future__ import annotations
 

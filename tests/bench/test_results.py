@@ -140,7 +140,7 @@ verification-releases-qwen3-0.6b-h200.json
 w1-variants-qwen3-0.6b-h200.json
 """.split())
 # fmt: on
-"""Trials whose script was removed with what it tried, and the figures of other engines (``peers-h200.json``)."""
+"""Results of trials whose script was removed with the trial, and the figures of other engines (``peers-h200.json``)."""
 
 LACKING = {
     "step-tuner-mamba-2-h200.json": {"command", "date"},
@@ -152,7 +152,7 @@ LACKING = {
     "step-tuner-qwen3-next-12l-share-2-h200.json": {"command", "date"},
     "triton-versions-qwen3-next-12l-h200.json": {"versions"},
 }
-"""Keys that files lack: the tuner did not write them then, and a comparison of versions has them in its runs."""
+"""Keys that files lack. The tuner did not write its keys then. A comparison of versions stores versions by run."""
 
 
 def _read(name: str) -> dict[str, Any]:

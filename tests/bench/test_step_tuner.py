@@ -1,4 +1,4 @@
-"""The tuner of tables in whole steps: its search, what it forces products to run, and what it writes."""
+"""The tuner of tables in whole steps: the search, the choices forced on products, and the tables written."""
 
 from __future__ import annotations
 

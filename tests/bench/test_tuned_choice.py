@@ -1,4 +1,4 @@
-"""The comparison of fixed modes with the tuned one: what it counts as a loss, and that it runs."""
+"""The comparison of fixed modes with the tuned mode: the definition of a loss, and a whole run."""
 
 from __future__ import annotations
 

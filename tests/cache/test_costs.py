@@ -30,7 +30,7 @@ def spec_of(config: Any, arch: str, folder: Path) -> CacheSpec:
 
 @pytest.mark.parametrize("arch", TEXT_MODELS)
 def test_a_token_meets_the_matrices_of_the_model(arch: str, tmp_path: Path) -> None:
-    """Every one, as often as layers have it, and of a mixture's experts those that are chosen.
+    """Each matrix counts once per layer that uses it. A mixture counts only the chosen experts.
 
     A shared block lists the adapters of all its layers in each of them.
     """

@@ -1,4 +1,4 @@
-"""What is evicted first: by recency, by FLOPs saved, by what became of others like it, and how the weight is found."""
+"""The order of eviction, by recency, FLOPs saved and the reuse of similar states, and the choice of the weight."""
 
 from __future__ import annotations
 

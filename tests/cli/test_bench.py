@@ -36,7 +36,7 @@ def test_latency(run_weft: RunWeft, tmp_path: Path) -> None:
 
 
 class Measured(Exception):
-    """What a benchmark was to measure."""
+    """An exception that replaces a measurement and holds the workload and the engine."""
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_distance_from_the_roofline(run_weft: RunWeft, tmp_path: Path, monkeypat
 
 
 def test_a_batch_that_does_not_run_together_is_refused(run_weft: RunWeft) -> None:
-    """Its time would be that of two batches, one after the other."""
+    """The reported time would be the time of two batches, one after another."""
     result = run_weft("bench", "latency", "--batch-sizes", 1, 17, "--prompt-len", 8, "--output-len", 4)
     assert result.status == 2
     assert "--batch-sizes 17: this engine runs at most 16 sequences of 12 tokens at a time; give less" in result.err

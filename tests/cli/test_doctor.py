@@ -1,4 +1,4 @@
-"""The doctor says what is there, and what to do about what is not."""
+"""The doctor names what the machine has, and says what to do about missing parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_kernels_for_hopper(capability: tuple[int, int], others: bool, monkeypat
 
 
 def test_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pages and one recurrent state leave of the memory behind the weights."""
+    """Pages get the memory that weights and one recurrent state do not use."""
     costs = {"weight_bytes": 15.1e9, "free_bytes": 10_500, "state_slot_bytes": 500, "kv_page_bytes": 100}
     monkeypatch.setattr("weft.cli.doctor.capacity", lambda config: costs)
     assert model_fits("weft-mini", None).found == "15.1 GB of weights, room for 1,600 tokens"

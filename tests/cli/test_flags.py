@@ -216,7 +216,7 @@ def test_help_is_quick_and_loads_no_torch() -> None:
 
 
 def test_the_list_of_verbs_loads_none_of_them() -> None:
-    """What it takes to print it is what is imported: the parser, and nothing of the engine or of a verb."""
+    """Printing the list of verbs imports the parser, and nothing of the engine or of a verb."""
     code = (
         "import sys, weft.cli\ntry: weft.cli.main(['--help'])\n"
         "finally: print('LOADED', *(m for m in sys.modules if m[:4] in ('weft', 'msgs', 'asyn')))"

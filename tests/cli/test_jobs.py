@@ -1,4 +1,4 @@
-"""Input lines of ``weft generate``: what they may hold, and that a bad one disturbs no other."""
+"""Input lines of ``weft generate``: allowed contents, and bad lines that do not affect other lines."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_config_says_that_it_is_used(cache: Path, capsys: pytest.CaptureFixture[
 
 @takes_long
 def test_a_start_runs_every_batch_as_measured(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Figures that make each kind of batch run in a mode of its own, and only what they use is captured."""
+    """Each kind of batch runs in the mode that the figures favour, and only graphs in use are captured."""
     _, profile = profile_in(cache)
 
     def fastest(mode: GraphMode, *sizes: int) -> list[Timing]:

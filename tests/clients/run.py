@@ -1,8 +1,8 @@
 """Run other people's clients against the server: ``python -m tests.clients.run [--json FILE]`` (``make test-clients``).
 
-Each client gets an environment of its own under ``.venv-clients``, since their pins exclude one another; what it does
-not bring along (Weft, torch, pytest) is found in the environment that runs this. Curl and the official clients, whose
-tests are under tests/server, run in that one.
+Each client gets an environment of its own under ``.venv-clients``, since the clients' pins exclude one another.
+Packages that a client does not bring along (Weft, torch, pytest) are found in the environment that runs this program.
+Curl and the official clients, whose tests are under tests/server, run in the environment of this program.
 """
 
 from __future__ import annotations

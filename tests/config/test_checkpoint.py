@@ -218,7 +218,7 @@ def test_unused_sliding_window_and_unknown_keys_are_fine(tmp_path: Path) -> None
     ],
 )
 def test_layers_with_a_window(arch: str, changes: dict[str, Any], layers: list[int], tmp_path: Path) -> None:
-    """As transformers chooses them, whether or not it wrote ``layer_types`` down."""
+    """Layers with a window must be those of transformers, whether or not the config holds ``layer_types``."""
     dense = {"mlp_only_layers": []} if "Moe" in arch else {}
     reference = make_config(arch, num_hidden_layers=4, **dense, **changes)
     written = {"architectures": [arch], **json.loads(reference.to_json_string())}

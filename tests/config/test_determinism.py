@@ -1,4 +1,4 @@
-"""Settings of deterministic inference: what asks for it, what it chooses, and what it refuses by name."""
+"""Deterministic inference: settings that turn the mode on, settings that the mode chooses, and refusals by name."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ EVERYWHERE = frozenset(
 TEXT, IMAGES, ATTENTION = "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"
 
 WARNED: dict[str, tuple[Any, str, dict[str, Any], str, dict[str, Any]]] = {
-    # value, model and settings with which it has no effect; model and settings with which it has
+    # value; model and settings without an effect; model and settings with an effect
     "tokenizer": (None, TEXT, {"skip_tokenizer_init": True}, TEXT, {}),
     "disable_custom_all_reduce": (True, TEXT, {"device": "cuda"}, TEXT, {"device": "cuda", "tensor_parallel_size": 2}),
     "gpu_memory_utilization": (0.9, TEXT, {"device": "cpu"}, TEXT, {"device": "cuda"}),

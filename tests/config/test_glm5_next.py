@@ -73,7 +73,7 @@ def test_names_of_the_layer_type(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_shared_layers(changes: dict[str, Any], shared: list[int], tmp_path: Path) -> None:
-    """As transformers places them, in a model with three layers of indexed attention."""
+    """Shared layers must be those of transformers, in a model with three layers of indexed attention."""
     import transformers
 
     types = ["indexed_attention", "indexed_attention", "linear_attention", "indexed_attention"]

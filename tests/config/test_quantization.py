@@ -1,4 +1,4 @@
-"""What a ``quantization_config`` says, which modules it names, and what is refused."""
+"""Reading a ``quantization_config``: schemes, the modules that the config names, and refusals."""
 
 from __future__ import annotations
 

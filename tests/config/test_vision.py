@@ -165,7 +165,7 @@ def test_refused_towers_of_inkling_2(
 
 @pytest.mark.parametrize("side", [4, 6, 20, 40])
 def test_layers_of_inklings_tower(side: int, tmp_path: Path) -> None:
-    """As transformers plans them, with fewer layers than sizes of cells and with more."""
+    """Layers must match transformers' plan, with fewer layers than sizes of cells and with more."""
     from transformers.models.inkling.modeling_inkling import plan_out_scales
 
     for depth in (1, 2, 3, 4, 5, 6, 9, 24):
@@ -210,7 +210,7 @@ def test_refused_towers_of_inkling(key: str, value: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("arch", [VL, HYBRID, GLM, INKLING2, INKLING])
 def test_weights_of_a_tower(arch: str, tmp_path: Path) -> None:
-    """Those of all matrices of a tower that was built."""
+    """``num_weights`` counts the weights of all matrices of a tower that was built."""
     config = read_checkpoint_config(write(tmp_path, arch))
     vision, model = config.vision, create_model(config.with_vision(), model_context())
     matrices = [p.numel() for name, p in model.named_parameters() if ".visual." in name and p.dim() > 1]

@@ -142,7 +142,7 @@ def test_the_loss_of_the_head_leaves_the_trunk_alone():
 
 
 def published_names(trunk) -> set[str]:
-    """What a published checkpoint calls a head of this geometry."""
+    """Return the names of the tensors of a head of this geometry in a published checkpoint."""
     layer = {
         name.split(".", 3)[3] for name in geometry.published(trunk.state_dict()) if name.startswith("model.layers.1.")
     }

@@ -85,7 +85,7 @@ def test_the_same_as_llm() -> None:
 
 
 async def ids_are_the_callers_own(llm: AsyncLLM) -> None:
-    """Those that look like Weft's own do not collide with them; one is free again as soon as its request is aborted."""
+    """Callers' ids that look like Weft's ids do not collide. An id is free again as soon as its request is aborted."""
     named = [llm.generate("12", ENDLESS, request_id=name) for name in ("request-1", "request-2", "again")]
     for stream in named:
         await anext(stream)
@@ -122,7 +122,7 @@ async def every_argument_counts(llm: AsyncLLM, rendered: list[dict[str, Any]]) -
 
 
 async def forgets(llm: AsyncLLM) -> None:
-    """What is cached, but not while something runs."""
+    """Resetting the prefix cache forgets cached prompts, but is refused while a request runs."""
     again = SamplingParams(temperature=0.0, max_tokens=2)
     assert (await last(llm.generate("12 + 30:", again))).num_cached_tokens > 0
     stream = llm.generate("on and on", ENDLESS, request_id="long")

@@ -1,4 +1,4 @@
-"""Bad input gets an error that names what was given, what is allowed and what to do, and disturbs nobody else."""
+"""Bad input gets an error that names the input, the allowed values and a remedy. No other request is disturbed."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def test_greedy_answers_are_those_of_transformers(float32: LLM, problems: list[d
 
 
 def distance(exact: list[RequestOutput], rounded: list[RequestOutput]) -> tuple[float, float, int]:
-    """Over the places of two runs' prompts where the first is sure: how often the best token is the same, the mean KL
-    divergence over the likeliest tokens, and the number of places."""
+    """Compare two runs' prompts at the places where the first run is sure. Return the share of equal best tokens, the
+    mean KL divergence over the likeliest tokens, and the number of places."""
     same, divergence, count = 0, 0.0, 0
     for one, other in zip(exact, rounded, strict=True):
         assert one.prompt_logprobs is not None and other.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""Callers share the engine by what is computed for them, not by what they ask for."""
+"""Callers share the engine by the work computed for each caller, not by the work requested."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_short_call_does_not_wait_for_the_long_prompts_of_another(max_tokens: 
 
 
 def test_what_is_computed_is_shared_equally() -> None:
-    """Of a caller with long prompts fewer run than of one with short ones, while both have some that wait."""
+    """A caller with long prompts runs fewer requests than a caller with short prompts, while both have some waiting."""
     engine = Engine(budget=600, seqs=1)
     for number in range(40):
         engine.send("a", tokens(number, 600), 1)
@@ -106,7 +106,7 @@ def test_what_is_computed_is_shared_equally() -> None:
 
 
 def test_an_unset_length_is_charged_as_it_is_used() -> None:
-    """Both get as many answers, although one of them says how short they are."""
+    """Both callers get equally many answers, although only one caller sets their short length."""
     engine = Engine(budget=512, seqs=1)
     for number in range(40):
         engine.send("a", tokens(number, 50), UNSET, ends=frozenset(range(10_000)))

@@ -1,4 +1,4 @@
-"""What ``generation_config.json`` asks for reaches every request."""
+"""Settings in ``generation_config.json`` apply to every request."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_cache_far_too_small_for_the_load(folder: Path, llm: LLM, policy: str)
 
 
 def test_requests_are_served_in_order_of_arrival_also_after_a_preemption(folder: Path) -> None:
-    """Equal requests that arrive one after the other end in that order, although the later ones are thrown out."""
+    """Equal requests finish in their order of arrival, although later requests are preempted."""
     ended: list[str] = []
     with LLM(str(folder), page_size=4, num_kv_pages=24, max_num_seqs=4) as llm:
         for i in range(8):

@@ -174,7 +174,7 @@ def test_the_prefix_cache_knows_images(arch: str, made: Callable[[str], Made]) -
     assert hits[1][1] is not None and hits[1][1].num_kv_tokens == 7  # the head, and what stands before the image
     assert f"at the image or video {swapped.media[0].content_hash.hex()[:8]}" in hits[1][1].reason
     end = len(first.token_ids)
-    # A hybrid model keeps a state at the prompt's end less one, and at its end once a request has left it there.
+    # A hybrid model keeps a state one token before the prompt's end, and at the end once a request has stored one.
     assert [hits[2][0], hits[3][0]] == [end if arch == VL else end - 1, end]
     assert hits[4][0] == end - 1
     assert engine.core.stats().num_encoder_hits == 1  # the second image of ``two``
@@ -306,7 +306,7 @@ def test_random_conversations_with_few_images(arch: str, made: Callable[[str], M
     [("FULL", "FULL"), ("FULL_DECODE_ONLY", "NONE"), ("FULL_AND_PIECEWISE", "PIECEWISE"), ("PIECEWISE", "PIECEWISE")],
 )
 def test_a_step_of_one_image_token_is_no_decode(mode: str, want: str, made: Callable[[str], Made]) -> None:
-    """All of a prompt but its last token is cached, and that one is an image's: it runs as any mixture does."""
+    """All of a prompt is cached but its last token, which belongs to an image. The step runs like any mixture."""
     sizes: dict[str, Any] = {"cuda_graph_bs": (1,)} if "FULL" in mode else {}
     sizes |= {} if mode == "FULL_DECODE_ONLY" else {"piecewise_cuda_graph_tokens": (1, 8)}
     engine = engine_of(made(VL), cuda_graph_mode=mode, encoder_cuda_graph_patches=(0,), **sizes)

@@ -26,8 +26,8 @@ def nan_checkpoint(arch: str, path: Path, **overrides: Any) -> Path:
 
 @pytest.mark.parametrize("arch", [HYBRID, pytest.param("Qwen3MoeForCausalLM", marks=takes_long)])
 def test_what_a_failing_step_stored_is_matched_by_nobody(arch: str, tmp_path: Path) -> None:
-    """A prefill in chunks that comes upon a NaN in its first: who starts in the step of its last chunk, and who comes
-    later, do not get the KV and the state that the first chunk computed of the shared prefix, before the NaN."""
+    """A prefill in chunks reads a NaN in its first chunk. This chunk also computes KV and a state of the shared prefix,
+    before the NaN. Requests that start in the step of the last chunk, or later, reuse neither."""
     folder = nan_checkpoint(arch, tmp_path, num_hidden_layers=8)  # with layers after an attention layer
     shared = list(range(40, 90))
     bad = {"prompt_token_ids": [*shared, 91, 7, *range(60, 148)], "checkpoint_positions": [len(shared)]}

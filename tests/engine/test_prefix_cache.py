@@ -29,7 +29,7 @@ OTHER_KINDS = [
     "ZayaForCausalLM",
     "InklingForCausalLM", "Inkling2ForCausalLM",
 ]  # fmt: skip
-"""Of layers that the others have not: for the worked example alone."""
+"""Architectures with layers that the list above lacks, for the worked example alone."""
 PROMPT = [(7 * i + i // 5) % 200 for i in range(210)]
 
 
@@ -101,7 +101,7 @@ BRANCHING = [
 SEEDS = dict.fromkeys(
     ("BambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM"), "Lfm2ForCausalLM"
 )
-"""Of those whose own name leads to a workload in which some policy finds nothing to reuse."""
+"""Seeds of architectures whose own name leads to a workload in which some policy finds nothing to reuse."""
 
 
 OTHER_POLICIES = [

@@ -176,8 +176,8 @@ def test_options_that_leave_no_token_end_their_request_with_the_reason(speculati
     ("drafts", "num_followed"), [("", 0), ("abab", 4), ("ab", 2), ("acab", 1), ("bab", 0), ("ab.b", 2), ("abx", 2)]
 )
 def test_masks_of_drafts(llm: LLM, drafts: str, num_followed: int) -> None:
-    """One more than drafts: each as if the drafts before it had been generated, as far as the grammar allows them.
-    ``.`` ends the text, ``x`` is no token."""
+    """There is one more mask than drafts. Each mask is computed as if the previous drafts had been generated, as far as
+    the grammar allows them. ``.`` ends the text, ``x`` is no token."""
     assert llm.tokenizer is not None
     config, ids = llm.config, {".": llm.config.eos_token_ids[0], "x": llm.config.model_config.vocab_size}
     ids |= {letter: llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc"}

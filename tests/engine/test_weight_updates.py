@@ -247,7 +247,7 @@ def test_files_of_new_weights_are_not_found_by_the_old(pair: tuple[Path, Path], 
 
 
 def opened(llm: LLM) -> list[str]:
-    """Open requests, some of which have tokens, one is in its prefill, and one waits."""
+    """Open requests: two have tokens, the third is in its prefill, and the last three wait."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
     ids = [llm.add_request(PROMPTS[1], params), llm.add_request(PROMPTS[2], params)]
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The executor of several ranks: what it starts them with, and its end, without processes."""
+"""The executor of several ranks, without processes: the settings that ranks start with, and the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Step:
 
 
 class Ranks:
-    """In the place of ring, rank 0, the other ranks and their folder: what is asked of them, in order."""
+    """A stand-in for ring, rank 0, the other ranks and their folder, which logs the calls in order."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

@@ -47,7 +47,7 @@ EVERY = [*((arch, 2) for arch in MODELS), *((arch, 4) for arch in ON_FOUR)]
 SOME = [*zip(ON_FOUR, cycle((2, 4)), strict=False), *((arch, 2) for arch in MODELS if arch not in ON_FOUR)]
 IN_LAYERS = ("Llama", "Qwen3_5", "Qwen3Moe", "Jamba", "InklingFor", "Olmo", "MiniMax", "Zamba2")
 SOME = [case for case in SOME if not case[0].startswith(IN_LAYERS)]
-"""The cases that ``make test`` runs: each model once, but for those whose layers others have, or ``tests/layers``."""
+"""The cases that ``make test`` runs: each model once, except models whose layers are tested elsewhere."""
 CASES = unless_long(SOME, EVERY)
 HYBRID = "Qwen3NextForCausalLM"
 ODD = {
@@ -102,7 +102,7 @@ def generate(folder: Path, size: int, **settings: Any) -> tuple[list[list[int]],
 
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, Path]) -> dict[str, tuple[list[list[int]], list[float]]]:
-    """What one rank generates."""
+    """The tokens and log probabilities that one rank generates, by architecture."""
     return {arch: generate(folders[arch], 1) for arch in dict.fromkeys(arch for arch, _ in CASES)}
 
 

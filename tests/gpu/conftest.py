@@ -1,4 +1,4 @@
-"""What the GPU tests share: exact float32 matrix products, and a counter of kernels compiled.
+"""Shared helpers of the GPU tests: exact float32 matrix products, and a counter of compiled kernels.
 
 Tests here state what only a GPU can show; everything else is tested on the CPU.
 """

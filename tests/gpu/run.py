@@ -1,7 +1,7 @@
 """The GPU tier, groups side by side: ``python -m tests.gpu.run --json FILE`` (four to five minutes).
 
-Job: run each group of test files as a process of its own, spread over the visible devices, and keep what came of it
-with device, versions, commit and date as soon as it ends. A group that does not end in time counts as unfinished.
+Job: run each group of test files as a process of its own, spread over the visible devices. When a group ends, write its
+results with device, versions, commit and date. A group that does not end in time counts as unfinished.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def test_experts_of_the_published_widths(num_tokens: int) -> None:
 def test_a_model_rounds_no_more_than_its_reference(scheme: str, tmp_path: Path) -> None:
     """KL divergence from the model without rounded inputs at most 1.1 times the reference's, over three checkpoints.
 
-    Logits are not compared one by one: Hopper's tensor cores keep fewer bits of a sum of e4m3 products than float32
-    has, and an input near the middle of two e4m3 numbers then rounds to the other one.
+    Logits are not compared one by one. Hopper's tensor cores keep fewer bits of a sum of e4m3 products than float32
+    has. An input near the middle of two e4m3 numbers may then round differently.
     """
     exact, reference, ours = (torch.cat(parts) for parts in zip(*three_logits(scheme, tmp_path), strict=True))
     (our_kl, _), (reference_kl, _) = divergence(exact, ours), divergence(exact, reference)
@@ -80,7 +80,8 @@ def test_prefills_over_an_fp8_cache(head_dim: int, tmp_path: Path, monkeypatch: 
 
 
 def chunked_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
-    """Of four prompts: one computed at once, one in chunks, beside a short one and the last token of another."""
+    """Return the logits of four prompts. The first is computed at once. The second is computed in chunks, together with
+    the short third prompt and the last token of the fourth."""
     harness = Harness(folder, device="cuda", backend=Backend.TRITON, dtype=torch.bfloat16, kv_dtype=E4M3, num_pages=400)
     whole, long, short, other = sequences = [harness.sequence(tokens) for tokens in prompts]
     found: dict[int, list[torch.Tensor]] = {id(sequence): [] for sequence in sequences}
@@ -92,7 +93,7 @@ def chunked_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
 
 
 def three_logits(scheme: str, folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each checkpoint: inputs not rounded, inputs rounded by the reference, and Weft's kernels; all in float32."""
+    """Yield float32 logits of each checkpoint: inputs not rounded, inputs rounded by the reference, Weft's kernels."""
     for seed in range(3):
         fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", scheme, folder / str(seed), seed=seed)
         prompts = [prompt(n) for n in (1, 65, 130)]

@@ -1,4 +1,4 @@
-"""Tiers below a GPU: KV and states that come back have the bytes that they had, while others decode.
+"""Tiers below a GPU: restored KV and states have their former bytes, while other requests decode.
 
 Layers and experts are few, weights are dummies. Races between the streams of steps and of copies only show here.
 """

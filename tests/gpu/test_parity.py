@@ -1,9 +1,9 @@
 """The Triton kernels in whole models: every architecture computes transformers' function on the GPU, in float32.
 
-The references run on the CPU in float64. Greedy tokens must be equal. Logits: these random models magnify rounding, and
-float32 leaves transformers itself up to 8e-5 from float64; other orders of the same sums leave up to 3e-4, whichever
-operation changes its order, though every kernel alone is as close to float64 as its reference (``tests/ops``). The same
-tests with torch's operations on the CPU, where logits agree to 1e-4, are in ``tests/models``.
+The references run on the CPU in float64. Greedy tokens must be equal. Logits may differ, since these random models
+magnify rounding: transformers in float32 is up to 8e-5 from float64. If any operation sums in another order, logits
+differ by up to 3e-4, though every kernel alone is as close to float64 as its reference (``tests/ops``). The same tests
+with torch's operations on the CPU, where logits agree to 1e-4, are in ``tests/models``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.ops.backend import Backend
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 TOLERANCE = 5e-4
-"""Of logits between -3 and 3."""
+"""Upper bound on the error of logits, which are between -3 and 3."""
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = tuple(range(140, 220, 4))
 SEEDS = range(4)
-"""Of the checkpoints, with some 3,600 places each. Roundings send a place in eight of a random mixture of experts to
-other experts, and those places hold three quarters of the divergence: on one checkpoint, the ratio of two equally
-accurate programs varies by a tenth (one standard deviation)."""
+"""Seeds of the checkpoints, each with some 3,600 places. In a random mixture of experts, rounding sends one place in
+eight to other experts. These places hold three quarters of the divergence. On one checkpoint, the ratio of two equally
+accurate programs therefore varies by a tenth (one standard deviation)."""
 
 
 def logits_of(model: Any, tokens: list[int], device: str) -> Tensor:
@@ -48,7 +48,7 @@ def in_bfloat16(model: Any) -> Any:
 
 
 def three_logits(arch: str, folder: Path, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one checkpoint: float32, transformers in bfloat16, Weft in bfloat16."""
+    """Return logits of one checkpoint: in float32, by transformers in bfloat16, and by Weft in bfloat16."""
     make_checkpoint(arch, folder, seed)
     prompts = [prompt(n) for n in LENGTHS]
     exact = torch.cat([logits_of(make_model(arch, seed), tokens, "cpu") for tokens in prompts])

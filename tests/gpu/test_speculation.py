@@ -1,5 +1,5 @@
-"""Steps with drafts that follow one another on a GPU, and no synchronisation between them; what bfloat16 makes of texts
-that are verified."""
+"""Steps with drafts that follow one another on a GPU, without synchronisation. One test checks how bfloat16 changes
+texts of verified drafts."""
 
 from __future__ import annotations
 

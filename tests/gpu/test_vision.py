@@ -118,7 +118,7 @@ def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", [HYBRID, INDEXED])
 def test_drafts_behind_images(arch: str, tmp_path: Path) -> None:
-    """Of the model's own head, verified in graphs where the model can."""
+    """The drafts come from the model's own head, and are verified in graphs where the model can."""
     folder, head = make_mtp_checkpoint(arch, tmp_path, **overrides(arch))
     engine = Engine(folder, device="cuda", dtype="float32", cuda_graph_mode="FULL", max_model_len=200, max_num_seqs=4,
                     speculative_config={"method": "mtp", "num_speculative_tokens": 2})  # fmt: skip

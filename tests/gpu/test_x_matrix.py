@@ -58,8 +58,8 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
 @pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", WITH_HEAD])
 def test_tokens_with_drafts(references: dict[str, Reference], arch: str, mode: str) -> None:
-    """Verified drafts, right and wrong, beside prefill chunks; nothing is compiled, and nothing rejected is read. Those
-    of the head follow one another without waiting for results."""
+    """Right and wrong drafts are verified, together with prefill chunks. Nothing is compiled, and nothing rejected is
+    read. Steps with drafts of the head follow one another without waiting for results."""
     settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "speculative_config": drafts_of(arch)}
     overlap = "overlap" if arch == WITH_HEAD else "in turn"
     with open_engine(arch, mode, overlap, "capture", references, **settings) as engine:

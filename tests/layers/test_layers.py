@@ -1,4 +1,4 @@
-"""What layers promise beyond parity: padding rows, the layer table, cache lookup by name."""
+"""Promises of layers beyond parity: padding rows, the layer table, cache lookup by name."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def test_a_name_is_registered_once() -> None:
 
 
 def test_sums_are_left_only_where_a_norm_comes_next(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the shared expert's, which is added to the experts' first; nor where a tracer or a named split op would have
-    to know of parts; nor with a bias, on this rank or another; nor where ranks sum without peer memory."""
+    """The shared expert's product returns whole sums, since they are first added to the experts'. Whole sums are also
+    returned where a tracer or a named split op would have to know of parts. The same holds for a bias on any rank, and
+    for ranks that sum without peer memory."""
     products = {n: m for n, m in harness.model.named_modules() if isinstance(m, RowParallelLinear)}
     leaving = {name.removeprefix("model.layers.") for name, product in products.items() if product.returns_partial_sums}
     assert leaving == {*(f"{i}.linear_attn.out_proj" for i in range(3)), "3.self_attn.o_proj"}
@@ -160,7 +161,8 @@ def test_padding_rows_are_sent_to_no_expert(harness: Harness, on_device: bool, m
 
 
 def test_a_shared_expert_of_few_rows_is_one_of_their_experts(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shares memory with them, and gives what it gives by itself; a wider one stays by itself."""
+    """The shared expert's matrices are in the experts' memory, and outputs are the same as when the shared expert runs
+    by itself. With FP8 or wider experts, fewer rows join."""
     layer = harness.model.get_submodule("model.layers.1.mlp")
     assert isinstance(layer, moe.SparseMoe) and layer.experts.shared_joins and layer.shared_expert is not None
     place = layer.experts.joined["gate_up"][-1]

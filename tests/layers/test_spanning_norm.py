@@ -24,7 +24,7 @@ EPS = 0.3
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_ranks_form_one_norm(backend: Backend, size: int, gated: bool, zero_centered: bool) -> None:
-    """Of channels whose size differs from rank to rank."""
+    """The magnitude of the channels differs from rank to rank."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, gate, weight = (torch.randn(n, 90, generator=generator, device=DEVICE) for n in (7, 7, 1))
     x *= torch.arange(1, 91, device=DEVICE) / 60

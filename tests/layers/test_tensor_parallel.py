@@ -28,10 +28,10 @@ LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
 class Group:
-    """What the ranks that have run so far brought to a gather. The last rank sees all of it.
+    """Simulated ranks. A gather returns the inputs of the ranks that have run so far: the last rank gets all.
 
     Args:
-        sums: what sums inside of a layer come to, in order; None: there are none.
+        sums: the results of the sums inside of a layer, in order. None if the layer has no sums.
     """
 
     def __init__(self, size: int, sums: list[Tensor] | None = None) -> None:
@@ -76,11 +76,11 @@ Run = Callable[[Harness], Tensor]
 
 
 def run_sharded(folder: Path, size: int, run: Run, *, sums: list[Tensor] | None = None, **options: bool) -> Tensor:
-    """The sum of the ranks' results; what they gathered, if they did. ``sums``: as of ``Group``; ``options``: of
-    ``Harness``."""
+    """Return the sum of the ranks' results, or the last rank's result if ranks gather. ``Group`` takes ``sums``, and
+    ``Harness`` takes ``options``."""
     group = Group(size, sums)
     parts = [run(Harness(folder, tp=group.rank(rank), **options)) for rank in range(size)]
-    if sums is not None:  # of which each may follow from those before it
+    if sums is not None:  # each sum may depend on the sums before it
         found = [torch.stack(terms).sum(0) for terms in zip(*group.summed, strict=True)]
         assert found, "there are sums inside of the layer"
         if len(found) != len(sums) or not all(map(torch.equal, found, sums)):
@@ -241,7 +241,7 @@ def test_convolutions_of_outputs(size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
-    """Which comes out whole on every rank."""
+    """The output of the head is whole on every rank."""
     folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path, **LINEAR)
     ids, hidden = torch.arange(9), torch.randn(9, 48)
 
@@ -270,7 +270,7 @@ def test_the_head_for_drafts(size: int, tmp_path: Path) -> None:
     ],
 )
 def test_every_sum_over_ranks_is_formed_once(arch: str, overrides: dict[str, Any], count: int, tmp_path: Path) -> None:
-    """And layers of one kind, of which one is compiled for all, form the same ones."""
+    """All layers of one kind form the same sums, since one layer is compiled for all."""
 
     def sums_of(module: torch.nn.Module) -> list[str]:
         layers = (ResidualRMSNorm, OutputRMSNorm, ResidualSum, OutputConv)

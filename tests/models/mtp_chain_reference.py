@@ -1,7 +1,7 @@
 """Inkling's multi-token-prediction head in plain torch around transformers' decoder layer, and checkpoints with it.
 
-Positions are those of published implementations: layer i reads, at position p, the output of layer i - 1 for p and the
-embedding of token p + 1 + i. transformers skips the tensors.
+Positions follow published implementations. At position p, layer i reads the output of layer i - 1 for p and the
+embedding of token p + 1 + i. The tensors are skipped by transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The multi-token-prediction head in plain torch around transformers' decoder layer, and checkpoints that contain it.
 
-transformers skips the ``mtp.*`` tensors; what is computed here is what vLLM and SGLang compute: the normalised
-embedding of the next token beside the normalised hidden state, ``fc``, one attention layer, the norm, and the
-model's output head.
+transformers skips the ``mtp.*`` tensors. This module computes the head of vLLM and SGLang: the normalised embedding of
+the next token is concatenated with the normalised hidden state. Then follow ``fc``, one attention layer, the norm, and
+the model's output head.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReferenceHead(nn.Module):
         return states
 
     def output(self, hidden: Tensor) -> Tensor:
-        """What the output head reads of a token's state ``[hidden]``."""
+        """Return the output head's input, from a token's state ``[hidden]``."""
         return hidden
 
     @torch.no_grad()
@@ -123,8 +123,9 @@ class PlainReference(ReferenceHead):
 
 
 class StreamsReference(ReferenceHead):
-    """The head of Qwen4-Exp, which reads and returns residual streams: one norm of all of them, one matrix for each,
-    the embedding added to each, an attention layer, and a mixer of its own before the model's output head."""
+    """The head of Qwen4-Exp, which reads and returns residual streams. One norm reads all streams, ``fc_hidden`` maps
+    each stream, and the embedding is added to each. An attention layer follows. A mixer of the head's own runs before
+    the model's output head."""
 
     def __init__(self, model: Any, seed: int = 5) -> None:
         nn.Module.__init__(self)

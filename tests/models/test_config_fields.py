@@ -19,7 +19,7 @@ from weft.errors import WeftError, WeightsError
 TOKENS = prompt(26)
 """More than the shorter of both windows."""
 MULTIMODAL = tuple(arch for arch in ARCHITECTURES if arch.endswith("ForConditionalGeneration"))
-"""Whose text is that of others."""
+"""Families whose text model is that of another family."""
 NOT_OF_A_FORWARD_PASS = frozenset(
     "initializer_range use_cache num_logits_to_keep attention_dropout hidden_dropout output_router_logits "
     "router_aux_loss_coef z_loss_coefficient rescale_prenorm_residual bos_token_id eos_token_id pad_token_id "
@@ -85,7 +85,7 @@ def fields(arch: str) -> list[str]:
 
 
 def check_field(arch: str, name: str, value: Any, shapes: dict[str, Any], folder: Path) -> bool:
-    """Whether Weft computes what transformers does with the field changed; False: one of both refuses it."""
+    """Check that Weft computes the same as transformers with the field changed. Returns False if either refuses."""
     try:
         model = shared_model(arch, **{name: value})
         resized = {n: p.shape for n, p in model.named_parameters()} != shapes
@@ -115,15 +115,15 @@ FAMILIES = [*MAMBA_ARCHITECTURES, *(a for a in ARCHITECTURES if a not in MULTIMO
 
 
 def chosen(arch: str) -> list[str]:
-    """The fields that are changed: all, or where long tests do not run, each in the last family that has it."""
+    """The fields to change: all fields. Where long tests do not run, only the last family with a field changes it."""
     after = {name for other in FAMILIES[FAMILIES.index(arch) + 1 :] for name in fields(other)}
     return [name for name in fields(arch) if RUNS_LONG or name not in after]
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_every_field_counts_or_is_refused(arch: str, tmp_path: Path) -> None:
-    """Where a field changes the sizes of weights, that they load says that it is read (``test_parity.py`` has odd
-    sizes); where it does not, logits are compared."""
+    """If a field changes the sizes of weights, a successful load shows that the field is read (``test_parity.py`` has
+    odd sizes). Otherwise logits are compared."""
     config, taken, names = make_config(arch), [], chosen(arch)
     shapes = {name: parameter.shape for name, parameter in shared_model(arch).named_parameters()} if names else {}
     for name in names:

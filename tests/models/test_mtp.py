@@ -88,8 +88,8 @@ def test_the_head_is_the_published_function_in_chunks_and_decodes(
 def test_drafts_are_the_greedy_ones_of_the_reference(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a batch with two sequences that sample, one of which has had drafts rejected, and one that does not; with sums
-    left to the norms that follow, as on a GPU, in the head too."""
+    """The batch has two sequences that sample, the second after rejected drafts, and a sequence that does not sample.
+    Sums are left to the norms that follow, as on a GPU, in the head too."""
     left = leave_parts(monkeypatch)
     folder, reference = make_mtp_checkpoint(arch, tmp_path)
     harness = Harness(folder, mtp=True)

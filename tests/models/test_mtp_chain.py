@@ -1,4 +1,4 @@
-"""A head with a layer for each draft: the published function, its drafts, its caches, and which checkpoints have it."""
+"""A head with a layer for each draft: the published function, drafts, caches, and checkpoints with and without it."""
 
 from __future__ import annotations
 

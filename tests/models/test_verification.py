@@ -45,7 +45,7 @@ ATTEND_OR_DECAY_BY_HEAD = ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHy
 
 
 ONE_BY_ONE = [f"{name}ForCausalLM" for name in ("Jamba", "RecurrentGemma", "Bamba", "MiniMax", "GptOss")]
-"""Families of other layers, which decode a sequence's tokens one after the other."""
+"""Families whose layers decode the tokens of a sequence one after another."""
 
 
 @pytest.mark.parametrize("arch", ATTEND_OR_DECAY_BY_HEAD + ONE_BY_ONE + unless_long(VERIFY, VERIFY + MORE))
@@ -70,9 +70,9 @@ def test_logits_and_the_states_after_every_token(arch: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("arch", unless_long(VERIFY, VERIFY + MORE + ATTEND_OR_DECAY_BY_HEAD))
 def test_rejected_drafts_leave_no_bit(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is drafted and rejected, states, pages and logits of the accepted tokens are the same bits, and so is
-    all that follows: those of a sequence whose drafts were right. Experts compute each row alone, since their products
-    differ by the rows that choose them."""
+    """Rejected drafts change no bit of the accepted tokens' states, pages and logits, nor of later tokens. The bits are
+    the same as of a sequence whose drafts were right. Experts compute each row alone, since the bits of a product
+    depend on the rows that choose the expert."""
     monkeypatch.setattr(unquantized, "fused_moe", partial(_each_row_alone, fused_moe))
     harness, rng = Harness(make_checkpoint(arch, tmp_path), num_slots=30), random.Random(0)
     assert harness.config.verifies

@@ -61,7 +61,7 @@ def test_experts_of_nemo_in_one_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_tied_embeddings_of_a_file_that_does_not_say(wrapper: str, tmp_path: Path) -> None:
-    """As transformers assumes, whatever the text config says."""
+    """The embeddings are tied as transformers assumes, whatever the text config says."""
     reference = make_wrapped(wrapper, WRAPPED_TEXTS[wrapper][0], tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     tied = getattr(type(reference.config)(), "tie_word_embeddings", False)

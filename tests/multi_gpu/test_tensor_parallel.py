@@ -1,4 +1,4 @@
-"""What only several GPUs can show: sums over peer memory, and that several ranks generate what one generates."""
+"""Tests that need several GPUs: sums over peer memory, and several ranks that generate the same as one rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_all_reduce_is_exact_and_every_rank_has_the_same_bits(ranks: int) -> Non
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve heads: six or three on a rank; two KV heads, which four ranks replicate; a vocabulary that is padded."""
+    """A checkpoint with twelve heads (six or three on a rank), two KV heads (replicated by four ranks), and a padded
+    vocabulary."""
     return make_checkpoint(HYBRID, tmp_path_factory.mktemp("tiny"), **ODD)
 
 

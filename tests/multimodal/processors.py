@@ -1,4 +1,4 @@
-"""What tests of processors share: processors, expanded prompts, transformers' own without torchvision."""
+"""Helpers for tests of processors: processors, expanded prompts, and transformers' processors without torchvision."""
 
 from __future__ import annotations
 

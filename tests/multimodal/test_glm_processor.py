@@ -143,7 +143,7 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_processor_files_has_the_published_settings(tmp_path: Path) -> None:
-    """As with dummy weights: at least 16 tokens per image, and the colours of CLIP."""
+    """Dummy weights need no processor files. Images have at least 16 tokens and are normalised as for CLIP."""
     processor = make(tmp_path, vision=replace(GLM_VISION, patch_size=14))
     (item,) = processor.process({"image": [picture(28, 28)]}, ROOM, PARAM)
     assert item.grid == (1, 8, 8)

@@ -45,7 +45,7 @@ def run(llm: LLM, prompt: Any, params: SamplingParams = PARAMS) -> Any:
 
 
 def test_text_and_ids(llm: LLM, tmp_path: Path) -> None:
-    """Text or token ids, sources of any form: the same tokens. Which image stands where matters."""
+    """Text or token ids and images from any source yield the same tokens. The order of images matters."""
     one, other = picture(40, 24), picture(40, 24, seed=1)
     path = tmp_path / "one.png"
     path.write_bytes(encoded(one))

@@ -1,4 +1,4 @@
-"""Pictures from anywhere: what is read as what, and what is refused, in which words."""
+"""Pictures from any source: how each form is read, and the errors for refused pictures."""
 
 from __future__ import annotations
 

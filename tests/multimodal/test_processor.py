@@ -134,7 +134,7 @@ def test_videos_as_transformers(
 
 
 def test_sources_are_equal(tmp_path: Path, processor: MediaProcessor) -> None:
-    """One picture however it comes: one hash, one result."""
+    """A picture has the same hash and one result, whatever its source."""
     image = picture(40, 20)
     path = tmp_path / "x.webp"
     path.write_bytes(encoded(image, "WEBP", lossless=True))
@@ -293,7 +293,7 @@ class TestRefusals:
             make(tmp_path)
 
     def test_a_folder_without_processor_files_has_the_published_settings(self, tmp_path: Path) -> None:
-        """As with dummy weights."""
+        """Dummy weights need no processor files."""
         assert make(tmp_path, max_tokens=1024).process({"image": [picture(64, 64)]}, ROOM, PARAM)[0].grid == (1, 64, 64)
 
 

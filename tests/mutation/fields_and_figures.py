@@ -1,5 +1,5 @@
-"""Bugs to plant where a flag, a field of a request or a figure goes from one room to the next: flags to settings and
-workloads, protocols to chats, requests to metrics and logs."""
+"""Bugs to plant where a flag, a field of a request or a figure is passed from one room to the next. Flags are passed to
+settings and workloads, protocols to chats, and requests to metrics and logs."""
 
 from __future__ import annotations
 

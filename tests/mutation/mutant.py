@@ -1,4 +1,4 @@
-"""What a planted bug is."""
+"""The definition of a planted bug."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Mutant:
         name: short and unique.
         promise: what it breaks.
         path: file, from the root of the project.
-        old, new: text that stands there once, and what takes its place.
+        old, new: text that occurs once in the file, and its replacement.
         tests: what pytest is given.
     """
 

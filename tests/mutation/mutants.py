@@ -1,4 +1,4 @@
-"""Bugs to plant, each with the promise that it breaks and the tests that should notice.
+"""Bugs to plant, each with the promise that the bug breaks and the tests that should notice.
 
 A mutant is one piece of text in one file, replaced by another. Where the text is gone, ``run`` says so: the mutant is
 then rewritten for the code that took its place.

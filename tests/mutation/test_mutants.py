@@ -18,7 +18,7 @@ def source(path: str) -> str:
 
 
 def is_whole(mutant: Mutant) -> bool:
-    """Whether its code stands in one place, and the tests that should notice it are there."""
+    """Whether the code to replace occurs exactly once, and the tests that should notice exist."""
     tests = [test.partition("::") for test in mutant.tests]
     return source(mutant.path).count(mutant.old) == 1 and all(
         (ROOT / file).exists() and (not name or f"def {name.split('[')[0]}(" in source(file)) for file, _, name in tests

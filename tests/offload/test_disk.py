@@ -1,4 +1,4 @@
-"""Files of the disk tier: torn, changed, foreign and full; restarts, also after SIGKILL; bounds; the verb."""
+"""Files of the disk tier: torn, changed or foreign files, a full disk, restarts (also by SIGKILL), bounds, the verb."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_the_system_may_copy_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does from 2 GiB on."""
+    """The system cuts transfers of 2 GiB or more. Here each call copies at most 1500 bytes."""
     writev, preadv = os.writev, os.preadv
 
     def first(buffers: list[Any]) -> list[memoryview]:

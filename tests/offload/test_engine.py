@@ -121,7 +121,7 @@ def test_a_request_that_did_not_fit_is_looked_up_when_there_is_more_room(monkeyp
 
 @pytest.mark.parametrize("is_slow", unless_long([True], [False, True]))
 def test_a_slow_link_is_measured_and_not_used(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
-    """The first restore measures the link. What follows depends on that measurement alone."""
+    """The first restore measures the link. Later decisions depend on that measurement alone."""
     if is_slow:
         monkeypatch.setattr(DirectLink, "to_device", slow)
     with LLM(**TINY, kv_offloading_size=0.1) as llm:

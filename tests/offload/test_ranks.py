@@ -1,4 +1,4 @@
-"""Files of several ranks: each has its share of every entry, and an entry is there if all have it."""
+"""Files of several ranks: each rank stores a share of every entry. An entry exists if all ranks have their shares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _forks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What an engine without a tier answers."""
+    """Return the answers of an engine without a tier."""
     with LLM(**TINY) as llm:
         return [serve(llm, index)[0] for index in range(4)]
 

@@ -1,4 +1,4 @@
-"""What the tier in host memory keeps, finds, refuses and drops."""
+"""Check what the tier in host memory keeps, finds, refuses and drops."""
 
 from __future__ import annotations
 

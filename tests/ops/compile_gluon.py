@@ -176,7 +176,7 @@ def launch_int4() -> None:
 
 
 GROUPING = {"_quantize_kernel", "_few_kernel", "_rank_kernel", "_block_kernel", "_place_kernel"}
-"""What runs before products of experts."""
+"""Kernels that run before products of experts."""
 
 
 def launch_fp8_experts() -> None:

@@ -155,7 +155,7 @@ class Shared:
 
 
 class Operand:
-    """What a product reads from shared memory when it runs."""
+    """An operand that a product reads from shared memory only when the product runs."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self.read = read

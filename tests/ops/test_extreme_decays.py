@@ -2,8 +2,8 @@
 
 In a chunk the kernels and the references take decays as ``exp`` of differences of a running sum G of up to 64 numbers
 in float32. Each addition rounds a partial sum of at most ``max |G|``, so a difference is off by at most
-``128 u max |G|`` (u = 2**-24), and a factor by a relative ``expm1`` of that. With what products and sums of K channels
-and 64 tokens round, ``eps = expm1(128 u max |G|) + 4 u (K + 128)`` bounds the relative error of every term; that of
+``128 u max |G|`` (u = 2**-24), and a factor by a relative ``expm1`` of that. Products and sums of K channels and 64
+tokens round too. ``eps = expm1(128 u max |G|) + 4 u (K + 128)`` bounds the relative error of every term. The error of
 an output is at most eps times the sum of its terms' magnitudes. Deltas pass through the inverse of ``I + A`` as well.
 """
 

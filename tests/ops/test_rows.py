@@ -56,7 +56,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(op: str) -> None:
 
 
 def test_a_product_at_once_has_other_bits() -> None:
-    """Or these tests would show nothing on this processor."""
+    """Check that bits can differ on this processor. Otherwise the tests of this module would show nothing."""
     torch.manual_seed(0)
     x, w = torch.randn(40, 500), torch.randn(260, 500)
     assert not torch.equal(linear(x, w, backend=Backend.TORCH), linear(x, w, backend=ALONE))

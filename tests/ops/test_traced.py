@@ -1,4 +1,4 @@
-"""Operations that tracers see as one: what is registered, what a trace finds, and that fakes tell the truth."""
+"""Operations that are one operator for a tracer: registered schemas, traces, and shapes and dtypes of fakes."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_functions_methods_and_modules_are_split_off_by_name(
 
 @takes_long
 def test_pieces_are_split_at_names_beside_compiled_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both come from one source; a decode is one graph, and what is traced for it has no breaks at names."""
+    """Pieces and decodes come from one source. A decode is one graph, and its trace has no breaks at names."""
     source = Traced(torch.device("cpu"), run_eagerly, opaque_ops(fusible=True))
     monkeypatch.setattr("weft.pieces.model_compiler.make_source", lambda name, device: source)
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)

@@ -172,7 +172,7 @@ def test_code_tells_pieces_apart_by_keywords_and_strides() -> None:
 
 
 class Peeking(Model):
-    """What a model must not do to be traced."""
+    """A model that may do something that cannot be traced."""
 
     def __init__(self, peek: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, folder: Path, kernels: Path) -> str:
-    """What a new process would use as key."""
+    """Return the key that a new process would use."""
     from triton.runtime import cache
 
     with monkeypatch.context() as patched:
@@ -84,7 +84,7 @@ def test_without_a_place_to_write_every_start_computes(
 
 
 def test_all_that_triton_hashes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the installed one: every file that its key is computed from."""
+    """The fingerprint looks at every file from which the installed Triton computes its key."""
     from triton.runtime import cache
 
     spec = spec_from_file_location("triton.runtime.cache_again", cache.__file__)  # an engine may have replaced the key

@@ -66,7 +66,7 @@ def test_kernels_in_gluon_run_under_a_triton_with_which_they_were_tested(
 
 
 REQUIRED = {"2.11.0": "==3.6.0", "2.12.1": "==3.7.1", "2.13.0": "==3.7.1", "2.14.1": "~=3.8.0", "2.15.0": "~=3.9.0"}
-"""Which Triton torch's wheels with CUDA require, by their metadata on the package index (2026-11-23)."""
+"""Versions of Triton that torch's wheels with CUDA require, by their metadata on the package index (2026-11-23)."""
 
 ROOT = Path(__file__).parents[2]
 

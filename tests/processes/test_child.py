@@ -1,4 +1,4 @@
-"""A child process: its input, its output, its exit, its end, and another one in its place."""
+"""Child processes: input, output, exit, end, and restarts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MADE: list[Child] = []
 
 @pytest.fixture(autouse=True)
 def _ended() -> Iterator[None]:
-    """Children of a test end with it, so that their descriptors do not change in the middle of the next one."""
+    """End the children of a test with the test, so that their descriptors do not change during the next test."""
     yield
     while MADE:
         MADE.pop().end()

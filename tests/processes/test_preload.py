@@ -1,4 +1,4 @@
-"""What a start loads in threads, before torch is imported."""
+"""Libraries that a start loads in threads, before torch is imported."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_another_name_of_the_setting() -> None:
 
 
 def add_scales(folder: Path, value: float) -> None:
-    """As ``compressed-tensors`` publishes them."""
+    """Add scales of K and V to a checkpoint, as ``compressed-tensors`` publishes them."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = {
         "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,

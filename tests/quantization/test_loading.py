@@ -81,7 +81,8 @@ WIDE = TP | {"moe_intermediate_size": 256, "intermediate_size": 256}
     covering(["linear_attn", "mlp", "self_attn"], ["block", "channel-token", "tensor-static"], of=1),
 )
 def test_shards_take_their_scales_along(name: str, scheme: str, tmp_path: Path) -> None:
-    """Two ranks equal one, but for scales of a token, of which each rank has one for its share of the inputs."""
+    """Two ranks must compute what one rank computes. Scales per token add a difference, since each rank has a
+    scale for its own share of the inputs."""
     folder = make_fp8_checkpoint(NEXT, scheme, tmp_path, **WIDE)
     run = run_layer(f"model.layers.{3 if name == 'self_attn' else 0}.{name}")
     whole, sharded = run(Harness(folder))[:73], run_sharded(folder, 2, run)[:73]

@@ -26,7 +26,7 @@ OTHERS = (
 
 
 def relative_error(folder: Path) -> float:
-    """Of the logits with weights quantised while they load, against those without."""
+    """Return the relative error of logits with weights quantised while they load, against logits without."""
     config = resolve(model=str(folder), device="cpu", quantization="fp8").model_config
     results = []
     for quantization in (config.quantization, None):
@@ -37,7 +37,7 @@ def relative_error(folder: Path) -> float:
 
 @pytest.mark.parametrize("arch", unless_long([*MAMBA_ARCHITECTURES[::2], *OTHERS], [*MAMBA_ARCHITECTURES, *OTHERS]))
 def test_fp8_weights_are_near(arch: str, tmp_path: Path) -> None:
-    """As near as rounding weights and inputs to three bits of mantissa leaves such small models."""
+    """The error is what rounding weights and inputs to three bits of mantissa causes in such small models."""
     more = {"layers_block_type": ["linear_attention", "mlp", "full_attention"]} if "Nemotron" in arch else {}
     assert 0.005 < relative_error(make_checkpoint(arch, tmp_path, **more)) < 0.3
 

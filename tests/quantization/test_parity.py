@@ -65,9 +65,9 @@ def errors(got: Tensor, want: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("arch", "scheme"), unless_long([c for c in CASES if c not in LONG], CASES))
 def test_logits(arch: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are equal until a value near a border of the rounding falls to the other side; what follows in the sequence
-    then differs a little, and far less than with inputs that are not rounded. Decodes have their sums left to the norms
-    that follow, as on a GPU."""
+    """Rows are equal until a value near a border of the rounding is rounded the other way. Later rows of the sequence
+    differ a little then, and far less than with inputs that are not rounded. Decodes return partial sums, and the norms
+    that follow add them, as on a GPU."""
     overrides: dict[str, Any] = (
         {"num_key_value_heads": 2} if arch.startswith(("Llama", "Bailing", "Zaya", "Glm5")) else {}
     )

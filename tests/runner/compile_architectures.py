@@ -1,4 +1,4 @@
-"""Compiles a model's kernels for NVIDIA architectures that are not there, and says what each needs of shared memory.
+"""Compiles a model's kernels for NVIDIA architectures that are not there, and prints the shared memory of each kernel.
 
     python -m tests.runner.compile_architectures FOLDER SETTINGS CAPABILITY[:MOST] ... [--assemble]
 

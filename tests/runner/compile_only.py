@@ -41,7 +41,7 @@ LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 10
 
 
 class AbsentGpu:
-    """What Triton asks of a driver before it compiles; an H100 or H200."""
+    """A stand-in for the driver of an H100 or H200, with the calls that Triton makes before it compiles."""
 
     def get_current_device(self) -> int:
         return 0

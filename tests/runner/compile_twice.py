@@ -4,8 +4,8 @@
 
 There is one more kernel, which is broken, or the processes fall asleep instead of compiling.
 
-A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, how many kernels there
-are, how many were compiled in this process, how often one was given to others, and how many of these are left. Every
+A program of its own, because kernels are interpreted in the tests' process. It prints counts as JSON: the kernels, the
+kernels compiled in this process, the kernels given to other processes, and the child processes still running. Every
 process that compiles a kernel adds a line to the file ``compiled`` in the cache folder.
 """
 

@@ -138,7 +138,7 @@ ELSEWHERE = {
     "attention.record_kernel._record_kernel", "indexed_attention.attend._merge_splits_kernel",
     "linear.by_head._head_kernel",
 }  # fmt: skip
-"""Kernels that none of these starts compiles: copies between the tiers of the cache, and those of other sizes."""
+"""Kernels that no start above compiles: copies between the tiers of the cache, and kernels for other sizes."""
 HOPPER = re.compile("hopper|gluon")
 """Modules of kernels for Hopper alone (``tests/ops/attention/test_gluon_attention.py``). Others run elsewhere."""
 

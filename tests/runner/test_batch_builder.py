@@ -71,7 +71,7 @@ def test_chunks_do_not_depend_on_how_a_prefill_is_split() -> None:
 
 
 def test_what_the_host_knows_of_prefills() -> None:
-    """Of sequences that do not decode: all their tokens, and the shortest chunk of those that continue."""
+    """Two figures of sequences that do not decode: all their tokens, and the shortest chunk with a context."""
     table, builder = make(4)
     for row in range(4):
         table.add(NewRequest(row, array("I", [7] * 90), 90, RowSampling()))

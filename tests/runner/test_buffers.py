@@ -14,7 +14,7 @@ from weft.runner.buffers import PAGE_UPDATES, StepBuffers
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the events of a GPU that is not there."""
+    """The calls to the events of a GPU that is not there, in order."""
     calls: list[str] = []
     count = iter(range(9))
     zeros = torch.zeros

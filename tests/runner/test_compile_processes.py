@@ -1,4 +1,4 @@
-"""Kernels that are not in Triton's cache are compiled in other processes; the others are read from it."""
+"""Kernels that are missing in Triton's cache are compiled in other processes. The rest is read from the cache."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_compilers_leave_interrupts_to_their_parent_and_keep_binaries_alone(monk
 
 
 def test_where_every_lock_is_refused_this_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused lock looks like one that another process holds; who waits for it learns that nobody does."""
+    """A refused lock looks like a lock held by another process. A waiter then finds that no process holds the lock."""
 
     def refuse(*args: Any) -> None:
         raise PermissionError
@@ -112,8 +112,8 @@ def test_where_every_lock_is_refused_this_process_compiles(tmp_path: Path, monke
 
 
 def test_the_slowest_kernel_that_waits_is_compiled_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of equal ones the first; the one that has begun goes on. Later ones find the launcher that the first of their
-    signature left behind."""
+    """Among equally slow kernels, the first is compiled first. A compilation in progress continues. Later kernels find
+    the launcher of the first kernel with the same signature."""
     begins, first_loads = Event(), Event()
     begun: list[str] = []
     loaded: list[str] = []

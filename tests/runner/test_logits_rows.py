@@ -166,7 +166,7 @@ def test_a_row_that_is_padding_is_no_sequence_s_last(tmp_path: Path) -> None:
 
 
 def test_rows_of_no_sequence_are_sent_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the last layer of a graph, which computes a row for each sequence that there may be."""
+    """The last layer of a graph computes a row for each possible sequence, also for sequences that are absent."""
     folder = make_checkpoint("Qwen3MoeForCausalLM", tmp_path)
     settings = SIZES | {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1], "piecewise_cuda_graph_tokens": [16]}
     steps = ModelRunner(resolve(model=str(folder), **settings)).steps

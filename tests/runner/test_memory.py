@@ -235,7 +235,7 @@ def _rank_of_two(rank: int, folder: str, store: str, tell: Any) -> None:
 
 @takes_long
 def test_all_ranks_try_the_next_smaller_step(tmp_path: Path) -> None:
-    """One that is short of memory while the others compute: none waits for it, and all say the same."""
+    """Rank 1 is short of memory while rank 0 computes. Neither rank waits for ever, and both make the same plan."""
     folder, store = make_checkpoint("Qwen3NextForCausalLM", tmp_path / "model"), tmp_path / "store"
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
     ranks = [

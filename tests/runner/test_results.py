@@ -88,8 +88,8 @@ def test_memory_comes_back_from_a_step_that_broke(monkeypatch: pytest.MonkeyPatc
 
 
 def test_results_of_rows_with_drafts_and_of_rows_that_do_not_sample() -> None:
-    """Row 4 runs a part of its prompt; row 2 has three positions, of which two count, and log probabilities; of row 7
-    the state is broken, and no draft was found for it."""
+    """Row 4 runs a part of its prompt. Row 2 has three positions, of which two count, and log probabilities. Row 7 has
+    NaN logits and no draft."""
     requests = [
         ScheduledRequest(2, 5, 3, [], 2, True),
         ScheduledRequest(7, 9, 1, [], 3, True),

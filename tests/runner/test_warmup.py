@@ -1,4 +1,4 @@
-"""The walk through all kinds of steps: it meets every size, and every step of it is one that the runner can run."""
+"""The walk through all kinds of steps: the walk covers every size, and the runner can run every step of the walk."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ WARM: dict[str, Any] = GEOMETRY | {"max_position_embeddings": 1024}  # for sever
 WARM_HALVES: dict[str, Any] = WARM | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4
 }  # fmt: skip
-"""Of which a rank of two has the heads of ``WARM``, so that both need many kernels alike and compile them once."""
+"""Sizes of which one of two ranks has the heads of ``WARM``. Both then need many equal kernels, compiled once."""
 WARM_FP8 = WARM | {"hidden_size": 1024, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 """Sizes that the warps of a program can share."""
 

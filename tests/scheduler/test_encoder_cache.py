@@ -70,7 +70,7 @@ def test_what_a_step_that_was_not_launched_asked_for_is_forgotten() -> None:
 
 
 def test_an_image_that_was_asked_for_by_one_that_has_gone_keeps_nobody_waiting() -> None:
-    """Its request found no page for it, as another one's last token was on its way: no step was launched."""
+    """The image's request found no page, as the last token of another request was in flight. No step was launched."""
     rig = Rig(pages=9, seqs=2, budget=2, hybrid=False)
     rig.scheduler.encoder = cache = EncoderCache(num_rows=12, step_budget=6)
     rig.scheduler.add(make_request("text", list(range(14)), max_tokens=9))

@@ -33,7 +33,7 @@ class Callers:
         return number
 
     def serve(self, num_tokens: int | None = None) -> int:
-        """Admit one request, which generates ``num_tokens`` tokens or all that it asks for."""
+        """Admit one request, which generates ``num_tokens`` tokens, or ``max_tokens`` if None."""
         request = next(iter(self.queue))
         self.queue.remove(request)
         self.order.admit(request.caller, 1)

@@ -28,8 +28,8 @@ def make_spec(hybrid: bool = True) -> CacheSpec:
 class Rig:
     """Scheduler and fake runner; ``depth`` steps may be in flight before results are taken in.
 
-    The device is late: a launched step runs when its results are asked for, or after that of the step behind it is
-    launched (``late`` says how often, from 0 to 1), and what is free by then is rubbish.
+    The device is late: a launched step runs when its results are asked for, or when this or a later step is launched.
+    ``late`` is the probability that a launch runs nothing. Pages and slots that are free by then hold rubbish.
     """
 
     late = 0.7

@@ -114,7 +114,7 @@ def test_all_requests_of_a_step_verify_drafts_or_none_does(on_device: bool) -> N
 
 
 def test_a_preempted_request_replays_its_tokens() -> None:
-    """One by one, after its prompt, although they are known."""
+    """The generated tokens run one by one after the prompt, although they are known."""
     rig = GridRig(pages=14, seqs=2, budget=40, hybrid=True)
     first, second = make_request("first", [1] * 10, 30), make_request("second", [2] * 12, 28)
     for request in (first, second):

@@ -71,7 +71,7 @@ class Browser:
             self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     def width(self, view: str) -> object:
-        """Of the page and this view, with what has to be scrolled to."""
+        """Return the largest scroll width of the page, its body and the element ``view``."""
         elements = "[document.documentElement, document.body, document.getElementById(arguments[0])]"
         return self.script(f"return Math.max(...{elements}.map((e) => e.scrollWidth))", view)
 
@@ -129,7 +129,7 @@ class Browser:
         self.until(lambda: self.text("#model") and not self.one("#banner").is_displayed())
 
     def complaints(self) -> list[str]:
-        """What the console says: broken scripts, blocked content."""
+        """Return the console's messages (broken scripts, blocked content), except about the favicon."""
         return [entry["message"] for entry in self.driver.get_log("browser") if "favicon" not in entry["message"]]
 
 

@@ -1,4 +1,4 @@
-"""One server over the fake engine for all tests that do not break it, one over the bundled model, one browser."""
+"""Fixtures: a server over the fake engine for tests that do not break it, servers over the bundled model, a browser."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """Hostile inputs, shaped like the known vulnerabilities of servers of language models.
 
-Each is a ``Case``: what is sent, and what the refusal must say. They are drawn from families: values out of range and
-of the wrong type in every field, numbers that JSON or 64 bits do not hold, deep nesting, huge enums, expressions and
-grammars that explode, duplicate keys, token ids that the model does not have, huge bodies and prompts, and tricks
-with paths, headers and the framing of HTTP.
+Each input is a ``Case``: what is sent, and what the refusal must say. Families make the cases:
+
+- values out of range and of the wrong type in every field, and numbers that JSON or 64 bits do not hold
+- deep nesting, huge enums, expressions and grammars that explode, and duplicate keys
+- token ids that the model does not have, and huge bodies and prompts
+- tricks with paths, headers and the framing of HTTP
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ Family = Callable[[random.Random], Case]
 
 
 def cases(rng: random.Random) -> Iterator[Case]:
-    """Without end. What is slow to send or to refuse comes rarely."""
+    """Yield cases without end. Families that are slow to send or to refuse are chosen rarely."""
     families, weights = list(FAMILIES), list(FAMILIES.values())
     while True:
         yield rng.choices(families, weights)[0](rng)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from weft.engine.rollouts import Rollouts
 
 SLOW, NAN, BREAK, CRASH, CUT = 7, 17, 18, 13, 19
-"""Priorities: a token every 10 ms; ends with "error"; the step raises; the process exits; no end-of-sequence token."""
+"""Priorities with an effect. ``SLOW`` waits 10 ms for each token, and ``NAN`` ends the request with "error". ``BREAK``
+makes the step raise, ``CRASH`` exits the process, and ``CUT`` omits the end-of-sequence token."""
 
 IM_START, IM_END, NEWLINE = 2040, 2041, 198
 CONTEXT = int(os.environ.get("WEFT_FAKE_CONTEXT", "4096"))

@@ -1,4 +1,4 @@
-"""What the faults of ``faults.py`` share: a server with the bundled model, its callers, and what it holds."""
+"""Helpers of ``faults.py``: a server with the bundled model, its callers, and figures of the resources in use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def serving(*flags: str) -> Iterator[RunningServer]:
 
 
 def held(server: RunningServer) -> dict[str, float]:
-    """What requests hold: completions, pages, state slots, and the event loop's tasks."""
+    """Return the resources that requests hold: completions, pages, state slots, and the event loop's tasks."""
     text = server.client.get("/metrics").text
     gauge = {name: float(value) for name, value in re.findall(r"^([\w:]+)(?:\{.*?\})? (\S+)$", text, re.MULTILINE)}
     return {
@@ -55,7 +55,8 @@ def held(server: RunningServer) -> dict[str, float]:
 
 
 def settled(server: RunningServer, before: dict[str, float]) -> float:
-    """Seconds until the server holds no more than ``before``; asserts that it is soon, and that it still answers."""
+    """Return the seconds until the server holds no more than ``before``. Assert that the wait is short, and that the
+    server still answers."""
     try:
         seconds = wait_until(lambda: all(now <= before[name] for name, now in held(server).items()), IDLE_WITHIN_S)
     except AssertionError:
@@ -78,7 +79,7 @@ def memory_mib(pid: int) -> float:
 
 @dataclass(slots=True)
 class Reply:
-    """A whole response. ``seconds``: until its end; ``ended_at``: on the monotonic clock."""
+    """A whole response. It ended after ``seconds``, at ``ended_at`` on the monotonic clock."""
 
     status: int
     head: str

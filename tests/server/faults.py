@@ -1,7 +1,7 @@
 """Faults at the server with the bundled model: ``python -m tests.server.faults [--scale X] [--json FILE]``.
 
-Each function does one kind of harm, checks what callers see, waits until the server is as idle as it was, and returns
-its figures. The counts are those of ``scale=1``; ``test_model_faults.py`` runs a fraction of most.
+Each function does one kind of harm, checks what callers see, waits until the server is as idle as before, and returns
+figures. The counts apply to ``scale=1``. ``test_model_faults.py`` runs a fraction of most.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Leave = Callable[[RunningServer, int, random.Random], Awaitable[None]]
 
 
 async def _cut_short(server: RunningServer, number: int, rng: random.Random) -> None:
-    """Before the head, within it, or within the body."""
+    """Disconnect before the head, within the head, or within the body."""
     _, writer = await connect(server)
     whole = encoded(_long(number))
     writer.write(whole[: rng.choice([0, 20, rng.randrange(len(whole))])])
@@ -74,7 +74,7 @@ async def _go(writer: asyncio.StreamWriter, rng: random.Random) -> None:
 
 
 def _after(longest_s: float, make: Callable[[int], dict[str, Any]], path: str = CHAT) -> Leave:
-    """Some time after a request was sent."""
+    """Make a caller that disconnects at most ``longest_s`` after sending a request."""
 
     async def leave(server: RunningServer, number: int, rng: random.Random) -> None:
         _, writer = await connect(server)
@@ -87,7 +87,7 @@ def _after(longest_s: float, make: Callable[[int], dict[str, Any]], path: str = 
 
 
 def _on(sign: bytes, max_tokens: int) -> Leave:
-    """As soon as the stream holds ``sign``."""
+    """Make a caller that disconnects as soon as the stream holds ``sign``."""
 
     async def leave(server: RunningServer, number: int, rng: random.Random) -> None:
         reader, writer = await connect(server)
@@ -140,7 +140,8 @@ async def _leave(server: RunningServer, number: int, rng: random.Random) -> None
 
 
 def deaf_readers(count: int) -> Figures:
-    """Streams that nobody reads, while others are served; they end by the time-out, or when their callers go."""
+    """Open streams that nobody reads while other calls are served. The streams end by the time-out, or when the
+    callers disconnect."""
     with serving("--request-timeout", "8") as server:
         before, memory = held(server), memory_mib(server.process.pid)
         figures = asyncio.run(_deaf(server, count))
@@ -214,9 +215,10 @@ def overload(count: int) -> Figures:
 
 
 def steady_memory(server: RunningServer, count: int, *, is_model: bool = True) -> Figures:
-    """Many requests, all different: what server and engine hold does not grow once the cache is full. Allocators settle
-    in a first part. A leak is in every part that follows; what one of them took, for a moment or for good, is none. So
-    the median of what the parts take, times two."""
+    """Send many different requests. The memory of server and engine must not grow once the cache is full.
+
+    Allocators settle in the first part. A leak grows memory in every later part, whereas growth in a single part, for a
+    moment or for good, is no leak. The reported growth is therefore the median growth of a later part, times two."""
     before, rng = held(server), random.Random(2)
     if is_model:
         asyncio.run(_many(server, (_small(rng, i) for i in _until_full(server))))
@@ -298,7 +300,7 @@ def _not_a_number(server: RunningServer, count: int) -> Figures:
         failed = replies.pop(3)
         assert failed.status == 500 and '"model_error"' in failed.text, failed.text
         assert [json.loads(r.text)["choices"][0]["text"] for r in replies] == want
-    # One that has streamed a token already: it samples the broken one.
+    # This request samples the broken token, so it fails after it has streamed a token.
     late = asyncio.run(_replies(server, [good[0]], fields | {"stream": True, "logit_bias": {"7": 100}}))[0]
     assert late.status == 200 and late.error["code"] == "model_error", late.text
     assert asyncio.run(_texts(server, good, fields)) == want

@@ -1,9 +1,9 @@
 """Hostile inputs at the real server: ``python -m tests.server.fuzz --inputs 20000 [--json FILE]`` (``make fuzz``).
 
-Half of them come from schemathesis, which reads the served OpenAPI document and makes bodies that obey it and bodies
-that do not; half from ``corpus.py``. Each must have been answered below 500, with an error in the shape of the OpenAI
-API if it was refused. A control request must be answered the same to the end, by the same engine process,
-which must then be as idle as it was.
+Half of the inputs come from schemathesis, which makes valid and invalid bodies from the served OpenAPI document. The
+other half comes from ``corpus.py``. Each input must be answered with a status below 500, and each refusal must have the
+shape of the OpenAI API's errors. A control request must get the same answer to the end, from the same engine process.
+The process must then be as idle as before.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _encoded(case: Case) -> Iterator[bytes]:
 
 
 def judge(case: Case, answer: Answer) -> str | None:
-    """What is wrong with the answer; None if nothing is."""
+    """Return what is wrong with the answer, or None."""
     problem = _judge_any(answer, is_head=case.method == "HEAD")
     if problem is None and answer.status == 200:
         is_open = case.path.split("?")[0] in OPEN

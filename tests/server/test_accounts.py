@@ -1,4 +1,4 @@
-"""What is counted, logged and told of calls and of the engine: each figure is its own, and no other's."""
+"""Metrics, logs and reports of calls and of the engine: each figure is shown under its own name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ended(num_prompt: int, num_cached: int | None, num_output: int, reason: Fini
 
 
 def stream_of(*prompts: list[Request]) -> Any:
-    """Of a call with these completions of each prompt."""
+    """Make the stream of a call with the given completions of each prompt."""
     outputs = [SimpleNamespace(requests=requests) for requests in prompts]
     return SimpleNamespace(outputs=outputs, requests=[request for requests in prompts for request in requests])
 

@@ -232,7 +232,7 @@ def test_replicas_in_a_group(folders: list[Path]) -> None:
 
 @takes_long
 def test_several_api_processes(folders: list[Path]) -> None:
-    """Whatever process gets a command, all of them know its outcome; one that is started later is told."""
+    """All API processes know the outcome of a command to any of them. A process that is started later is told."""
     server = start(folders[0], "--api-server-count", "2")
 
     def anew(method: str, path: str, **more: Any) -> httpx.Response:

@@ -83,7 +83,7 @@ def test_stream_shape(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_every_chunk_has_the_same_form(server: RunningServer, with_ids: bool) -> None:
-    """Those in the middle are put together from parts that were encoded before."""
+    """Chunks in the middle of a stream are put together from parts that were encoded before."""
     body = chat_body('a "quoted" \\ line\nand Grüße', stream=True, return_token_ids=with_ids)
     response = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"priority": SLOW, "max_tokens": 12})
     middle = [chunk for chunk in events(response)[1:-1] if "content" in chunk["choices"][0]["delta"]]

@@ -312,8 +312,8 @@ def test_reports_are_gathered_and_outlive_their_process(monkeypatch: pytest.Monk
             gathering.reported(index, link.Reported(report.number, b"%d" % index))
         assert answers.pop() == (0, [b"0", b"1"])
         ask({0, 1})
-        gathering.retire(1)  # it dies with a question open
-        gathering.reported(1, link.Reported(1, b"late"))  # what it had said of that comes after the news of its end
+        gathering.retire(1)  # process 1 dies before it answers
+        gathering.reported(1, link.Reported(1, b"late"))  # its answer arrives after the news of its death
         assert not answers
         (_, report), *_ = ask({0})
         gathering.reported(0, link.Reported(report.number, b"new"))
@@ -365,7 +365,7 @@ def test_frames_however_they_are_cut(size: int) -> None:
 
 
 def test_a_look_into_the_engine_is_shown_to_the_process_that_asked() -> None:
-    """Each numbers its own, also one that was started again."""
+    """Each API process numbers its own inspections, also a process that was started again."""
     heard: list[tuple[int, Any]] = []
     servers = object.__new__(ApiServers)  # no processes
     servers._members = [ApiProcess(index, None) for index in range(3)]  # type: ignore[arg-type]
@@ -406,7 +406,7 @@ def test_the_url_is_told_after_the_server_began_to_answer(monkeypatch: pytest.Mo
 
 
 def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
-    """What it had open is aborted, and is nobody's from then on."""
+    """The open requests of a dead process are aborted and have no owner from then on."""
     servers = object.__new__(ApiServers)  # no processes
     sent: list[Any] = []
     forgotten: list[int] = []
@@ -504,8 +504,8 @@ def test_an_api_process_that_ends_leaves_no_socket(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_api_process_knows_the_figures_of_the_engine() -> None:
-    """Also one whose requests all wait, and one that takes the place of another: what ``/metrics`` counts must not fall
-    because another process answers."""
+    """A process whose requests all wait and a process that replaces a dead process know the figures too. Otherwise the
+    counters of ``/metrics`` would fall when a different process answers."""
     heard: list[list[Any]] = [[], [], []]
     servers = object.__new__(ApiServers)  # no processes
     servers._members = [ApiProcess(index, cast(Any, None), is_serving=index < 2) for index in range(3)]

@@ -591,7 +591,7 @@ def test_times_of_tokens_are_told_per_message(inputs: InputProcessor) -> None:
 
 
 def test_a_look_gets_its_own_answer_also_where_another_one_gets_none(inputs: InputProcessor) -> None:
-    """As when a replica dies before it answers."""
+    """An answer is lost, for example, when a replica dies first."""
 
     async def body(engine: AsyncEngine, link: Link) -> None:
         lost, *asked = (asyncio.create_task(engine.inspect(replica=i)) for i in range(3))

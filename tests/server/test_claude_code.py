@@ -1,4 +1,4 @@
-"""Claude Code's first calls, as it sends them, in a context that holds them."""
+"""Send the first calls of Claude Code, in their wire form, to a server whose context is long enough for them."""
 
 from __future__ import annotations
 

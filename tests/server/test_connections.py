@@ -59,7 +59,7 @@ def serve(
 
 
 async def talk(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
-    """What comes back until the server closes."""
+    """Send ``parts`` and return what the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.suppress(ConnectionError):
         for part in parts:
@@ -371,7 +371,7 @@ def test_a_caller_that_has_gone_already_is_told_of() -> None:
 
 
 def test_nothing_of_a_call_is_left_behind_it() -> None:
-    """Neither its timer nor its place at the connection: both would end what the task does next."""
+    """The timer and the disconnect callback are removed. Either would cancel what the task does next."""
     places: list[Any] = []
 
     async def main() -> None:
@@ -416,7 +416,7 @@ class Reader:
 def test_a_caller_that_does_not_read_is_not_waited_for(
     count: int, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor pinged again and again; and nothing of its call runs on."""
+    """A caller that does not read is not pinged again and again, and no task of its call keeps running."""
     monkeypatch.setattr(sse, "PING_S", 0.02)
     monkeypatch.setattr(sse, "_END_TIMEOUT_S", 0.1)
     is_end = count == 2 and b"waits" not in parts

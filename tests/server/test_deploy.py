@@ -1,4 +1,4 @@
-"""What lies in deploy/ fits the server that it deploys: metrics, flags, paths, files."""
+"""Check that the files in deploy/ fit the server that they deploy: metrics, flags, paths, files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ UNSHOWN = {"weft:graph_profile_info", "weft:weight_version"} | {
         "time_per_output_token_seconds",
     )
 }
-"""What never changes, and what other dashboards ask for under these names and this one shows from another metric."""
+"""Metrics that the dashboard omits: values that never change, and metrics for other dashboards. This dashboard
+shows the latter from a different metric."""
 
 
 def panels() -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "best_of": {"n": 2},
 }
-"""What a field needs beside it to be read."""
+"""Further fields that a body needs for a field to be read."""
 
 VALUES: dict[str, Any] = {
     "model": "weft-mini", "stream": True, "stream_options": {}, "messages": MESSAGES, "tools": [TOOL],
@@ -79,7 +79,7 @@ def value_of(name: str, kind: Any) -> Any:
 
 
 class Recorded:
-    """What was read of a request: a subclass of its model that takes note, also of objects inside."""
+    """Records the attributes that are read of a request and of objects inside, through a subclass of its model."""
 
     def __init__(self, kind: type[msgspec.Struct]) -> None:
         self.read: set[str] = set()
@@ -100,7 +100,7 @@ class Recorded:
 
 
 def objects_of(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """The fields that are objects with declared fields of their own, but for those that convert as a whole."""
+    """Return the fields that are objects with declared fields. Skip frozen objects, which convert as a whole."""
     hints = get_type_hints(kind)
     found = {name: get_args(hint) for name, hint in hints.items() if name in kind.__struct_fields__}
     return {
@@ -130,7 +130,7 @@ class Bodies(BodyReader):
 
 
 class FakeService:
-    """What handlers ask of a service, over an engine in this process."""
+    """The service that handlers need, over an engine in this process."""
 
     model_name = "weft-mini"
     keeps_states = True
@@ -165,7 +165,7 @@ def parts() -> Iterator[tuple[EngineConfig, Tokenizer]]:
 
 
 def fields_read(path: str, kind: type[msgspec.Struct], body: dict[str, Any], parts: Any) -> set[str]:
-    """The attributes of the request that answering it reads, or the one that it is refused for."""
+    """Answer a request and return the attributes that were read, or the field that a refusal names."""
 
     async def main() -> set[str]:
         recorded = Recorded(kind)

@@ -362,7 +362,7 @@ def test_the_page(seeing: RunningServer, browser: Browser) -> None:
 
 @takes_long
 def test_a_tiny_picture_does_not_wait_for_a_huge_one(seeing: RunningServer) -> None:
-    """Nor do streams: pictures are decoded outside of the event loop's process."""
+    """Streams do not wait for a huge picture either: pictures are decoded outside of the event loop's process."""
     huge = base64.b64encode(encoded(Image.new("RGB", (5000, 5000), (10, 20, 30)))).decode()
     tiny = {"messages": question(image_part(encoded(picture(52, 44)), "png"))}
     body = {"messages": question(image_part(base64.b64decode(huge), "png")), "max_tokens": 1}

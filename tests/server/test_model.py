@@ -39,7 +39,7 @@ def ask(client: OpenAI, text: str = QUESTION, **fields: Any) -> Any:
 
 
 def test_another_question_reuses_the_system_block(client: OpenAI) -> None:
-    """Where it ends, prompts leave each other: a state is kept there without anybody asking for it."""
+    """Prompts diverge at the end of the system block. The cache keeps a state there without being asked."""
     system = {"role": "system", "content": "Whatever is asked, answer in one short sentence with a number in it."}
     found = []
     for question in ("What is 3 + 4?", "Is 11 a prime?"):

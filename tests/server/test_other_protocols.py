@@ -117,12 +117,12 @@ ITEMS: dict[str, Any] = {
         "arguments": '{"a": 1}',
     },
 }  # fmt: skip
-"""What the items of an answer to a text are, but for their ids."""
+"""Expected items of an answer to a text, with None for ids."""
 
 
 def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that the events between the first two and the last build, as a client does it: each event says of
-    which item and part it is."""
+    """Build the items from the events between the first two and the last, as a client does. Each event names the item
+    and the part that it changes."""
     items: list[dict[str, Any]] = []
     closed: list[str] = []
     for event in events:
@@ -197,7 +197,7 @@ def test_a_response_repeats_what_was_asked(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
 def test_a_format_is_of_the_content_that_a_forced_call_has_not(server: RunningServer, choice: Any) -> None:
-    """As instructor asks for objects."""
+    """Instructor sends a format and a forced call together when it asks for objects."""
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
     asked = {"tools": [FUNCTION], "tool_choice": choice, "text": {"format": schema}}
     answer = server.client.post("/v1/responses", json={"input": CALL} | asked)

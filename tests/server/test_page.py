@@ -363,7 +363,7 @@ def test_it_fits_a_phone(mini: RunningServer, browser: Browser) -> None:
 
 
 def check_the_drawer(browser: Browser) -> None:
-    """It covers the chat, which cannot be used meanwhile; Escape and the scrim beside it close it."""
+    """The drawer covers the chat, which cannot be used meanwhile. Escape and a click on the scrim close the drawer."""
     drawer, scrim = browser.one("#conversations"), browser.one("#scrim")
     assert not drawer.is_displayed() and not scrim.is_displayed()
     browser.one("#show-conversations").click()

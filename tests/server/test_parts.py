@@ -223,8 +223,8 @@ def test_a_caller_is_known_by_its_key_alone() -> None:
 
 
 def answers(settings: ServerSettings, path: str, method: str = "GET", **headers: str) -> tuple[Any, ...]:
-    """What is counted of a request, the status and headers of its answer (but its id), and who called the application,
-    which says 204."""
+    """Return the counted responses, the status and headers of the response (without the id), and the callers of the
+    application. The application returns 204."""
     counted: list[tuple[str, int]] = []
     sent: list[Any] = []
     callers: list[Client] = []

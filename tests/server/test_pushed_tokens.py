@@ -36,8 +36,8 @@ async def turns(count: int = 5) -> None:
 
 
 async def stream_of(path: str, texts: list[bytes]) -> list[int]:
-    """A streamed call that gets one token at a time; ``texts`` are what it is sent. Returns how many there were after
-    the turn of the event loop that follows each token's message."""
+    """Run a streamed call that gets one token at a time, and append what is sent to the caller to ``texts``. Return the
+    length of ``texts`` after the turn of the event loop that follows each token's message."""
     client: Any = Client()
     service = Service(ServerSettings(), client)
     app = build_app(service)

@@ -202,8 +202,8 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @takes_long
 def test_commands_of_a_training_loop(cluster: Any, tmp_path: Path) -> None:
-    """Both replicas get new weights. One that is started again has none of them and gets no requests. Those of replicas
-    without Ray: ``test_admin.py``."""
+    """Both replicas get new weights. A replica that is started again lacks the new weights and gets no requests.
+    ``test_admin.py`` tests commands to replicas without Ray."""
     folders = [
         make_checkpoint("Qwen3ForCausalLM", tmp_path / name, seed, with_tokenizer=True)
         for seed, name in enumerate(("old", "new"))

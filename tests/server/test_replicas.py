@@ -410,7 +410,8 @@ def test_all_replicas_forget_their_prefixes_or_none() -> None:
 
 
 def test_a_replica_with_old_weights_gets_no_requests() -> None:
-    """An update that one of two replicas refuses leaves it out, with its open requests, until one that it takes."""
+    """One of two replicas refuses an update. The replica keeps its open requests, but gets no new requests until it
+    accepts a later update."""
     replicas, processes, told = replicas_without_processes(2)
     told_versions = iter(range(1, 9))
 
@@ -461,7 +462,7 @@ def test_requests_end_as_unavailable_while_no_replica_takes_any() -> None:
 
 
 def test_a_set_that_is_killed_starts_no_replica() -> None:
-    """As when the server cannot load the tokenizer of engines that run already."""
+    """The set is killed, for example, if the server cannot load the tokenizer of engines that run already."""
     replicas, _, _ = replicas_without_processes(2)
     exits: list[int] = []
     replicas._on_exit, replicas._looker = exits.append, cast(Any, SimpleNamespace(cancel=lambda: None))

@@ -1,4 +1,4 @@
-"""Spans: what they say, whose children they are, and that they reach a collector over HTTP."""
+"""Spans: contents, parents, and delivery to a collector over HTTP."""
 
 from __future__ import annotations
 

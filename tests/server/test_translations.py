@@ -113,7 +113,7 @@ MESSAGE = {"role": "user", "content": "x"}
 
 
 def message(*content: Any, **fields: Any) -> dict[str, Any]:
-    """Of one user's message."""
+    """Translate an Anthropic request with one user message into a chat request."""
     mine = {"role": "user", "content": list(content) or "x"}
     return as_chat(anthropic_messages, MessagesRequest, **{"messages": [mine], "max_tokens": 9} | fields)
 

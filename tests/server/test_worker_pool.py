@@ -1,4 +1,4 @@
-"""Worker processes: what they return, their limits, and whose turn it is."""
+"""Worker processes: results, limits, and the order of tasks."""
 
 from __future__ import annotations
 

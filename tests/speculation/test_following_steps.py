@@ -90,7 +90,7 @@ def _instead_of_ngrams(
 
 
 class Engines:
-    """One without drafts, and one whose steps follow each other, on the CPU behind a late device."""
+    """An engine without drafts, and an engine whose steps follow each other, on the CPU with a late device."""
 
     def __init__(self, plain: LLM, following: LLM) -> None:
         self.plain, self.following, self.num_followed = plain, following, 0

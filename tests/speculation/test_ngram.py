@@ -1,5 +1,5 @@
-"""N-gram drafts made on the device: steps follow one another, decodes run ahead while nothing is found, and nothing but
-the speed changes; stop strings that are found a step late leave nothing behind."""
+"""N-gram drafts made on the device. Steps follow one another, decodes run ahead while nothing is found, and only the
+speed changes. A stop string that is found a step late has no lasting effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = {"NONE": "Qwen3ForCausalLM", "FULL_DECODE_ONLY": "Qwen3NextForCausalLM
 
 
 class Steps:
-    """What an engine launched: steps that decode, verify, and follow."""
+    """Counts of the steps that an engine launched: decodes, verifications, and steps that follow another."""
 
     def __init__(self, llm: LLM) -> None:
         self.decodes = self.verifications = self.followed = 0
@@ -95,8 +95,8 @@ def test_decodes_run_ahead_where_nothing_repeats(engines: tuple[LLM, LLM, Steps]
 
 
 def test_a_stop_string_is_found_late(engines: tuple[LLM, LLM, Steps]) -> None:
-    """A step that verifies drafts behind the stop is in flight by then. Texts and tokens end where they do without
-    drafts, and the next turns find what they find there."""
+    """A step that verifies drafts after the stop string is in flight by then. Texts and tokens end as without drafts,
+    also in the next turn."""
     plain, drafting, steps = engines
     rng, followed = random.Random(5), steps.followed
     temperatures = unless_long([0.0, 0.9], [0.0, 0.9, 0.0, 0.5])
@@ -127,7 +127,7 @@ def drafter_of(num_drafts: int, low: int, high: int) -> tuple[RowTable, NgramDra
 
 @pytest.mark.parametrize(("low", "high", "follows"), [(2, 3, 9), (2, 2, 8), (4, 4, NO_DRAFT)])
 def test_the_longest_suffix_that_counts_is_looked_up(low: int, high: int, follows: int) -> None:
-    """Of the prompt and what was sampled."""
+    """The text is the prompt and the sampled tokens."""
     rows, drafter = drafter_of(1, low, high)
     new = NewRequest(0, array("I", [1, 2, 3, 9, 4, 2, 3, 8, 1, 2]), 10, RowSampling())
     rows.add(new)

@@ -112,7 +112,7 @@ def test_at_an_end_inside_an_accepted_run(engines: tuple[LLM, LLM], stop_after: 
 
 
 def test_aligned_snapshots(folder_of: Callable[[str], Path]) -> None:
-    """Steps jump over no multiple of the chunk length: a step ends there, and its state is kept if it gets there."""
+    """No step crosses a multiple of the chunk length. The state there is kept if accepted tokens reach the multiple."""
     folder, count = str(folder_of("Qwen3NextForCausalLM")), 80
     settings = {"max_num_seqs": 2, "state_checkpoint_policy": "aligned"}
     with LLM(folder, **settings) as plain, LLM(folder, speculative_config=CONFIG, **settings) as drafting:

@@ -30,8 +30,8 @@ def test_drafts_end_with_the_context() -> None:
 
 
 def test_a_step_that_follows_a_decode_is_within_the_budget() -> None:
-    """A decode takes one token of each request, the step behind it one and all drafts: where these are too many, the
-    results are waited for. (``Rig`` looks at the size of every step.)"""
+    """A decode takes one token of each request. The next step takes one token and all drafts of each request. If these
+    exceed the budget, the scheduler waits for the results. (``Rig`` checks the size of every step.)"""
     rig, rng = Rig(pages=60, seqs=3, budget=4, slots=20), random.Random(2)
     rig.scheduler.drafts = DraftPlanner(
         DeviceDrafts(), rig.manager, 2, lambda num_seqs: 2, 60, on_device=True, may_be_none=True

@@ -2,12 +2,12 @@
 
     python -m tests.speculation.traffic [--requests 10000] [--first 0] [--json FILE]
 
-Job: engines without a model, each with random limits, pools hardly larger than one context, and a drafter that is
-right, wrong or anything between; prompts that branch off each other, aborts, preemptions, a late device; rubbish in
-what nobody owns; the invariants after every step. Every request gives the tokens of plain decoding, and at the end
-every page and slot is free. Owns: the settings and the traffic. The model is one of hashes (``tests/fake_runner.py``),
-whose next token depends on every page and on the state's slot; ``tests/fuzz_engine.py`` does the same, slower, with
-whole engines.
+Job: run engines without a model. Each engine has random limits, pools hardly larger than one context, and a drafter
+that is right, wrong or anything between. The traffic has prompts that branch off each other, aborts, preemptions and a
+late device. Free pages and slots hold rubbish, and invariants are checked after every step. Every request gives the
+tokens of plain decoding, and at the end every page and slot is free. Owns: the settings and the traffic. The model is
+made of hashes (``tests/fake_runner.py``): its next token depends on every page and on the state's slot.
+``tests/fuzz_engine.py`` does the same, slower, with whole engines.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Episode:
 
 
 def figures(done: list[Episode], failed: list[int]) -> dict[str, Any]:
-    """What came and what became of it, over all engines."""
+    """Sum up the traffic and its results over all engines."""
     ended = [episode for episode in done if episode.stats is not None]
     return {
         "engines": len(done),

@@ -68,7 +68,7 @@ def assert_same(a: CausalLM, b: CausalLM) -> None:
 
 
 SOME = pytest.mark.parametrize("checkpoint", unless_long(ARCHITECTURES[::3], ARCHITECTURES), indirect=True)
-"""For what one loader does for every family."""
+"""Some checkpoints, for tests of code that one loader runs for every family."""
 
 
 @pytest.fixture(params=ARCHITECTURES)

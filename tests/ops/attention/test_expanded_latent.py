@@ -243,7 +243,7 @@ def test_heads_that_do_not_fit_follow_one_another(case: str, monkeypatch: pytest
 
 @takes_long_on_cpu
 def test_what_does_not_fit_stays_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a graph the memory is fixed. Sequences that begin always fit; of the others the first ones that fit."""
+    """In a graph the memory is fixed. Sequences that begin always fit, then the first of the rest that fit."""
     query_lens, contexts = [40, 130, 33, 40, 35], [900, 0, 200, 300, 90]
     tensors = Case(SIZES["64 columns"], query_lens, contexts, 0)
     tensors.as_mixture(0, max_prefills=5)

@@ -50,7 +50,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 FEW_LAYOUTS = ["128 of 2", "256 of 6", "224 of 2"]
-"""Of mixtures in CI, where test_equals_plain_attention has the others."""
+"""Layouts of mixtures in CI, where test_equals_plain_attention runs all layouts."""
 
 # On the GPU alone: what would take the emulator minutes.
 BIG = {
@@ -263,7 +263,7 @@ def test_decodes_and_prefills_together_on_the_gpu(cache: torch.dtype) -> None:
 def test_decodes_run_beside_prefills_in_a_graph(
     cache: torch.dtype, context: int, query_lens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a branch of the graph, which may be the shorter or the longer one; a kernel that starts early sees both."""
+    """The decodes are on a branch, shorter or longer than the prefills. A kernel that starts early sees all results."""
     if not ON_HOPPER:
         pytest.skip("needs compute capability 9")
     monkeypatch.setattr(attention, "_BRANCH_ROWS", 1)
@@ -381,7 +381,7 @@ def test_many_rows_of_small_heads_go_to_the_general_kernel(monkeypatch: pytest.M
 
 
 def test_decodes_of_a_large_captured_mixture_stand_on_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the graph, beside the prefills, and both are over before what follows."""
+    """The branch runs in parallel to the prefills. Later kernels wait for the decodes and the prefills."""
 
     def names(num_tokens: int, mixture: int = 0) -> list[str]:
         tensors = Case("128 of 2", [num_tokens], [0], padding=0, padding_seqs=0)

@@ -103,8 +103,8 @@ def run(
     as_mixture: bool = False,
     backend: Backend = Backend.TRITON,
 ) -> tuple[Tensor, list[Tensor], Batch]:
-    """The kernel's output, and what each sequence should have got. ``as_mixture``: of a graph that knows how many
-    sequences there are on the device alone, and that none of them prefills."""
+    """Return the kernel's output, the expected output of each sequence, and the batch. With ``as_mixture``, the batch
+    is a graph's: only the device knows the number of sequences, and no sequence prefills."""
     query_lens, contexts, num_decodes = CASES[case]
     hq, hkv, dim = heads
     batch = on_device(make_batch(query_lens, contexts, num_decodes=num_decodes, pad_tokens=3, pad_seqs=2))
@@ -147,7 +147,7 @@ def test_equals_plain_attention(case: str, heads: tuple[int, int, int], dtype: t
 
 @pytest.mark.parametrize("heads", HEADS[: 2 if ON_GPU else 1])
 def test_a_mixture_of_decodes_alone(heads: tuple[int, int, int]) -> None:
-    """The rows that the last layer of a captured pass computes: one launch, which leaves padding as it is."""
+    """The last layer of a captured pass computes these rows. One launch suffices, and does not write padding."""
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     out, expected, batch = run("split decode", heads, dtype, as_mixture=True)
     want = torch.cat(expected)
@@ -290,8 +290,8 @@ def test_every_sequence_has_room_for_its_splits(table_tokens: int, double_from: 
 
 @pytest.mark.parametrize("extent", [0, 150])
 def test_a_token_has_the_bits_that_it_has_alone(extent: int) -> None:
-    """As one of many that decode, beside a prompt, and as a draft, without a bias and with one. The number of sequences
-    chooses other tiles."""
+    """The token runs in a batch of many decodes, together with a prompt, and as a draft, without and with a bias. The
+    number of sequences chooses other tiles."""
     hq, hkv, dim = 4, 2, 64
     contexts = [300, 140, 127, *[9] * 40]
     batch = on_device(make_batch([1] * len(contexts), contexts, num_decodes=len(contexts)))

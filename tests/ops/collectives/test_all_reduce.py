@@ -50,7 +50,7 @@ def in_parts(x: Tensor, peers: PeerBuffers) -> Tensor:
 
 
 def sent_by_a_product(x: Tensor, peers: PeerBuffers) -> Tensor | SentRows:
-    """Of a row of the identity and a matrix whose columns are the rows."""
+    """Send the product of rows of the identity and a matrix whose columns are the rows of ``x``."""
     if x.shape[0] > NUM_PROGRAMS:
         return x
     weight = torch.zeros(WIDTH, 64, dtype=x.dtype)
@@ -59,7 +59,7 @@ def sent_by_a_product(x: Tensor, peers: PeerBuffers) -> Tensor | SentRows:
 
 
 def sent_by_experts(x: Tensor, peers: PeerBuffers) -> Tensor | SentRows:
-    """Of which each token has one, of weight 1, beside none."""
+    """Send outputs of experts. Each token has one expert, of weight 1, and one empty choice."""
     if x.shape[0] > NUM_PROGRAMS:
         return x
     partial = torch.stack([x, torch.full_like(x, torch.nan)], dim=1).flatten(0, 1)
@@ -73,8 +73,8 @@ FORMS = (as_they_are, in_parts, sent_by_a_product, sent_by_experts)
 def run_rank(
     rank: int, size: int, buffers: list[Tensor], inputs: Tensor, results: Tensor, forms: tuple[Any, ...]
 ) -> None:
-    """One exchange after the other, each with another number of rows; ranks that take forms in turn are not at the same
-    one."""
+    """Run one exchange after another, each with a different number of rows. If there are several forms, the ranks of
+    an exchange use different forms."""
     addresses = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.int64)
     peers = PeerBuffers(addresses, make_counters(addresses.device), rank, size, WIDTH, MOST_ROWS)
     residual, weight = inputs[0, 0].clone(), inputs[0, 1, 0]
@@ -122,7 +122,7 @@ def test_ranks_sum_add_and_normalise(size: int, dtype: torch.dtype, monkeypatch:
 
 
 def exchanged(size: int, inputs: Tensor, forms: tuple[Any, ...]) -> Tensor:
-    """What each rank gets, ``[size, exchanges, 2, rows, WIDTH]``."""
+    """Return the results of each rank, ``[size, exchanges, 2, rows, WIDTH]``."""
     dtype = inputs.dtype
     num_bytes = buffer_bytes(size, WIDTH, dtype, MOST_ROWS)
     buffers = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]

@@ -196,8 +196,8 @@ def test_only_few_sequences_of_such_states(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_which_launch_takes_states_through_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 32 heads: one token of up to 4 rows by the kernel for few sequences, of more by that of decode steps, but
-    for 9 to 16, which fill the device once."""
+    """With 32 heads in bfloat16, one token of up to 4 rows runs in the kernel for few sequences. More rows run in the
+    kernel of decode steps, except 9 to 16 rows, which fill the device once."""
     for gluon in (gdn_decode_gluon, gdn_verify_gluon):
         monkeypatch.setattr(gluon, "runs_gluon", lambda device: True)
     half, full = (torch.empty(1, 32, 128, 128, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))

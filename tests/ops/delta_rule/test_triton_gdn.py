@@ -187,7 +187,7 @@ class Places:
         self.padding = slice(2 * num_tokens, 3 * num_tokens)
 
     def poison(self, *states: Tensor) -> None:
-        """What is only written may hold anything."""
+        """Fill the slots that are only written, and may hold anything, with NaN."""
         before = self.before.tolist()
         for state in states:
             state[[slot for slot in self.written.tolist() if slot not in before]] = torch.nan
@@ -198,7 +198,7 @@ class Places:
 
 
 VERIFIED_DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
-"""Of the inputs, and of the recurrent state."""
+"""Dtypes of the inputs and of the recurrent state."""
 
 
 def error_of_states(got: Tensor, want: Tensor) -> float:

@@ -1,5 +1,5 @@
 """The kernels around verifications and of n-gram drafts against their torch references, bit for bit, on the GPU or
-under the interpreter; and the rule of n-gram drafts against a search by hand."""
+under the interpreter. The rule of n-gram drafts is tested against a search by hand."""
 
 from __future__ import annotations
 

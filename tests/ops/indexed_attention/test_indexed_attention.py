@@ -81,7 +81,7 @@ def index_keys(batch: Batch, pool: int, dim: int, dtype: torch.dtype, whole: boo
     covering(CASES, [(4, 3, 20, 5), (1, 1, 16, 17), (2, 20, 32, 9)], [False, True], BACKENDS, of=1),
 )
 def test_selection(case: str, sizes: tuple[int, int, int, int], whole: bool, backend: Backend) -> None:
-    """Of equal scores, which whole numbers make, the earlier pool is selected."""
+    """Pools may have equal scores if inputs are whole numbers. The earlier pool is then selected."""
     pool, heads, dim, count = sizes
     batch = batch_of(case)
     cache, keys = index_keys(batch, pool, dim, torch.float32, whole)

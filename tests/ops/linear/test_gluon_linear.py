@@ -30,7 +30,7 @@ SIZES = [300, *(pytest.param(size, marks=pytest.mark.gpu) for size in (256, 1000
 
 
 def run(call: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """On the GPU, or emulated by fewer programs than there are tiles. What nobody writes is NaN (``conftest.py``)."""
+    """Run on the GPU, or emulate with fewer programs than tiles. Memory that nobody writes is NaN (``conftest.py``)."""
     if ON_HOPPER:
         return call()
     monkeypatch.setattr(gated_linear_hopper, "MULTIPROCESSORS", 2)

@@ -92,7 +92,8 @@ def test_every_launch_gives_the_same_bits(config: Config) -> None:
 
 
 def assert_a_norm_adds_the_parts(tokens: int, rows: int, inner: int, dtype: torch.dtype, config: Config) -> None:
-    """To the same bits as the product that adds them itself; its warps, which sum the squares, may be others."""
+    """Check that the norm adds the parts to the same bits as the product. The sum of squares may differ, since the
+    norms may have different warps."""
     x, weight, scale = inputs(tokens, rows, inner, dtype)
     residual = torch.randn(tokens, rows, device=DEVICE).to(dtype)
     parts = torch.empty(config.splits, tokens, rows, device=DEVICE).fill_(float("nan"))
@@ -114,7 +115,7 @@ def test_a_norm_adds_the_parts(config: Config) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_which_products_come_out_in_parts(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a few rows that are split."""
+    """Only products of a few rows that are split return parts."""
     tokens = 9
     x, weight, _ = inputs(tokens, 48, 64, torch.float32)
     monkeypatch.setattr(skinny_linear, "choose_config", lambda *_, **__: Config("dot", 16, 32, 2, splits=splits))

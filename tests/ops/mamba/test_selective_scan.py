@@ -74,7 +74,7 @@ def test_scan_kernel(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_seqs", [1, 4])
 def test_scan_of_few_and_many_sequences(num_seqs: int) -> None:
-    """Which divide the channels in different ways; the same bits in every run."""
+    """Few and many sequences divide the channels in different ways. Every run computes the same bits."""
     batch = on_device(make_batch([200] * num_seqs, [0] * num_seqs))
     inputs = scan_inputs(batch.num_tokens, torch.bfloat16)
     expected_state = torch.full((num_seqs + 1, SIZE, CHANNELS), torch.nan, device=DEVICE)

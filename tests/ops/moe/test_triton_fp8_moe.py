@@ -136,7 +136,7 @@ def test_experts_of_awkward_widths(num_tokens: int, scheme: str) -> None:
 @pytest.mark.parametrize("num_tokens", [2, 9], ids=["single", "grouped"])
 @pytest.mark.parametrize("scaled", [0, 1], ids=["gate_up", "down"])
 def test_each_product_has_input_scales_of_its_own(num_tokens: int, scaled: int) -> None:
-    """One for all inputs is given for one product alone; the other finds those of its rows."""
+    """Only one product has a given scale for all inputs. The second product computes the scales of its own rows."""
     (weights, ids), x = routing(num_tokens, 4, 2, 0), torch.randn(num_tokens, 128, device=DEVICE)
     scales = [torch.tensor([0.02], device=DEVICE) if place == scaled else None for place in range(2)]
     gate_up, down = (

@@ -82,8 +82,8 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}])
 def test_tokens_follow_the_distribution(filters: dict[str, float]) -> None:
-    """As the reference's do in ``test_sampling.py``, over seeds that are neighbours. The interpreter takes 50 ms for a
-    row; on the CPU the kernel's tokens are compared with the reference's one by one."""
+    """The seeds are consecutive. ``test_sampling.py`` checks the same of the reference. The interpreter takes 50 ms for
+    a row: on the CPU each token of the kernel is compared with the reference's token."""
     count, row = 40_000, torch.randn(13, generator=torch.Generator().manual_seed(2)) * 1.5
     given = arguments(count, 13, **{name: [value] for name, value in filters.items()})
     given["seeds"], given["positions"] = torch.arange(count, device=DEVICE), given["positions"] * 0
@@ -108,7 +108,7 @@ def test_the_best_token_need_not_have_the_smallest_bound() -> None:
 
 
 def kept(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
-    """Which tokens the kernel's threshold keeps."""
+    """Return a mask of the tokens that the kernel's threshold keeps."""
     thresholds = torch.empty(logits.shape[0], device=DEVICE)
     flags = SamplingFlags(False, logits.shape[1], True)
     kernels.sample_triton(logits, **given, flags=flags, thresholds=thresholds)

@@ -1,6 +1,6 @@
 """The rule of early launches, read off the kernels' source: every kernel waits before it touches what kernels write.
 
-No run can show that it holds: a kernel that does not wait is wrong only when the one before it is late.
+No run can prove the rule: a kernel that does not wait is wrong only when the previous kernel is late.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PASSES_ON = {
     "_decode_kernel": ("decode_programs", "attention/merge.py"),
     "decode_hopper_kernel": ("decode_programs", "attention/merge.py"),
 }
-"""Kernels in which a part waits, on which all others wait: its name and its file."""
+"""Kernels in which one function waits and the rest waits for that function, with the function's name and file."""
 ORDINARY = {
     "_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel", "_load_kernel", "_store_kernel",
     "_record_kernel", "_expand_kernel",
 }  # fmt: skip
-"""Kernels that write a step's metadata, as copies and torch's kernels do, stand between what writes metadata and what
-reads it early, or copy records on a stream of their own. They are never early: each waits for all before it."""
+"""Kernels that are never launched early: each waits for all kernels before it. They write a step's metadata (as copies
+and torch's kernels do), run between writers of metadata and early readers, or copy records on a separate stream."""
 
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -292,7 +292,7 @@ PASSED_ON = {
     "moe/fp8_pairs_hopper.py": {"ids"},
     "moe/coded_pairs_hopper.py": {"ids"},
 }
-"""What kernels before the last one have written, by file, where the last one lets a kernel start when it has waited."""
+"""Arguments that kernels before the previous kernel wrote, by file. The previous kernel releases after its own wait."""
 
 
 @pytest.mark.parametrize("file", LOADERS)

@@ -34,7 +34,7 @@ def scale(x, y, count, factor, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # typ
 
 
 class Gpu:
-    """What a launch asks of the driver."""
+    """A stand-in for the driver, with the calls that a launch makes."""
 
     device = 0
 
@@ -229,7 +229,7 @@ PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&definiti
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
 def test_a_launcher_that_is_loaded_again_stays_what_it_was(tmp_path: Path) -> None:
-    """CPython writes a module that it loads again into the last one of that name, here another launcher."""
+    """CPython loads a file again by overwriting the last module of the same name, here a different launcher."""
     load = build._load_module_from_path
     if launch_module._TAKES_TUPLE:
         load = each_its_own(load)

@@ -148,8 +148,8 @@ def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_ou
 
 @pytest.mark.parametrize("with_bias", [pytest.param(False, marks=takes_long_on_cpu), True])
 def test_a_token_has_the_bits_that_it_has_alone(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefilled in other steps, which end at multiples of 64 tokens, and decoded beside others, which would choose
-    other splits."""
+    """The tokens are prefilled in other steps, which end at multiples of 64 tokens, and decoded in a larger batch. The
+    batch size would choose other splits."""
     monkeypatch.setattr("weft.ops.window_attention.kernels._FILLED", 16)
     heads, window, count = HEADS[-1], 150, 12
     x, backend = inputs(210, heads), Backend.INVARIANT_TRITON

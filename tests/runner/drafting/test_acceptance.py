@@ -132,8 +132,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("draft", "option"), covering([0, 2, 6], OPTIONS, of=1))
 def test_distribution(option: str, draft: int) -> None:
-    """One request per draw, with a seed of its own and one draft: the first token is distributed as without drafts, the
-    draft is accepted with its probability, and the token after an accepted draft is distributed as behind it."""
+    """Each draw is a request with a seed of its own and one draft. The first token is distributed as without drafts.
+    The draft is accepted with its probability. The token after an accepted draft follows the second row."""
     temperature, top_k, top_p, min_p = OPTIONS[option]
     logits = torch.tensor([[2.0, 1.4, 1.2, 0.3, 0.0, -0.5, -1.0, -1.5], [0.0, 0.5, -0.7, 1.0, 0.2, -2.0, 0.4, 1.1]])
     probabilities = _filtered(logits, temperature, top_k, top_p, min_p)

@@ -119,7 +119,7 @@ def test_bad_words_of_any_length_are_blocked_when_their_beginning_stands() -> No
 
 
 def test_rejected_tokens_leave_no_history() -> None:
-    """Of three positions the first two count."""
+    """Three tokens are recorded, of which the last is rejected."""
     rig = Rig()
     rig.fill(0, [1], bad_words=[[4, 6], [5, 9]], frequency_penalty=1.0)
     rig.inputs.record(rig.scheduled(0) * 3, torch.tensor([3, 4, 5]), torch.tensor([True, True, False]))
