@@ -1,4 +1,4 @@
-"""What copies inside the caches cost on a GPU: forks of recurrent states, and partial pages.
+"""Measure the cost of copies inside the caches on a GPU: forks of recurrent states, and partial pages.
 
     python benchmarks/fork_cost.py --model qwen3-next-12l --json FILE
 

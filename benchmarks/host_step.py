@@ -1,4 +1,4 @@
-"""What the host does for one decode step, without a model: milliseconds by part and number of running sequences.
+"""Measure the host's work for one decode step, without a model: milliseconds by part and number of running sequences.
 
     python benchmarks/host_step.py --json FILE [--profile]
 

@@ -107,7 +107,7 @@ def wall_ms(replay: Callable[[], Any], repeats: int = 15) -> float:
 
 
 def sampled_rows(hidden: Tensor, graph: torch.cuda.CUDAGraph, rows: list[int]) -> Tensor:
-    """What a replay leaves in the kept hidden states of the tokens behind which one is sampled."""
+    """Replay the graph and return the kept hidden states of the tokens after which a token is sampled."""
     hidden.fill_(torch.nan)
     graph.replay()
     torch.cuda.synchronize()

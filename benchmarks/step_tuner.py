@@ -64,7 +64,7 @@ CONTEXT = 1088
 
 @dataclass
 class Choices:
-    """What a step's products run: ``in_use`` as the code chose; ``forced`` instead of it, if there."""
+    """Choices for a step's products. ``in_use`` holds the code's choices, and ``forced`` replaces them where given."""
 
     in_use: dict[Key, Choice] = field(default_factory=dict)
     forced: dict[Key, Choice] = field(default_factory=dict)
@@ -276,7 +276,7 @@ def _is_for_more(row: Mapping[str, Any], place: Mapping[str, Any]) -> bool:
 
 
 def read_choices(found: Mapping[str, Any]) -> dict[Key, Choice]:
-    """What ``main`` has written as ``changed``; kinds of FP8 products differ in the number of their fields."""
+    """Read the choices that ``main`` wrote as ``changed``. Kinds of FP8 products differ in their number of fields."""
     of_fp8 = {len(kind._fields): kind for kind in fp8_linear.KINDS.values()}
 
     def choice_of(kind: str, says: list[Any] | None) -> Choice:

@@ -1,4 +1,4 @@
-"""What the model says when the question is no calculation: about Weft, about itself, and politely no.
+"""Answers of the model to questions that are no calculation: about Weft, about itself, and politely no.
 
 Owns those questions and answers. Knows nothing of calculations, tokens or chats.
 """

@@ -1,4 +1,4 @@
-"""What is called and what is written as JSON: functions and objects with their wordings.
+"""Functions to call and objects to write as JSON, with their wordings.
 
 Owns these tables and the words that fill them. A wording has slots by kind: {city}, {item}, {n} (a number), {say} (a
 sentence), ...; the arguments of a call and the values of an object are what fills them. The last wording of each is kept

@@ -216,7 +216,7 @@ class Trainable:
         return self._head_loss(x, labels, final, head, self.config.rms_norm_eps)
 
     def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What leaves the last layer, before the final norm, and the mean balancing loss."""
+        """Return the output of the last layer, before the final norm, and the mean balancing loss."""
         x = F.embedding(ids.long(), self.model.model.embed_tokens.weight).to(self.dtype)
         rope = self.rope(ids.shape[1], ids.device)
         balances = []

@@ -642,7 +642,7 @@ def updated(document: str) -> str:
 
 
 def compared() -> list[tuple[str, str, float, list[float], float]]:
-    """What has a goal: what, at which size, our figure, the peers', the goal. Less is better: rates are negative."""
+    """Figures with a goal: what, which size, our figure, the peers', the goal. Less is better: rates are negative."""
     peers, rows = read(PEERS), []
     for model, name in ENGINES.items():
         for what, key, figures, field in (

@@ -1,4 +1,4 @@
-"""What all tests share: tiers by hardware, few threads, and buffers that are poison until they are written.
+"""Settings that all tests share: tiers by hardware, few threads, and buffers that are poison until they are written.
 
 A test without a tier marker is of the ``cpu`` tier. ``torch.empty`` and its kin hand out NaN in floating-point tensors,
 so that a value read before it was written shows in every result it reaches.
@@ -33,7 +33,7 @@ TIERS = {"cpu": 0, "gpu": 1, "multi_gpu": 2}
 """GPUs that each tier needs."""
 OF_GPUS = [Path(__file__).parent / name for name in ("gpu", "multi_gpu")]
 LONG = [Path(__file__).parent / "clients" / name for name in ("test_langchain.py", "test_openai_agents.py")]
-"""Of ``make test-all`` and ``make test-clients``: every worker would import their packages, which takes ten seconds."""
+"""Modules of ``make test-all`` and ``make test-clients``. Every worker would spend ten seconds on their imports."""
 
 
 def left_out() -> list[Path]:

@@ -146,7 +146,7 @@ class FakeRunner:
         return replace(request, start=start, draft_token_ids=row.drafts[:count], checkpoints=checkpoints)
 
     def _run_one(self, request: ScheduledRequest) -> list[int]:
-        """What is sampled: one token, or one after the last token and after every draft."""
+        """Return the sampled tokens: one token, or one after the last token and one after every draft."""
         row = self.rows[request.row]
         row.pages.extend(request.new_pages)
         assert len(set(row.pages)) == len(row.pages) and 0 not in row.pages

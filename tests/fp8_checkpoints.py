@@ -117,7 +117,7 @@ def _as_summed(x: Tensor) -> Tensor:
 
 
 def round_inputs(x: Tensor, scheme: str, static: float) -> Tensor:
-    """What is left of ``x [..., K]`` once it is quantised; ``static``: the scale of static schemes."""
+    """Quantise ``x [..., K]`` and return the dequantised values. ``static`` is the scale of static schemes."""
     if scheme.endswith("static"):
         return (x / static).clamp(-448, 448).to(torch.float8_e4m3fn).float() * static
     columns = x.shape[-1]

@@ -49,7 +49,7 @@ KINDS = {
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 CONTEXT = {"cpu": 300, "cuda": 700}
 REQUESTS = {"cpu": 30, "cuda": 400}
-"""Of one engine."""
+"""Number of requests of one engine."""
 ON_GPU: dict[str, Any] = {
     "device": "cuda", "dtype": "bfloat16", "load_format": "dummy", "num_state_slots": 40, "skip_tokenizer_init": True,
 }  # fmt: skip

@@ -26,7 +26,7 @@ class LateCompiler:
         compiler._threads = self  # type: ignore[assignment]
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """As of ``concurrent.futures.Executor``."""
+        """Add a call to the queue, like ``concurrent.futures.Executor.submit``."""
         future: Future[Any] = Future()
         self._waiting.append((future, call, arguments))
         return future

@@ -181,8 +181,8 @@ def reference_inputs(reference: Any, tokens: Sequence[int], media: Sequence[Medi
 
 
 def _inkling_inputs(reference: Any, tokens: Sequence[int], media: Sequence[MediaItem]) -> dict[str, Any]:
-    """As in ``reference_inputs``. Inkling 2 takes the pixels of a square of patches together, and counts squares;
-    Inkling takes patches."""
+    """Return arguments like ``reference_inputs``. Inkling 2 takes the pixels of a square of patches together, and
+    counts squares. Inkling takes patches."""
     given: dict[str, Any] = {"input_ids": torch.tensor([list(tokens)], device=reference.device), "use_cache": False}
     if media and type(reference).__name__ == INKLING:
         patches = torch.cat([torch.from_numpy(item.patches().copy()) for item in media])

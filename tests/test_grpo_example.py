@@ -30,7 +30,7 @@ def test_advantages_are_those_of_the_group() -> None:
 
 
 def test_rollouts_for_a_trainer_library() -> None:
-    """As TRL calls them, with each prompt as often as its group is large."""
+    """Call rollouts as TRL does, with each prompt as often as its group is large."""
     tokenizer = AutoTokenizer.from_pretrained(locate(None))
     engine, trainer = InProcess(), SimpleNamespace(model=load_trainer(0.2), num_generations=2)
     try:

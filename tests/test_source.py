@@ -1,4 +1,4 @@
-"""What may not stand in the package: ways to run data as code, long files, and long signatures."""
+"""Check that the package has no ways to run data as code, no long files, and no long signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs before a commit and in the CI is what the Makefile and ``.ci/run`` have."""
+"""Check that hooks before a commit and the CI run what the Makefile and ``.ci/run`` have."""
 
 from __future__ import annotations
 

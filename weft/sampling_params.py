@@ -94,7 +94,7 @@ _FORMS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 class RequestOutputKind(Enum):
-    """What each output of a request holds: all tokens so far, the new ones, or nothing before the end."""
+    """Contents of each output of a request: all tokens so far, the new tokens, or nothing before the end."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -1,4 +1,4 @@
-"""What decoding would cost with the order of sums of a prompt (``docs/determinism.md``), against decoding as it is.
+"""Measure decoding with the order of sums of a prompt (``docs/determinism.md``), against decoding as it is.
 
     python -m benchmarks.kernels.chunk_order --json FILE
 

@@ -1,4 +1,4 @@
-"""What measurements of FP8 products and of experts share: weights, outputs that hold NaN first, lists of trials."""
+"""Helpers for measurements of FP8 products and of experts: weights, outputs that hold NaN first, lists of trials."""
 
 from __future__ import annotations
 

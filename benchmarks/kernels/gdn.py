@@ -37,7 +37,7 @@ from weft.ops.norm.kernels import gated_rms_norm_triton
 HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 4)
 CONV_DIM = 2 * HK * K + HV * V
 TILES: list[gdr.Tile | None] = [None] + [gdr.Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 3))]
-"""None: the kernel's own choice, on Hopper another kernel."""
+"""Tiles to try. None is the kernel's own choice, which is another kernel on Hopper."""
 DECODE_SHAPES: list[Shape | None] = [None] + [
     Shape(*s)
     for s in (

@@ -96,7 +96,7 @@ _DOTS = [(16, 256, 2, 4), (32, 128, 4, 5), (64, 64, 4, 6), (64, 128, 4, 4)]
 
 
 def candidates(size: Size, tokens: int) -> list[Config]:
-    """What may be fastest for a size; ``splits`` where blocks of rows are too few for the GPU."""
+    """Return configurations that may be fastest for a size, with ``splits`` if blocks of rows are too few for a GPU."""
     if not ON_GPU and tokens > 64:
         return [Config("dot", 16, 64, 4, 2, 1, 64), Config("held", 32, 64, 4, 1, 2, 64)]
     if not ON_GPU:

@@ -1,4 +1,4 @@
-"""What verbs print."""
+"""Test the output of verbs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_measurement_names_its_commit(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_measurement_names_its_script(
     monkeypatch: pytest.MonkeyPatch, module: str | None, program: str, command: str
 ) -> None:
-    """As a path or a module of the repository, so that a script of the same name elsewhere is not taken for it."""
+    """Scripts are named by path or module in the repository, so that no script of the same name elsewhere is meant."""
     main = types.ModuleType("__main__")
     main.__spec__ = module and importlib.machinery.ModuleSpec(module, None)  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "__main__", main)

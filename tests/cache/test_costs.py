@@ -1,4 +1,4 @@
-"""What a model's layers cost, by which eviction weighs states and KV: against transformers' model, and by hand."""
+"""Check the costs of a model's layers, which eviction uses, against transformers' model and by hand."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_odds_follow_what_became_of_others() -> None:
 
 
 def test_reuse_of_states_is_learned() -> None:
-    """Of five ends of first answers one is used; its conversation's next end is one of another kind."""
+    """One of five ends of first answers is used. The next end of its conversation is of another kind."""
     manager, memory = make(checkpoint_policy="finish_only")
     prompts = [tokens(20, seed) for seed in range(5)]
     for prompt in prompts:
@@ -154,7 +154,7 @@ def test_reuse_of_states_is_learned() -> None:
 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_ended_requests_are_told_with_their_prompts(hybrid: bool) -> None:
-    """What the weight is tuned on: the tokens fed, how many of them were prompt, and the boundaries."""
+    """The weight is tuned on the tokens fed, the number of prompt tokens among them, and the boundaries."""
     manager, memory = make(hybrid)
     told: list[tuple[int, int, str | None]] = []
     manager.observer = lambda ended: told.append((len(ended.tokens), ended.num_prompt_tokens, ended.salt))

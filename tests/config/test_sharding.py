@@ -68,7 +68,7 @@ def test_heads_that_can_be_neither_split_nor_replicated() -> None:
 def test_models_that_ranks_share(
     arch: str, changes: dict[str, Any], size: int, message: str | None, tmp_path: Path
 ) -> None:
-    """What does not divide is named when the config is resolved, before ranks are started."""
+    """A size that does not divide is named when the config is resolved, before ranks are started."""
     config = read(tmp_path, tiny(arch, **changes))
     if message is None:
         check_shares(config, size, expert_parallel=False)

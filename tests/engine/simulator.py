@@ -1,4 +1,4 @@
-"""What a request should give, in plain Python: transformers' logits, one uncached pass per token, and lists.
+"""Expected results of a request in plain Python: transformers' logits, one uncached pass per token, and lists.
 
 Job: ``greedy``, an oracle for greedy decoding with every option that changes logits or ends the generation.
 Does not know: Weft.

@@ -141,7 +141,7 @@ def test_cached_prompt_tokens_cost_nothing() -> None:
 
 
 def test_who_was_idle_has_no_credit() -> None:
-    """Nor does a caller pay for what it computed while nobody else wanted anything."""
+    """A caller also pays nothing for tokens that were computed while nobody else wanted anything."""
     engine = Engine(budget=100, seqs=1)
     for number in range(50):
         engine.send("a", tokens(number, 100), 1)

@@ -374,7 +374,7 @@ def test_an_interrupted_step_ends_its_requests_and_nothing_else(llm: LLM, monkey
 
 @pytest.fixture
 def sigint_raises() -> Iterator[None]:
-    """As Python begins, unless it was started in the background by a shell, which has SIGINT ignored."""
+    """Handle SIGINT as Python does when it begins. A shell that starts Python in the background has SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

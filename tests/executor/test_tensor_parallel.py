@@ -147,7 +147,7 @@ def forced(folder: Path, size: int, dtype: str, **settings: Any) -> torch.Tensor
 
 @pytest.fixture(scope="module")
 def exact(folders: dict[str, Path]) -> tuple[torch.Tensor, float]:
-    """Of one rank in float32, and how far one rank in bfloat16 is from it."""
+    """Log probabilities of one rank in float32, and the distance of one rank in bfloat16 from them."""
     want = forced(folders[HYBRID], 1, "float32")
     return want, (forced(folders[HYBRID], 1, "bfloat16") - want).norm().item()
 

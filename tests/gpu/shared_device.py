@@ -184,7 +184,7 @@ class Worker:
         self._news.put(outcome(None, None, f"ended with status {self.process.wait()}: {last}"))
 
     def news(self, end: float) -> dict[str, Any]:
-        """What came of the process, or nothing if it is ready; waits until ``end``."""
+        """Wait until ``end`` for the outcome of the process. Return nothing if the process is ready."""
         try:
             return self._news.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:

@@ -11,7 +11,7 @@ from weft.layers.all_reduce import AllReduce
 from weft.ops.backend import Backend
 
 PARTS = (1.0, 1e8, -1e8, 1.0)
-"""Of four ranks. Only by rank they add up to 1."""
+"""Parts of four ranks. They add up to 1 only in the order of the ranks."""
 
 
 class FourRanks:

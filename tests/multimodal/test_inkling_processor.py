@@ -146,7 +146,8 @@ def test_refused(folder: Path, processor: MediaProcessor, tmp_path: Path) -> Non
 
 
 def test_a_folder_without_processor_files_has_the_published_settings(tmp_path: Path) -> None:
-    """As with dummy weights: a token for 40 x 40 pixels, and numbers from -1 to 1, beyond which are those outside."""
+    """Settings are those of dummy weights: a token for 40 x 40 pixels, and numbers from -1 to 1. Numbers outside of an
+    image are beyond this range."""
     processor = make(tmp_path, vision=replace(INKLING2_VISION, patch_size=20))
     (item,) = processor.process({"image": [Image.new("RGB", (41, 40), "white")]}, ROOM, PARAM)
     assert item.grid == (1, 2, 4)

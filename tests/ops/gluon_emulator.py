@@ -298,7 +298,7 @@ class Emulator:
         self._thread(arrive).start()
 
     def _copy_later(self, box: Shared, pointer: Pointer, mask: Any = True) -> None:
-        """What is asked for by a thread itself; its result is zero where ``mask`` is not set."""
+        """Start a copy that a thread asks for itself. The result is zero where ``mask`` is not set."""
 
         def arrive() -> None:
             late()

@@ -155,7 +155,7 @@ if DEVICE == "cpu":
     tl.core._unwrap_if_constexpr = _unwrap_what_is_wrapped
 
     def _init_handle(self, data, dtype, attr=None) -> None:  # type: ignore[no-untyped-def]
-        """What the data class does, whose check of sizes asks the type anew each time."""
+        """Initialise like the data class, but skip its check of sizes for bytes. The check asks the type each time."""
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
         if data.itemsize > 1:
             self.__post_init__()

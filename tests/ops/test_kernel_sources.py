@@ -1,4 +1,4 @@
-"""What every known version of Triton compiles: rules on the compile-time parameters that kernels take as one tuple."""
+"""Check the tuple of a kernel's compile-time parameters, which every known version of Triton has to compile."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ NAMED = {
     ),
     "attention inside": (["gated_delta_net"], lambda layers: layers.count("linear_attention")),
 }
-"""What to split at, and the breaks that this makes of the layers' types. All layers of the checkpoint have experts."""
+"""Names to split at, and the breaks that they make of the layers' types. All layers of the checkpoint have experts."""
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ NAMED = {
 def test_functions_methods_and_modules_are_split_off_by_name(
     tmp_path: Path, what: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a call was given when it was found stands for all sizes, also where few rows are computed in another way."""
+    """The arguments found for a call are used for all sizes, also where few rows are computed in another way."""
     monkeypatch.setattr(moe, "most_routed_rows", lambda experts: TOKENS[1])
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     expected, _ = answers(folder)
@@ -215,7 +215,7 @@ def test_pieces_are_split_at_names_beside_compiled_decodes(tmp_path: Path, monke
 def test_a_call_that_is_given_something_else_for_few_rows_is_refused(
     tmp_path: Path, source: str, most_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was found for one number of rows would be used for all: here whether the shared expert is among them."""
+    """Arguments found for one number of rows would be used for all. Here they include the shared expert or not."""
     monkeypatch.setattr(moe, "most_routed_rows", lambda experts: most_rows)
     monkeypatch.setattr(moe, "serves_any_num_tokens", torch.compiler.is_dynamo_compiling)
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)

@@ -44,7 +44,7 @@ def test_a_failing_import_leaves_the_collector_as_it_was() -> None:
 
 
 def test_names_that_are_loaded_freeze_nothing() -> None:
-    """What lives by then, an engine for example, has to be collected one day."""
+    """Objects that exist by then, an engine for example, have to be collected one day."""
     assert weft.LLM.__name__ == "LLM"
     assert weft.LLM.__name__ == "LLM" and gc.get_freeze_count() == 0
 
@@ -87,7 +87,7 @@ class _Cycle:
 
 
 def test_generating_leaves_young_garbage_young_and_the_callers_objects_frozen() -> None:
-    """What a freeze makes old is never collected in a program that generates again and again."""
+    """Objects that a freeze makes old are never collected in a program that generates again and again."""
     with weft.LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4) as llm:
         gc.freeze()
         garbage = weakref.ref(_Cycle())

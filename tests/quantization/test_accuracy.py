@@ -82,7 +82,7 @@ def agreement(num_prompts: int, form: str = "fp8") -> Agreement:
 
 
 def test_the_bundled_model_online() -> None:
-    """Of all tokens. Rounding decides between tokens that are about as likely, so the others are such tokens."""
+    """Shares are of all tokens. Rounding decides between about equally likely tokens, so the others are such tokens."""
     found = agreement(4)
     print(found)
     assert found.kl < 0.02 and found.share_equal > 0.95 and found.share_equal_where_sure > 0.985

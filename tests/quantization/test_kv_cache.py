@@ -79,7 +79,7 @@ def batch_of(query_lens: list[int], seq_lens: list[int]) -> Batch:
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 5], [9, 12]])
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * (DEVICE == "cuda"))
 def test_attention_reads_what_was_stored(dtype: torch.dtype, query_lens: list[int], backend: Backend) -> None:
-    """As over a float32 cache that holds the same numbers, times the scale of the values."""
+    """Attention equals attention over a float32 cache that holds the same numbers, times the scale of the values."""
     batch = batch_of(query_lens, [9, 14])
     values = [torch.randn(12, 4, 2, 16, device=DEVICE).to(E4M3) for _ in range(2)]
     q = torch.randn(sum(query_lens), 4, 16, device=DEVICE).to(dtype)

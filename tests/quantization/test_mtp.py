@@ -13,7 +13,7 @@ from tests.models.test_mtp import run_head
 
 
 def test_a_head_for_drafts_is_in_fp8_too(tmp_path: Path) -> None:
-    """As near to the dequantised weights as rounding its inputs leaves it; what is named as unquantised stays so."""
+    """The head is as near to dequantised weights as rounding inputs allows. Weights named as unquantised stay so."""
     plain, _reference = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path / "plain", **GEOMETRY)
     found = []
     for folder in (quantize_checkpoint(plain, "block"), plain):

@@ -35,7 +35,7 @@ GLM5_SIZES: dict[str, Any] = {
     "index_head_dim": 32,
 }
 JOINED = {"shared_expert_intermediate_size": 128}
-"""As wide as the others: then the shared expert is one of them, unless inputs' scales are static."""
+"""Width of the other experts. The shared expert is then one of the experts, unless the scales of inputs are static."""
 CASES = [(arch, "block") for arch in ARCHITECTURES] + [("Qwen3NextForCausalLM", scheme) for scheme in SCHEMES[1:]]
 CASES += [("BailingHybridForCausalLM", "channel-token"), ("Qwen4ExpForCausalLM", "channel-token")]
 CASES += [(GLM5, scheme) for scheme in SCHEMES[:2]]

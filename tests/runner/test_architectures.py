@@ -144,7 +144,7 @@ HOPPER = re.compile("hopper|gluon")
 
 
 def compiled(name: str, folder: Path, capabilities: list[str]) -> list[dict[str, Any]]:
-    """What a start of a family compiles for the capabilities (each with ``:MOST`` variants of a kernel)."""
+    """Return the kernels of a family's start for the capabilities (each with ``:MOST`` variants of a kernel)."""
     family = FAMILIES[name]
     make = make_mtp_checkpoint if "mtp" in family.settings.get("speculative_config", "") else make_checkpoint
     sizes, model = family.sizes | {"max_position_embeddings": 1024}, folder / "model"

@@ -31,8 +31,8 @@ from weft.runner.compile_processes import kernel_lock, wait_for_lock
 
 @takes_long
 def test_two_first_starts_compile_every_kernel_once_and_a_later_start_none(tmp_path: Path) -> None:
-    """None in the processes that start: the listener is told in the process that compiles; these only find results.
-    Nothing is kept that the compiler made on the way. The folder may be shipped: copied to the same path again. The
+    """The starting processes compile nothing and only find results. The listener is told in the process that compiles.
+    Files that the compiler made on the way are not kept. The folder may be shipped: copied to the same path again. The
     later start has one more kernel, in which the compiler finds an error."""
     here, shipped = tmp_path / "kernels", tmp_path / "shipped"
     with ThreadPoolExecutor(2) as threads:

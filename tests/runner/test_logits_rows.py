@@ -151,7 +151,7 @@ def test_log_probabilities_of_a_prompt_in_an_engine_with_graphs(tmp_path: Path) 
 
 
 def test_a_row_that_is_padding_is_no_sequence_s_last(tmp_path: Path) -> None:
-    """What padding computes is stored in a row that nobody reads, also where no token is padding."""
+    """The result of padding is stored in a row that nobody reads, also where no token is padding."""
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
     runner = ModelRunner(resolve(model=str(folder), cuda_graph_mode="NONE", **SIZES))
     builder = runner.steps.builder

@@ -193,7 +193,7 @@ def test_replay_repeats_device_work_and_no_python() -> None:
 
 
 def test_rebound_buffer_and_frozen_value_show_in_a_replay() -> None:
-    """What would go wrong on a GPU goes wrong here: host values are those of the capture, new tensors are not seen."""
+    """The emulation fails as a GPU would: a replay uses the host values of the capture and sees no new tensors."""
     state = {"x": torch.ones(2), "factor": 3}
     graph, out = capture(EmulatedGraphPool(), lambda: state["x"] * state["factor"])
     state["x"], state["factor"] = torch.full((2,), 5.0), 7

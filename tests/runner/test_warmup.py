@@ -210,7 +210,7 @@ def test_a_start_needs_nothing_private_of_a_triton_that_is_not_known(warm_folder
 
 
 def kernels_at_start(cache: Path, *arguments: str, program: str = "compile_only") -> list[str]:
-    """What a start compiles, in a process of its own; nothing may be missing later."""
+    """Return the kernels that a start compiles in a process of its own. Check that none is compiled later."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", f"tests.runner.{program}", *arguments]

@@ -16,7 +16,7 @@ MANY = 10_000
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm"])
 def test_the_order_is_that_of_the_policy_and_of_arrival(policy: SchedulePolicy) -> None:
-    """Of equals the one that was pushed first goes first; requests come back in the middle of it."""
+    """Equal requests are in the order of their pushes. Requests may return to the middle of the queue."""
     rng, queue, waiting = random.Random(policy), WaitingQueue(policy), list[Request]()
     for number in range(400):
         request = make_request(str(number), [1], 1, arrival=rng.randrange(20), priority=rng.randrange(3))

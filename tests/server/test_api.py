@@ -425,7 +425,7 @@ def test_compressed_bodies_are_refused(server: RunningServer) -> None:
 
 
 def test_every_response_has_a_request_id_and_a_callers_own_comes_back(server: RunningServer) -> None:
-    """As vLLM's --enable-request-id-headers."""
+    """The headers behave like those of vLLM's --enable-request-id-headers."""
     calls: list[tuple[str, str, Any]] = [
         ("GET", "/health", None), ("GET", "/nothing", None), ("GET", "/", None), ("POST", "/tokenize", {"prompt": "x"}),
         ("POST", "/v1/chat/completions", chat_body("x")), ("POST", "/v1/chat/completions", {}),

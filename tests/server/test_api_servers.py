@@ -432,7 +432,7 @@ def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
 
 
 def test_what_is_open_is_known_of_what_the_engine_has_only() -> None:
-    """What ended, was aborted, or was meant for an engine that has died is nobody's."""
+    """Requests that ended, were aborted, or were meant for a dead engine belong to no process."""
     servers = object.__new__(ApiServers)  # no processes
     sent: list[Any] = []
     heard: list[list[Any]] = [[], []]
@@ -466,7 +466,7 @@ def test_what_is_open_is_known_of_what_the_engine_has_only() -> None:
 
 
 def test_an_api_process_that_ends_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does its link stay open on this side while it runs: its end would not be seen."""
+    """This side closes the process's end of the link. With an open end, the end of the process would not be seen."""
     over = threading.Event()
 
     class Process:

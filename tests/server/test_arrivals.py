@@ -1,4 +1,4 @@
-"""What the engine is sent for a call: every field of the request, as its own, with the caller's and the prompt's."""
+"""Check that all fields of a request reach the engine as fields of their own, with the caller's and the prompt's."""
 
 from __future__ import annotations
 

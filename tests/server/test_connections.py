@@ -1,4 +1,4 @@
-"""What a connection may cost before its key is known; comments that keep a quiet stream alive."""
+"""Test the cost of a connection before its key is known, and the comments that keep a quiet stream alive."""
 
 from __future__ import annotations
 

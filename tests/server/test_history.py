@@ -71,7 +71,7 @@ def test_what_the_engine_did_before_is_not_what_it_does_now(clock: Clock, histor
 
 
 def test_every_figure_of_an_interval_has_its_name(clock: Clock, history: History) -> None:
-    """What the engine did is known to every process; calls are those of all of them."""
+    """Every process knows the figures of the engine. Calls are the sum over all processes."""
     another = History(clock)
     for reporting in (history, another):
         reporting.engine_reported(EngineStats(num_steps=1, num_running=5, num_waiting=7, num_prefill_tokens=11))

@@ -178,7 +178,7 @@ def test_plots(server: RunningServer, browser: Browser) -> None:
 
 
 def walk(browser: Browser) -> str:
-    """What is told of each node on the way from the first one down."""
+    """Return the texts shown for each node, from the first node down."""
     browser.press(Keys.HOME)
     told = browser.text("#node")
     for _ in range(len(browser.all("#tree .node"))):

@@ -62,7 +62,7 @@ def test_work_that_does_not_end_is_ended() -> None:
 
 @pytest.mark.parametrize("size", [0, SMALL])
 def test_work_that_drops_an_interruption_is_interrupted_again(size: int) -> None:
-    """As callbacks of the interpreter do; once in the event loop, once in the thread."""
+    """Callbacks of the interpreter drop interruptions too. The work runs once in the event loop, once in the thread."""
     given_up = time.monotonic() + GUARD_S
 
     def stubborn() -> str:

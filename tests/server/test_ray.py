@@ -93,7 +93,7 @@ def run(body: Callable[[Server], Awaitable[None]], **settings: Any) -> Server:
 
 @takes_long
 def test_two_replicas_on_two_nodes_and_one_killed_under_load(cluster: Any) -> None:
-    """What nobody has seen a token of starts anew on the other node, the rest ends with an error; it comes back."""
+    """Requests without a seen token start anew on the other node, the rest end with an error. The replica returns."""
 
     async def body(server: Server) -> None:
         assert server.capacity is not None and server.capacity.max_num_seqs == 2 * CAPACITY.max_num_seqs

@@ -113,7 +113,7 @@ def test_requests_are_spread_and_answered() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=takes_long)])
 def test_a_replica_dies_or_freezes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody has seen a token of starts anew elsewhere, the rest ends with an error; the replica comes back."""
+    """Requests without a seen token start anew elsewhere, the rest end with an error. The replica comes back."""
     monkeypatch.setattr("weft.engine.replicas.FROZEN_AFTER_S", 2.0)
 
     async def body(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""What requests of the responses and the messages protocols are as chat completions: every field arrives as its own."""
+"""Check that every field of a responses or messages request reaches its own field of a chat completion."""
 
 from __future__ import annotations
 

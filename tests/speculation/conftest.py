@@ -34,7 +34,7 @@ class Case:
         return [output.outputs[0] for output in llm.generate(prompts, list(self.params), use_tqdm=False)]
 
     def known(self, completions: Sequence[CompletionOutput]) -> Outputs:
-        """What ``tests.drafters.FromOutputs`` reads."""
+        """Return the outputs that ``tests.drafters.FromOutputs`` reads."""
         pairs = zip(self.prompts, self.params, completions, strict=True)
         return {(tuple(prompt), params.seed or 0): list(done.token_ids) for prompt, params, done in pairs}
 

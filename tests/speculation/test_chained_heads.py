@@ -63,7 +63,7 @@ def prompts(*lengths: int, seed: int = 3) -> list[list[int]]:
     ],
 )
 def test_drafts_are_the_references(mode: str, repeats: bool, more: dict[str, Any], tmp_path: Path) -> None:
-    """Of prompts in several chunks, in steps that also decode, after drafts that were accepted and others."""
+    """Compare drafts of prompts in several chunks, in steps that also decode, and after accepted and other drafts."""
     folder, reference = make_chain_checkpoint(TEXT, tmp_path, repeats=repeats, rel_extent=128)
     engine = Compared(folder, reference, cuda_graph_mode=mode, **more)
     with engine.llm as llm:

@@ -148,7 +148,7 @@ def test_options(engines: Engines, option: str) -> None:
 
 
 def test_requests_of_one_step_bring_equally_many_tokens(engines: Engines) -> None:
-    """What is missing is filled up with any tokens, which are not counted as drafts; drafts may reach past the end."""
+    """Missing drafts are filled up with any tokens, which are not counted as drafts. Drafts may reach past the end."""
     plain, drafting = engines
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, seed=n) for n in (9, 10, 11)]
     case = Case(prompts(3, seed=2), params)

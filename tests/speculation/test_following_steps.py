@@ -56,7 +56,8 @@ def table_of(device: torch.device) -> Tensor:
 
 
 def _from_table(rows: Tensor, last: Tensor) -> Tensor:
-    """What follows the token after position ``last [N]`` of ``rows [N]``; padding may have negative positions."""
+    """Return the tokens after the token that follows position ``last [N]`` of ``rows [N]``. Padding may have negative
+    positions."""
     places = last[:, None] + torch.arange(2, 2 + NUM_DRAFTS, device=last.device)
     return table_of(last.device).index_select(0, rows).gather(1, places.clamp(0, LONGEST - 1))
 
@@ -110,7 +111,7 @@ class Engines:
         following._core._executor.launch = fill_and_launch  # type: ignore[method-assign]
 
     def expect(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-        """What the plain engine gives, a part of which is the table's content from now on."""
+        """Return the plain engine's outputs. The table holds a part of these tokens from now on."""
         outputs = run(self.plain, prompts, params)
         for output in outputs:
             text = [*output.prompt_token_ids, *output.outputs[0].token_ids, *[5] * NUM_DRAFTS]
@@ -242,7 +243,7 @@ def test_steps_follow_up_to_the_end_of_the_context(engines: Engines) -> None:
 
 
 def test_only_drafts_that_were_found_are_counted() -> None:
-    """What fills a request up to the number of the others is verified and not counted."""
+    """Tokens that fill a request up to the number of drafts of other requests are verified and not counted."""
     request = SimpleNamespace(draft_token_ids=[4], num_computed_tokens=10)
     running = SimpleNamespace(request=request, lease=None)
     planner, launched = Mock(), SimpleNamespace(running=running, num_drafts=3, num_proposed=ON_DEVICE)

@@ -69,7 +69,7 @@ def test_tokens_are_those_without_drafts(engines: tuple[LLM, LLM, Steps]) -> Non
 
 
 def check_repeating(plain: LLM, drafting: LLM, steps: Steps) -> None:
-    """Of requests that come one after the other, greedy and sampled, with penalties and without."""
+    """Compare requests that come one after the other, greedy and sampled, with penalties and without."""
     rng, before = random.Random(1), drafting.stats().spec_decode_num_accepted_tokens
     params = [
         SamplingParams(temperature=t, max_tokens=n, ignore_eos=True, seed=n, repetition_penalty=p, logprobs=lp)

@@ -178,7 +178,7 @@ BROKEN = st.lists(st.sampled_from([*b"ab\xe2\x82\xac\xed\xa7\xf0\x9f\x91\x8d\xff
 @example([*b"E\xed\xa7"], [*b"f"])
 @settings(max_examples=300, deadline=None)
 def test_text_behind_any_bytes(prompt: list[int], new: list[int]) -> None:
-    """What the prompt left broken stays the prompt's; a character that is completed is the text's."""
+    """A character that the prompt leaves broken is the prompt's. A character that is completed is the text's."""
     before, both = (bytes(b).decode(errors="replace") for b in (prompt, prompt + new))
     common = next((i for i, (a, b) in enumerate(zip(before, both, strict=False)) if a != b), len(before))
     assert continued(BYTE_LEVEL, ids_of(prompt), ids_of(new)) == both[common:]

@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class AgentTrace:
-    """What is drawn.
+    """Parameters from which a trace is drawn.
 
     Attributes:
         turns: mean number of requests in a session (geometric).

@@ -177,7 +177,7 @@ def _kernels() -> Finding:
 
 
 def _without_hopper() -> str:
-    """What runs instead of the kernels for Hopper on a GPU of another architecture."""
+    """Describe which kernels run instead of the kernels for Hopper, if the GPU has another architecture."""
     from weft.config.resolution import cuda_available
 
     if not cuda_available():

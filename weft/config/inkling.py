@@ -162,8 +162,8 @@ def read_inkling_head(top: JsonObject, text: JsonObject) -> tuple[tuple[str, ...
 
 
 _ORDER = {"chain_hidden_post_norm": False, "mtp_hidden_states_first": True}
-"""What Weft computes: a layer reads the output of the layer before without a norm, and hidden states before the
-embedding."""
+"""Values of the only computation that Weft has. A layer reads the output of the layer before without a norm. Hidden
+states precede the embedding."""
 
 
 def inkling_intermediate_size(text: JsonObject) -> int:

@@ -1,4 +1,4 @@
-"""What the names of a checkpoint's tensors say: whether there is a tower, and which parts of a head are unquantised.
+"""Facts from the names of a checkpoint's tensors: whether there is a tower, and which parts of a head are unquantised.
 
 Does not know: shapes, dtypes, numbers.
 """

@@ -20,10 +20,11 @@ from weft.ops.collectives.peer_buffers import PeerBuffers, SentRows, buffer_byte
 NAME = "all_reduce"
 
 _MOST_BYTES = 32 * 2**20
-"""Of a message of two ranks: the kernel was faster than NCCL and a norm up to there, where measuring ended."""
+"""Upper bound on a message of two ranks. Up to there, where measuring ended, the kernel beat NCCL and a norm."""
 
 _MOST_BYTES_READ = 3 * 2**20
-"""Of the messages that a rank reads, with more than two ranks: NCCL was faster from 512 rows of 4 KiB on, with four."""
+"""Upper bound on the messages that a rank reads, with more than two ranks. With four ranks, NCCL was faster from 512
+rows of 4 KiB on."""
 
 
 def max_rows(size: int, row_bytes: int) -> int:

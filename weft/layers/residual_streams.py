@@ -118,7 +118,7 @@ class GatedEnd(GatedConnection):
     """The gated mean of the streams, which the head reads in place of a norm's output."""
 
     def add(self, x: Any, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As ``MeanOfStreams.add``."""
+        """Return the gated mean and the streams. Arguments as for ``MeanOfStreams.add``."""
         assert residual is not None, "the streams begin in the first layer"
         return self.read(residual)[0], residual
 

@@ -153,7 +153,7 @@ class Inkling2VisionTower(VisionTower):
         return embeddings[:, None]
 
     def _rotation(self, places: Tensor) -> Tensor:
-        """As in the base class, from one on, where class tokens have zero; the first half turns by the column."""
+        """Places start at one, since class tokens have zero. The first half turns by the column."""
         return super()._rotation((places + 1).flip(1))
 
 

@@ -93,7 +93,7 @@ class StreamsPredictor(nn.Module):
         return self.layers[0](added, streams)[1].flatten(1)
 
     def head_input(self, hidden_states: Tensor) -> Tensor:
-        """As ``MultiTokenPredictor.head_input``."""
+        """Return the input of the output head, like ``MultiTokenPredictor.head_input``."""
         return self.norm.end(hidden_states)
 
 

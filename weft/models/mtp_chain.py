@@ -117,7 +117,7 @@ class ChainedPredictor(nn.Module):
         return outputs[1:]
 
     def head_input(self, hidden_states: Tensor) -> Tensor:
-        """As ``MultiTokenPredictor.head_input``."""
+        """Return the input of the output head, like ``MultiTokenPredictor.head_input``."""
         return hidden_states
 
 

@@ -44,7 +44,7 @@ def fingerprint_of(config: EngineConfig, spec: CacheSpec) -> str:
 
 
 def _origin_of_bits() -> list[str]:
-    """What the bits of a request may depend on besides the model: versions, and the kind of device."""
+    """Return versions and the kind of device. The bits of a request may depend on them besides the model."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return [__version__, torch.__version__, triton.__version__, device]
 

@@ -1,4 +1,4 @@
-"""Which rows of a step logits may be computed from: the last token of each of its sequences (``LogitsRows``)."""
+"""Rows of a step from which logits may be computed: the last token of each of its sequences (``LogitsRows``)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -245,7 +245,7 @@ class MediaInputs:
         self.run_eager(self.blank(grids), grids)
 
     def _largest(self) -> list[Grid]:
-        """As many tokens as a step encodes; in parts, since one image would take long."""
+        """Return grids of at most ``_PART`` tokens that add up to a step's tokens. A single image would take long."""
         whole, rest = divmod(self._step_tokens, _PART)
         return [(1, self.merge, self.merge * tokens) for tokens in [_PART] * whole + [rest] * (rest > 0)]
 

@@ -1,4 +1,4 @@
-"""What a rank does between two steps for a training loop: new weights, on all ranks or on none.
+"""Commands of a training loop that a rank runs between two steps: new weights, on all ranks or on none.
 
 Job: run one command on this rank, and agree with the others on its success. Owns: the table of the model's tensors.
 Does not know: requests, caches of prefixes, who sends commands.

@@ -46,10 +46,12 @@ tokens that are not any."""
 
 
 MAX_PROCESSES = 16
-"""That compile. Forking one takes 10 ms, and the slowest kernel takes as long as its share of all of them."""
+"""Upper bound on compile processes. Forking a process takes 10 ms. The slowest kernel takes as long as a process's
+share of all kernels."""
 
 LEAST_TOKENS = 256
-"""Of a step that is made smaller because memory is short: with fewer a prompt would take very many steps."""
+"""Least tokens of a step that is made smaller because memory is short. With fewer tokens a prompt would take very many
+steps."""
 
 
 @dataclass(frozen=True, slots=True)

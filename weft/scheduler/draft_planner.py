@@ -68,7 +68,7 @@ class AcceptanceLog:
 
 
 class Drafts(NamedTuple):
-    """Of one request and step: tokens, of which the first ``num_proposed`` were proposed and the others fill up."""
+    """Drafts of one request and step. The first ``num_proposed`` tokens were proposed, and the rest only fill up."""
 
     token_ids: list[int]
     num_proposed: int

@@ -106,8 +106,8 @@ _INCLUDES = {
     "web_search_call.action.sources",
     "web_search_call.results",
 }
-"""What may be asked for; all but the log probabilities is about OpenAI's own tools and storage, of which an answer has
-none, and about the request's own images. Reasoning comes as it is."""
+"""Values accepted in ``include``. Except for the log probabilities they are about OpenAI's own tools and storage, of
+which an answer has none, and about the request's own images. Reasoning is returned as it is."""
 
 
 def _check(request: ResponsesRequest) -> None:

@@ -73,7 +73,7 @@ class Case:
     """Random tensors of a batch, with NaN in every slot that belongs to no token and in every row of padding."""
 
     multiprocessors = 24
-    """Of the emulator."""
+    """Multiprocessors of the emulator."""
 
     def __init__(
         self, layout: str, query_lens: list[int], contexts: list[int], padding: int = 45, padding_seqs: int = 2,
@@ -314,8 +314,8 @@ def test_a_captured_launch_serves_other_batches(cache: torch.dtype) -> None:
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, *, branches: bool = False) -> list[str]:
-    """Which kernels ``paged_attention`` launches for a batch, on a Hopper GPU that need not be there; with ``branches``
-    also where a branch of the graph begins and ends."""
+    """Return the kernels that ``paged_attention`` launches for a batch, on a Hopper GPU that need not exist. With
+    ``branches``, return also where a branch of the graph begins and ends."""
     names: list[str] = []
 
     @contextmanager

@@ -38,7 +38,7 @@ class Fp8Case(Case):
         self.batch = dataclasses.replace(self.batch, num_decodes=len(query_lens))
 
     def run(self, skip_decodes: bool = False) -> Tensor:
-        """What the dispatcher makes of it, by this kernel; NaN where nothing is written."""
+        """Run the dispatcher with this kernel and return its output, with NaN where nothing is written."""
         launches: list[str] = []
 
         def handle(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ ROWS = (1, 3, 2 * NUM_PROGRAMS + 1, 2, 13 * NUM_PROGRAMS + 2, 4, 1, 2)
 
 
 def test_few_rows_go_by_packets() -> None:
-    """As many as there is room for between two ranks, fewer between more; never half a packet."""
+    """Two ranks send the rows that there is room for, and more ranks send fewer. Half a packet is never sent."""
     weight = torch.zeros(2048, dtype=torch.bfloat16)
     fits = {
         (rows, size): fits_packed(torch.zeros(rows, 2048, dtype=torch.bfloat16), None, weight, size)

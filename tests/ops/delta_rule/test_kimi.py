@@ -295,7 +295,7 @@ def test_latent_attention_of_a_verification(sizes: tuple[int, int, int], dtype: 
 def test_many_rows_meet_as_many_keys_as_fit(
     is_hopper: bool, kilobytes: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of latents of 512 + 64; not under a fixed order of sums, whose decodes have other tiles."""
+    """Latents have 512 + 64 values. A fixed order of sums is an exception, since its decodes have other tiles."""
     found = []
     monkeypatch.setattr(latent, "has_table", lambda device: is_hopper)
     monkeypatch.setattr(latent, "shared_bytes", lambda device: kilobytes << 10)

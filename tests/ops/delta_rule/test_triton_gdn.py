@@ -252,7 +252,7 @@ def test_verify_step(
 
 @pytest.mark.parametrize("backend", [TRITON, Backend.INVARIANT_TRITON])
 def test_a_verified_token_leaves_the_state_of_a_decode_step(backend: Backend) -> None:
-    """What as many decode steps leave, rounded states included: to the bit where both kernels are interpreted."""
+    """States equal those of as many decode steps, rounding included. Interpreted kernels agree to the bit."""
     geometry = GatedDeltaNetConfig(2, 4, 16, 8, 4)
     rows = geometry.conv_dim + geometry.value_dim + 8
     projected = torch.randn(2, 3, rows, device=DEVICE)

@@ -121,7 +121,7 @@ def drafted(
 @pytest.mark.parametrize("backend", [Backend.TORCH, Backend.TRITON])
 @pytest.mark.parametrize("seed", range(12))
 def test_ngram_drafts(seed: int, backend: Backend) -> None:
-    """What follows the latest occurrence of the longest suffix; only accepted tokens are part of the text."""
+    """Drafts follow the latest occurrence of the longest suffix. Only accepted tokens are part of the text."""
     rng = random.Random(seed)
     kinds, low = rng.choice([1, 2, 4]), rng.randint(1, 3)
     high, query_len, count = low + rng.randint(0, 3), rng.choice([1, 3, 5]), rng.choice([0, 1, 5])

@@ -81,7 +81,7 @@ def inputs(tokens: int, inner: int, dtype: torch.dtype, scheme: str) -> tuple[Te
 
 
 def quantised(x: Tensor, static: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """As the kernels quantise; interpreted, they do exactly as the reference does, which takes less time."""
+    """Quantise like the kernels. Without a GPU the reference runs, which gives the same result in less time."""
     return (quantize_inputs_triton if ON_GPU else quantize_inputs_reference)(x, static, block=block)
 
 
@@ -149,7 +149,7 @@ def check_product(
 
 @pytest.mark.parametrize(("tokens", "scheme"), [(9, "block"), (9, "static"), *unless_long([], [(18, "token")])])
 def test_parts_add_up_in_order_to_the_same_bits(tokens: int, scheme: str) -> None:
-    """Of a product that is split by rule; of many rows nothing is left to add."""
+    """A product of few rows is split by rule. A product of many rows has no parts to add."""
     x, static = inputs(tokens, 384, torch.float16, scheme)
     weight, scale = fp8_matrix(72, 384, block_of(scheme))
     options = {"block": block_of(scheme), "backend": Backend.TRITON}
@@ -170,7 +170,7 @@ def test_gated_product(config: FewRows, scheme: str) -> None:
 @pytest.mark.parametrize("tokens", [5, 33])
 @pytest.mark.parametrize("width", [100, 128])
 def test_gated_product_by_block(tokens: int, width: int) -> None:
-    """Of few and of many rows of inputs; where up rows of a program have scales of two blocks, and where of one."""
+    """Inputs have few or many rows. The up rows of a program have scales of two blocks or of one block."""
     check_gated_product(tokens, width, FewRows(False, 64, 4, 3, 1), "block")
 
 

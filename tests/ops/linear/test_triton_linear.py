@@ -201,7 +201,7 @@ def test_the_table_is_well_formed() -> None:
 
 
 def test_splits_that_a_norm_adds_are_not_those_of_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some sizes the matrix library is faster where the kernel has to add the sums itself."""
+    """For some sizes the matrix library is faster than a kernel that has to add the sums itself."""
     monkeypatch.setattr(skinny_choice, "has_table", lambda device: True)
     x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta") for rows in (64, 2048))
     assert choose_config(x, weight, False) is None

@@ -151,7 +151,7 @@ def test_flat_rows_are_searched_as_a_whole(filters: dict[str, list[float]]) -> N
 
 
 def test_flat_rows_are_sampled_as_a_whole() -> None:
-    """Of what a low threshold keeps, tokens outside of the groups that are looked at first are sampled too."""
+    """Tokens that a low threshold keeps are sampled too if they are outside of the groups that are looked at first."""
     logits = torch.randn(1, 10_000, device=DEVICE) * 0.1
     logits[:, :1800] -= 0.3
     many = arguments(200, 10_000, top_k=[9500])

@@ -190,7 +190,7 @@ def test_programs_without_work_do_not_count(
 @pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel calls no Python")
 @pytest.mark.parametrize(("aim", "programs"), [(96, 16), (24, 4)])
 def test_attention_says_how_many_programs_have_work(aim: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many of a sequence's as it has splits, or all; the Gluon kernel counts alike."""
+    """A sequence has one program with work per split, or all programs have work. The Gluon kernel counts alike."""
     said: set[tuple[int, int]] = set()
 
     def say(early: Any, working: Any, of: Any) -> None:
@@ -263,7 +263,7 @@ BEFORE_THE_WAIT = {
     "weight", "words", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias",
     "D", "decay", "counts", "slots", "after_slots", "norm_weight", "rate", "skip", "addresses",
 }  # fmt: skip
-"""What the forward pass does not write, and the keys, values and states of earlier steps."""
+"""Arguments that the forward pass does not write, and the keys, values and states of earlier steps."""
 
 EARLY_LOADS = (
     "_load_weight", "_load_parts", "load_keys_values", "_load_factors", "_scale", "first_pages",
@@ -333,7 +333,7 @@ def test_what_was_passed_on_is_read_past_the_first_cache() -> None:
 
 
 def test_a_receiver_starts_when_senders_have_waited_and_waits_last() -> None:
-    """What older kernels wrote it reads past the first cache, and packets again and again."""
+    """The receiver reads results of older kernels past the first cache, and reads packets again and again."""
     files = ("collectives/packets.py", "collectives/packed.py", "moe/combine.py", "linear/skinny.py")
     nodes = [node for file in files for node in ast.parse((FOLDER / file).read_text()).body]
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}

@@ -67,7 +67,7 @@ def test_first_rows_of_frames_that_nobody_sees() -> None:
 
 @pytest.mark.parametrize(("lengths", "padding", "head_dim"), [([7], 1, 16), ([40, 40, 3], 30, 8), ([70, 70], 52, 12)])
 def test_bounds_on_the_device(lengths: list[int], padding: int, head_dim: int) -> None:
-    """As if the host knew the frames; padding, which sees nothing, stays finite and is seen by nobody."""
+    """Results equal those of frames known on the host. Padding sees nothing, stays finite, and no row sees padding."""
     total = sum(lengths)
     qkv = torch.randn(total + padding, 3, 2, head_dim, device=DEVICE)
     qkv[total:] = 1e4

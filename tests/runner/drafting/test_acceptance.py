@@ -49,7 +49,7 @@ def test_counts_the_leading_drafts_that_were_sampled(seed: int) -> None:
 
 
 def test_what_is_no_token_is_no_draft() -> None:
-    """Of NaN logits any number may be sampled, also the one that stands where no draft follows."""
+    """Sampling from NaN logits may return any number, also ``NO_DRAFT``, which means that no draft follows."""
     found = judged(torch.tensor([4, NO_DRAFT, NO_DRAFT]), torch.tensor([4, NO_DRAFT, NO_DRAFT]), torch.tensor([0, 2]))
     assert found.num_accepted.tolist() == [1, 0] and found.counted.all()
 

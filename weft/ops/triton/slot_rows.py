@@ -13,7 +13,7 @@ from weft.ops.triton.early_launch import wait
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
 
 _MOST_ROWS = tl.constexpr(64)
-"""Of a program."""
+"""Upper bound on the rows of a program."""
 _PROGRAMS = 64 * MULTIPROCESSORS
 """They start within microseconds. With a quarter of them a program has dozens of rows, and steps in which most rows
 decode take up to 8% more time (``recurrent-shapes-graph-16-h200.json``)."""
