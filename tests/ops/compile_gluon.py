@@ -188,6 +188,14 @@ def launch_fp8_experts() -> None:
     fp8_moe.pair_outputs(x, ids, up, down, config=tiles)
 
 
+def launch_fp8_blocks() -> None:
+    """Both products of many pairs of the experts of Qwen3-30B-A3B, with a scale for each row."""
+    up = Fp8Matrix(torch.zeros(4, 1536, 2048, dtype=E4M3), torch.zeros(4, 1536), None, 0)
+    down = Fp8Matrix(torch.zeros(4, 2048, 768, dtype=E4M3), torch.zeros(4, 2048), None, 0)
+    x, ids = torch.zeros(512, 2048).bfloat16(), torch.zeros(512, 8, dtype=torch.int32)
+    fp8_moe.pair_outputs(x, ids, up, down, config=fp8_moe.HopperBlocks())
+
+
 def overwritten_barriers(ptx: str) -> list[int]:
     """Where barriers stand in shared memory to which plain stores go too. The compiler gives the memory of a barrier
     that is made and not used again to what the parts' warps are told."""
@@ -252,6 +260,7 @@ def main() -> None:
         launch_fp8_rows()
         launch_fp8_pairs()
         launch_int4()
+        launch_fp8_blocks()
         launch_fp8_experts()
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 

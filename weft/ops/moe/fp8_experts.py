@@ -247,9 +247,8 @@ Config = Tiles | HopperPairs | HopperBlocks
 
 
 def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int, dtype: torch.dtype) -> Config:
-    """Choose the kernel for inputs in ``dtype`` of experts of ``down [E, H, I]``: the tiles measured for this size and
-    at least this many tokens, else tiles by rule. Pair by pair, and with many pairs of each expert, use the kernels for
-    Hopper if they exist for these experts."""
+    """Choose the kernel for inputs in ``dtype`` of experts of ``down [E, H, I]``. Pair by pair, and with many pairs of
+    each expert, these are the kernels for Hopper if they exist for these experts; else tiles."""
     are_many = block == 0 and num_tokens * top_k > _MANY * len(down)
     if are_many and GLUON_IS_KNOWN and fp8_experts_hopper.takes(down, dtype):
         return HopperBlocks()
@@ -264,7 +263,7 @@ two, or the start might not compile a tile that is used below."""
 
 
 def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
-    """The same without kernels for Hopper."""
+    """Choose tiles: those measured for this size and at least this many tokens, else tiles by rule."""
     num_experts, hidden, width = down.shape
     if has_table(down.device):
         tuned = load_table().get((num_experts, hidden, width, block))
