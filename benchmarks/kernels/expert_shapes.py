@@ -26,7 +26,7 @@ from weft.ops.fp8 import Fp8Matrix
 from weft.ops.moe import NO_EXTRAS
 from weft.ops.moe.blocks import UNGROUPED_TOKENS, Tile, Tiles
 from weft.ops.moe.experts import fused_moe_triton, moe_tiles
-from weft.ops.moe.fp8_experts import HopperBlocks, choose_config, choose_tiles, fp8_fused_moe_triton
+from weft.ops.moe.fp8_experts import Hopper, choose_config, choose_tiles, fp8_fused_moe_triton
 from weft.ops.moe.router import topk_router_triton
 
 EXPERTS = {
@@ -116,10 +116,10 @@ class Layer:
 
     def beside(self, num_tokens: int) -> dict[str, Any]:
         """Both kernels of many pairs, where there are two."""
-        if not isinstance(choose_config(self.matrices[1].weight, 1 << 20, self.top_k, self.block, DTYPE), HopperBlocks):
+        if choose_config(self.matrices[1].weight, 1 << 20, self.top_k, self.block, DTYPE) is not Hopper.BLOCKS:
             return {}
         tiles = choose_tiles(self.matrices[1].weight, num_tokens, self.top_k, self.block)
-        return {"tiles_us": tiles, "hopper_us": HopperBlocks()}
+        return {"tiles_us": tiles, "hopper_us": Hopper.BLOCKS}
 
     def others(self, num_tokens: int) -> list[Tiles]:
         """Tiles whose rows are about as many as an expert has pairs."""

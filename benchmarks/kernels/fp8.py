@@ -44,7 +44,7 @@ from weft.ops.linear.fp8 import (
 )
 from weft.ops.linear.fp8_few_rows import MAX_HOPPER_TOKENS, MAX_TOKENS, FewRows, HopperRows
 from weft.ops.moe.blocks import Tiles
-from weft.ops.moe.fp8_experts import HopperPairs
+from weft.ops.moe.fp8_experts import Hopper
 from weft.ops.norm.kernels import rms_norm_triton
 from weft.ops.triton import early_launch
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -236,7 +236,7 @@ def _square(name: str, call: Callable[[], Any]) -> dict[str, Any]:
 # --- compiling ahead, in parallel -------------------------------------------------------------------------------------
 
 
-def _compile(job: tuple[Size, int, Config] | tuple[int, Tiles | HopperPairs]) -> None:
+def _compile(job: tuple[Size, int, Config] | tuple[int, Tiles | Hopper]) -> None:
     """Compile the kernels of one candidate. A kernel that fails here fails again, and visibly, at its launch."""
     early_launch._can_launch_early = lambda device: True
 

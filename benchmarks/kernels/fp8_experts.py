@@ -13,7 +13,7 @@ from weft.layers.moe import MOST_ROUTED_ROWS
 from weft.ops.activation import silu_and_mul
 from weft.ops.fp8 import Fp8Matrix, dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.moe.blocks import Tile, Tiles
-from weft.ops.moe.fp8_experts import SINGLE, HopperPairs, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.moe.fp8_experts import SINGLE, Hopper, choose_config, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
 
 MOE_LIMIT = 2e-2
 """Error limit of experts. Hidden values are rounded and quantised between the products, and may fall to either side."""
@@ -24,13 +24,13 @@ if not ON_GPU:
     EXPERTS, EXPERT_TOKENS = (4, 2, 128, 128), [1, 4]
 
 
-def expert_candidates(tokens: int) -> list[Tiles | HopperPairs]:
+def expert_candidates(tokens: int) -> list[Tiles | Hopper]:
     num_experts, top_k, *_ = EXPERTS
-    found: list[Tiles | HopperPairs] = [fp8_moe_tiles(tokens * top_k, num_experts, 512, 128)]
+    found: list[Tiles | Hopper] = [fp8_moe_tiles(tokens * top_k, num_experts, 512, 128)]
     if not ON_GPU:
         return [*found, SINGLE]
     if tokens <= 16:
-        found.append(HopperPairs())
+        found.append(Hopper.PAIRS)
     single = [  # pairs are not grouped
         ((1, 8, 128, 1, 8), (1, 16, 128, 1, 4)),
         ((1, 8, 128, 2, 8), (1, 16, 128, 2, 4)),
@@ -108,7 +108,7 @@ class Experts:
             Fp8Matrix(down[:count], down_scale[:count], None, 128),
         )
 
-    def run(self, x: Tensor, routing: tuple[Tensor, Tensor], config: Tiles | HopperPairs | None) -> Tensor:
+    def run(self, x: Tensor, routing: tuple[Tensor, Tensor], config: Tiles | Hopper | None) -> Tensor:
         return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, config=config)
 
     def want(self, x: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
@@ -126,9 +126,7 @@ class Experts:
         weight = dequantize_weight(matrix[0][expert], matrix[1][expert], block=128)
         return inputs.double() @ weight.double().T
 
-    def microseconds(
-        self, x: Tensor, routings: list[tuple[Tensor, Tensor]], config: Tiles | HopperPairs | None
-    ) -> float:
+    def microseconds(self, x: Tensor, routings: list[tuple[Tensor, Tensor]], config: Tiles | Hopper | None) -> float:
         calls = [lambda r=r: self.run(x, r, config) for r in (routings * 2 if x.shape[0] <= 1024 else routings[:2])]
         return graph_ms(calls, repeats=5) * 1e3
 
@@ -151,7 +149,8 @@ def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, An
         want = experts.want(x[:few], (routings[0][0][:few], routings[0][1][:few]))
         chosen = choose_config(down, tokens, routings[0][1].shape[1], 128, torch.bfloat16)
         tried = []
-        for config in dict.fromkeys([chosen, *(expert_candidates(tokens) if tune else ())]):
+        tiles = choose_tiles(down, tokens, routings[0][1].shape[1], 128)
+        for config in dict.fromkeys([chosen, tiles, *(expert_candidates(tokens) if tune else ())]):
             try:
                 with poisoned():
                     wrong = error(experts.run(x, routings[0], config)[:few], want)
@@ -162,12 +161,13 @@ def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, An
         if not tried:
             continue
         us, wrong, config = min(tried, key=lambda entry: entry[0])
-        tiles = SINGLE if isinstance(config, HopperPairs) else config  # which that kernel takes over
         row = {"experts": down.shape[0], "hidden": hidden, "width": width, "block": 128, "tokens": tokens}
         floor = round(experts.floor_us(tokens), 2)
         rows.append(row | {"us": round(us, 2), "floor_us": floor, "error": wrong, "tried": listed(tried)})
-        table.append(row | {"up": list(tiles.up), "down": list(tiles.down)})
+        if config is not Hopper.BLOCKS:
+            tiles = SINGLE if config is Hopper.PAIRS else config  # which that kernel takes over
+            table.append(row | {"up": list(tiles.up), "down": list(tiles.down)})
         print(f"experts {tokens:5} {us:8.2f} us floor {floor:8.2f} error {wrong:.1e} {config}", flush=True)
         for other, wrong, config in sorted(tried, key=lambda entry: entry[0])[1:]:
-            print(f"    {other:8.2f} error {wrong:.1e} {tuple(map(tuple, config))}", flush=True)
+            print(f"    {other:8.2f} error {wrong:.1e} {config}", flush=True)
     return rows, table

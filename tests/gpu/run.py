@@ -83,13 +83,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(args.logs or folder)
         logs.mkdir(parents=True, exist_ok=True)
-        running = {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        devices, running = visible.split(","), {}
         for number, name in enumerate(args.groups):
             log = logs / f"{number}-{name.replace(' ', '-').replace(',', '')}.log"
-            device = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count())}
+            device = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
             with log.open("w") as output:
                 child = subprocess.Popen(
-                    [*pytest, *spread(GROUPS[name], torch.cuda.device_count())],
+                    [*pytest, *spread(GROUPS[name], len(devices))],
                     stdout=output,
                     stderr=output,
                     cwd=ROOT,

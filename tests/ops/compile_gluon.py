@@ -193,7 +193,7 @@ def launch_fp8_blocks() -> None:
     up = Fp8Matrix(torch.zeros(4, 1536, 2048, dtype=E4M3), torch.zeros(4, 1536), None, 0)
     down = Fp8Matrix(torch.zeros(4, 2048, 768, dtype=E4M3), torch.zeros(4, 2048), None, 0)
     x, ids = torch.zeros(512, 2048).bfloat16(), torch.zeros(512, 8, dtype=torch.int32)
-    fp8_moe.pair_outputs(x, ids, up, down, config=fp8_moe.HopperBlocks())
+    fp8_moe.pair_outputs(x, ids, up, down, config=fp8_moe.Hopper.BLOCKS)
 
 
 def overwritten_barriers(ptx: str) -> list[int]:

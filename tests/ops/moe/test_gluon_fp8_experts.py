@@ -22,12 +22,12 @@ from weft.ops.fp8 import Fp8Matrix, quantize_inputs_reference
 from weft.ops.fp8.quantize import no_pass, prepare_pass
 from weft.ops.moe import NO_EXTRAS, ExpertExtras
 from weft.ops.moe import fp8_experts_hopper as hopper
-from weft.ops.moe.fp8_experts import LARGE, HopperBlocks, choose_config, fp8_fused_moe_triton
+from weft.ops.moe.fp8_experts import LARGE, Hopper, choose_config, fp8_fused_moe_triton
 from weft.ops.moe.groups import group_many
 from weft.ops.triton.launch import launches_handled
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-SCHEMES = ["token", "static"]
+SCHEMES = ["token", "static", "block"]
 COUNTS = [(3, 0, 5), (130, 0, 64, 65, 1), pytest.param((300, 1000, 0, 17, 129, 128), marks=pytest.mark.gpu)]
 """Pairs of each expert. The blocks are whole, at most half full, or have one pair more. Some experts have no pairs."""
 
@@ -81,9 +81,9 @@ def check(out: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_up_product(scheme: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token has no experts, and there are fewer programs than tiles."""
-    top_k, hidden, width = 2 if sum(counts) % 2 == 0 else 1, depth_of(counts), 128
-    ids, block = counted(counts, top_k), block_of(scheme)
+    """One token has no experts. There are fewer programs than tiles, and two tiles across."""
+    top_k, hidden, block = 2 if sum(counts) % 2 == 0 else 1, depth_of(counts), block_of(scheme)
+    ids, width = counted(counts, top_k), 2 * hopper.columns_of(block, gated=True)
     values, scales, static = quantised(len(ids), hidden, scheme)
     matrix = Fp8Matrix(*fp8_matrix(2 * width, hidden, block, len(counts)), static, block)
     out = torch.empty(ids.numel(), width, dtype=torch.bfloat16, device=DEVICE)
@@ -103,8 +103,8 @@ def test_up_product(scheme: str, counts: tuple[int, ...], monkeypatch: pytest.Mo
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_down_product(scheme: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs by place, outputs by pair."""
-    top_k, hidden, width = 2 if sum(counts) % 2 == 0 else 1, 256, depth_of(counts)
-    ids, block = counted(counts, top_k), block_of(scheme)
+    top_k, width, block = 2 if sum(counts) % 2 == 0 else 1, depth_of(counts), block_of(scheme)
+    ids, hidden = counted(counts, top_k), 2 * hopper.columns_of(block, gated=False)
     values, scales, static = quantised(ids.numel(), width, scheme)
     matrix = Fp8Matrix(*fp8_matrix(hidden, width, block, len(counts)), static, block)
     out = torch.empty(ids.numel(), hidden, dtype=torch.bfloat16, device=DEVICE)
@@ -147,7 +147,7 @@ def test_same_bits_as_tiles(scheme: str) -> None:
         Fp8Matrix(*fp8_matrix(*size, block, num_experts), static, block)
         for size, static in zip(((2 * width, hidden), (hidden, width)), statics, strict=True)
     ]
-    got, want = (fp8_fused_moe_triton(x, *matrices, weights, ids, config=config) for config in (HopperBlocks(), LARGE))
+    got, want = (fp8_fused_moe_triton(x, *matrices, weights, ids, config=config) for config in (Hopper.BLOCKS, LARGE))
     assert want[: num_tokens - 5].any(1).all() and torch.equal(got, want)
 
 
@@ -157,7 +157,7 @@ def test_same_bits_as_tiles(scheme: str) -> None:
 @pytest.mark.parametrize(("num_tokens", "width"), [(20, 768), (300, 768), (300, 1792)], ids=str)
 def test_experts_of_published_widths_equal_float64(num_tokens: int, width: int, scheme: str) -> None:
     """Experts of Qwen3-30B-A3B and of LFM2-8B-A1B, with few and with many pairs."""
-    check_moe((num_tokens, 16, 4, 2048, width), scheme, torch.bfloat16, 1, HopperBlocks())
+    check_moe((num_tokens, 16, 4, 2048, width), scheme, torch.bfloat16, 1, Hopper.BLOCKS)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="which kernels are chosen is asked without launching any")
@@ -167,10 +167,11 @@ def test_only_many_pairs_of_whole_tiles_go_to_it(monkeypatch: pytest.MonkeyPatch
     def takes(
         tokens: int, block: int = 0, hidden: int = 256, width: int = 384, dtype: torch.dtype = torch.bfloat16
     ) -> bool:
-        return isinstance(choose_config(torch.empty(128, hidden, width), tokens, 8, block, dtype), HopperBlocks)
+        return choose_config(torch.empty(128, hidden, width), tokens, 8, block, dtype) is Hopper.BLOCKS
 
     assert takes(257) and not takes(256), "16 pairs of 128 experts and 8 experts of a token are 256 tokens"
-    assert not takes(100000, 128), "scales by block"
+    assert takes(769, 128) and not takes(768, 128), "48 pairs with scales by block"
+    assert not takes(769, 128, hidden=384), "tiles have 256 outputs with scales by block"
     assert not takes(257, hidden=320) and not takes(257, width=448) and not takes(257, dtype=torch.float16)
 
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import async_load
 from weft.ops.triton.hopper import BOX, GluonKernel, runs_gluon
-from weft.ops.triton.hopper_rows import STORED, silu_mul, store_inside
+from weft.ops.triton.hopper_rows import STORED, silu_mul_halves, store_inside
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
 
 _INNER = gl.constexpr(64)
@@ -107,8 +107,8 @@ def _finish(out, wide, narrow, row, column, num_rows, WIDTH: gl.constexpr, GATED
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORED))
     inside = rows < num_rows
     if GATED:
-        store_inside(out, rows, silu_mul(wide, 64), inside, column, 64, WIDTH)
-        store_inside(out, rows, silu_mul(narrow, 32), inside, column + 64, 32, WIDTH)
+        store_inside(out, rows, silu_mul_halves(wide, 64), inside, column, 64, WIDTH)
+        store_inside(out, rows, silu_mul_halves(narrow, 32), inside, column + 64, 32, WIDTH)
     else:
         store_inside(out, rows, wide, inside, column, 128, WIDTH)
         store_inside(out, rows, narrow, inside, column + 128, 64, WIDTH)

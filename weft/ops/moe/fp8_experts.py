@@ -10,10 +10,11 @@ all values of a scale. With scales of blocks that is the end of the up product i
 the loads of the down product. With a scale for each row a launch between the products quantises them.
 """
 
+import enum
 import functools
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -235,31 +236,33 @@ def load_table() -> dict[tuple[int, int, int, int], dict[int, Tiles]]:
     return table
 
 
-class HopperPairs(NamedTuple):
+class Hopper(enum.StrEnum):
+    """Kernels for Hopper."""
+
+    PAIRS = enum.auto()
     """Pair by pair, by ``fp8_pairs_hopper.py``."""
-
-
-class HopperBlocks(NamedTuple):
+    BLOCKS = enum.auto()
     """In blocks of many pairs of an expert, by ``fp8_experts_hopper.py``."""
 
 
-Config = Tiles | HopperPairs | HopperBlocks
+Config = Tiles | Hopper
 
 
 def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int, dtype: torch.dtype) -> Config:
     """Choose the kernel for inputs in ``dtype`` of experts of ``down [E, H, I]``. Pair by pair, and with many pairs of
     each expert, these are the kernels for Hopper if they exist for these experts; else tiles."""
-    are_many = block == 0 and num_tokens * top_k > _MANY * len(down)
-    if are_many and GLUON_IS_KNOWN and fp8_experts_hopper.takes(down, dtype):
-        return HopperBlocks()
+    are_many = num_tokens * top_k > (_MANY_BY_BLOCK if block else _MANY) * len(down)
+    if are_many and GLUON_IS_KNOWN and fp8_experts_hopper.takes(down, block, dtype):
+        return Hopper.BLOCKS
     tiles = choose_tiles(down, num_tokens, top_k, block)
     by_pair = tiles.up.rows == 1 and GLUON_IS_KNOWN and fp8_pairs_hopper.takes_pairs(down)
-    return HopperPairs() if by_pair else tiles
+    return Hopper.PAIRS if by_pair else tiles
 
 
-_MANY = 16
-"""Pairs of each expert beyond which the kernel for Hopper is faster (``expert-shapes-fp8-many-h200.json``). A power of
-two, or the start might not compile a tile that is used below."""
+_MANY, _MANY_BY_BLOCK = 16, 48
+"""Pairs of each expert beyond which the kernel for Hopper is faster, with a scale for each row
+(``expert-shapes-fp8-many-h200.json``) and with scales by block (``expert-shapes-block-many-h200.json``). Such that
+every tile that is used below is also used at a power of two of the tokens, for which the start compiles kernels."""
 
 
 def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
@@ -331,7 +334,7 @@ def pair_outputs(
         config = choose_config(*sizes, x.dtype) if extras == NO_EXTRAS else choose_tiles(*sizes)
     assert ids.dtype == torch.int32
     assert all(t.is_contiguous() for t in (up.weight, up.scale, down.weight, down.scale, ids))
-    if isinstance(config, HopperBlocks):
+    if config is Hopper.BLOCKS:
         return fp8_experts_hopper.many_pairs(x, ids, up, down)
     if isinstance(config, Tiles) and config.up.rows > 1:
         return _grouped_pairs(x, ids, up, down, extras, config)
@@ -339,12 +342,12 @@ def pair_outputs(
 
 
 def _single_pairs(
-    x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, extras: ExpertExtras, config: Tiles | HopperPairs
+    x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, extras: ExpertExtras, config: Tiles | Literal[Hopper.PAIRS]
 ) -> Tensor:
     """``[T * top_k, H]``: what each pair's expert makes of its token."""
     _num_experts, hidden_size, width = down.weight.shape
     hidden, out = (torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device) for size in (width, hidden_size))
-    if isinstance(config, HopperPairs):
+    if config is Hopper.PAIRS:
         fp8_pairs_hopper.pairs_hopper_product(x, up, hidden, ids)
         fp8_pairs_hopper.pairs_hopper_product(hidden, down, out, ids)
     else:

@@ -1,13 +1,15 @@
 """FP8 products of many pairs of each expert, for Hopper, in Gluon: operands arrive while others are multiplied.
 
-Job: what ``fp8_experts.py`` does up to the sum, with a scale for each row of the weights, where experts have many
-pairs. Owns: the shape of its tiles, and who waits for whom. Does not know: routing, how pairs are grouped or summed.
+Job: what ``fp8_experts.py`` does up to the sum, where experts have many pairs. Owns: the shape of its tiles, and who
+waits for whom. Does not know: routing, how pairs are grouped or summed.
 
-A program goes through tiles of 128 pairs of one expert by 128 rows of its weights: outputs, or the gate and up rows of
-64 hidden values. A ring of stages holds 128 inner elements of both operands each. Four warps, the *gatherers*, copy
-inputs, whose rows lie where the tokens are. Another warp, the *producer*, requests weights from the copy engine. Two
-*consumers*, four warps with 64 pairs each, multiply. Sums of 128 products are added up in float32: while one consumer
-adds, the products of the other run. Gatherers and producer run ahead into the next tile.
+A program goes through tiles of 128 pairs of one expert by two *halves* of its weights' rows: outputs, or the gate and
+the up rows of some hidden values. With a scale for each row a half has 64 rows, and a consumer multiplies with both at
+once. With scales by block it has 128, which share a scale, and is multiplied with by itself. A ring of stages holds 128
+inner elements of both operands each. Four warps, the *gatherers*, copy inputs, whose rows lie where the tokens are.
+Another warp, the *producer*, requests weights from the copy engine. Two *consumers*, four warps with 64 pairs each,
+multiply. Sums of 128 products are added up in float32: while one consumer adds, the products of the other run.
+Gatherers and producer run ahead into the next tile.
 
 Who waits for whom, by barriers of every stage::
 
@@ -15,6 +17,7 @@ Who waits for whom, by barriers of every stage::
     empty   both consumers                                                      ->  gatherers and producer
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -32,18 +35,15 @@ from weft.ops.moe.groups import group_many
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import async_load, threads_load
 from weft.ops.triton.hopper import GluonKernel, runs_gluon
-from weft.ops.triton.hopper_rows import STORED, silu_mul, store_inside
+from weft.ops.triton.hopper_rows import STORED, silu_mul, silu_mul_halves, store_inside
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 ROWS = 128
 """Pairs of a block."""
-_STAGES = gl.constexpr(6)
-_UNDER_WAY = gl.constexpr(3)
-"""Stages whose copies are still under way when the gatherers hand over an earlier stage."""
 
 _ALL_REGISTERS = 128
-_CONSUMER_REGISTERS = gl.constexpr(208)
-_GATHERER_REGISTERS = gl.constexpr(64)
+_CONSUMER_REGISTERS = gl.constexpr(216)
+_GATHERER_REGISTERS = gl.constexpr(56)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
 _TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
@@ -56,6 +56,7 @@ class Fixed(NamedTuple):
 
     Attributes:
         depth: inner elements.
+        block: inner elements and weight rows that share a scale, or 0: a scale for each row.
         width: outputs of an expert; with ``gated``, hidden values, each of two weight rows.
         top_k: pairs of a token.
         static: one scale of all inputs is given.
@@ -63,6 +64,7 @@ class Fixed(NamedTuple):
     """
 
     depth: int
+    block: int
     width: int
     top_k: int
     static: bool
@@ -70,16 +72,28 @@ class Fixed(NamedTuple):
 
 
 @gluon.constexpr_function
-def tiles_across(width, gated):
-    """Tiles of a block."""
-    return width // (64 if gated else 128)
+def half_of(block):
+    """Weight rows of half a tile."""
+    return block or 64
+
+
+@gluon.constexpr_function
+def stages_of(block):
+    """Stages of the ring. Half of them may be under way when the gatherers hand over an earlier one."""
+    return 4 if block else 6
+
+
+@gluon.constexpr_function
+def columns_of(block, gated):
+    """Outputs of a tile."""
+    return half_of(block) * (1 if gated else 2)
 
 
 @gluon.jit
 def _block_of(table, tile, FIXED: gl.constexpr):
     """The expert of a tile, and the places of its pairs: from the first one up to the end of all of the expert's."""
     first_place, block_expert, block_first = table
-    block = tile // tiles_across(FIXED.width, FIXED.gated)
+    block = tile // (FIXED.width // columns_of(FIXED.block, FIXED.gated))
     expert = gl.load(block_expert + block)
     return expert, gl.load(block_first + block), gl.load(first_place + expert + 1)
 
@@ -87,7 +101,8 @@ def _block_of(table, tile, FIXED: gl.constexpr):
 @gluon.jit
 def _column(tile, FIXED: gl.constexpr):
     """The first output of a tile."""
-    return tile % tiles_across(FIXED.width, FIXED.gated) * (64 if FIXED.gated else 128)
+    COLUMNS: gl.constexpr = columns_of(FIXED.block, FIXED.gated)
+    return tile % (FIXED.width // COLUMNS) * COLUMNS
 
 
 @gluon.jit
@@ -100,16 +115,18 @@ def _inputs_of(pairs, places, inside, FIXED: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(ready, n, UNDER_WAY: gl.constexpr):
+def _hand_over(ready, n, UNDER_WAY: gl.constexpr, STAGES: gl.constexpr):
     """Tell the consumers that the inputs of stage ``n`` are there, once they are."""
     wait_group(UNDER_WAY)
     fence_async_shared()  # the matrix units read by another path than these copies take
-    mbarrier.arrive(ready.index(n % _STAGES), count=1)
+    mbarrier.arrive(ready.index(n % STAGES), count=1)
 
 
 @gluon.jit
 def _gather(values, pairs, table, num_tiles, inputs, ready, empty, FIXED: gl.constexpr):
     """The gatherers."""
+    STAGES: gl.constexpr = stages_of(FIXED.block)
+    UNDER_WAY: gl.constexpr = STAGES // 2
     lanes = gl.arange(0, 128, layout=gl.SliceLayout(1, _COPIED))
     inner = gl.arange(0, 128, layout=gl.SliceLayout(0, _COPIED))[None, :]
     n = 0
@@ -118,40 +135,42 @@ def _gather(values, pairs, table, num_tiles, inputs, ready, empty, FIXED: gl.con
         inside = first + lanes < end
         rows = _inputs_of(pairs, first + lanes, inside, FIXED).to(gl.int64) * FIXED.depth
         for step in range(FIXED.depth // 128):
-            stage = n % _STAGES
-            mbarrier.wait(empty.index(stage), (n // _STAGES & 1) ^ 1)
+            stage = n % STAGES
+            mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
             threads_load(inputs.index(stage), values + (rows[:, None] + (step * 128 + inner)), inside[:, None])
             commit_group()
-            if n >= _UNDER_WAY:
-                _hand_over(ready, n - _UNDER_WAY, _UNDER_WAY)
+            if n >= UNDER_WAY:
+                _hand_over(ready, n - UNDER_WAY, UNDER_WAY, STAGES)
             n += 1
-    for left in gl.static_range(_UNDER_WAY, 0, -1):
+    for left in gl.static_range(UNDER_WAY, 0, -1):
         if n >= left:
-            _hand_over(ready, n - left, left - 1)
+            _hand_over(ready, n - left, left - 1, STAGES)
 
 
 @gluon.jit
 def _produce(w_desc, table, num_tiles, weights, ready, empty, FIXED: gl.constexpr):
-    """The producer: 64 gate rows and the up rows of the same hidden values, or 128 rows in a row."""
+    """The producer."""
+    STAGES: gl.constexpr = stages_of(FIXED.block)
+    HALF: gl.constexpr = half_of(FIXED.block)
     MATRIX: gl.constexpr = (2 if FIXED.gated else 1) * FIXED.width
-    BEHIND: gl.constexpr = FIXED.width if FIXED.gated else 64
+    BEHIND: gl.constexpr = FIXED.width if FIXED.gated else HALF
     n = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, _first, _end = _block_of(table, tile, FIXED)
         row = expert * MATRIX + _column(tile, FIXED)
         for step in range(FIXED.depth // 128):
-            stage = n % _STAGES
-            mbarrier.wait(empty.index(stage), (n // _STAGES & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), 128 * 128)
+            stage = n % STAGES
+            mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), 2 * HALF * 128)
             box = weights.index(stage)
-            async_load(w_desc, [row, step * 128], ready.index(stage), box.slice(0, 64, dim=0))
-            async_load(w_desc, [row + BEHIND, step * 128], ready.index(stage), box.slice(64, 64, dim=0))
+            async_load(w_desc, [row, step * 128], ready.index(stage), box.slice(0, HALF, dim=0))
+            async_load(w_desc, [row + BEHIND, step * 128], ready.index(stage), box.slice(HALF, HALF, dim=0))
             n += 1
 
 
 @gluon.jit
 def _scales(scales, w_scales, rows, inside, expert, column, FIXED: gl.constexpr):
-    """The products of scales that a consumer's sums are multiplied by, ``[64, 128]``."""
+    """The products of scales that a consumer's sums are multiplied by, ``[64, 128]``, with a scale for each row."""
     MATRIX: gl.constexpr = (2 if FIXED.gated else 1) * FIXED.width
     lanes = gl.arange(0, 128, layout=gl.SliceLayout(0, _SUMS))
     weight_row = expert * MATRIX + column + lanes
@@ -165,28 +184,73 @@ def _scales(scales, w_scales, rows, inside, expert, column, FIXED: gl.constexpr)
 
 
 @gluon.jit
-def _sums(n, tiles, WHICH: gl.constexpr, FIXED: gl.constexpr):
-    """Sums of 64 pairs, ``[64, 128]``, from stage ``n`` on."""
-    inputs, weights, ready, empty = tiles
+def _multiply(inputs, weights):
+    """``[64, 128]``: 64 pairs by 128 weight rows and inner elements."""
     zeros = gl.full([64, 128], 0.0, gl.float32, layout=_SUMS)
-    acc = zeros
+    sums = hopper.warpgroup_mma(inputs, weights.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(sums,))
+
+
+@gluon.jit
+def _row_sums(n, tiles, WHICH: gl.constexpr, FIXED: gl.constexpr):
+    """Sums of 64 pairs, ``[64, 128]``, from stage ``n`` on, with a scale for each row."""
+    STAGES: gl.constexpr = stages_of(FIXED.block)
+    inputs, weights, ready, empty = tiles
+    acc = gl.full([64, 128], 0.0, gl.float32, layout=_SUMS)
     for step in range(FIXED.depth // 128):
-        stage = (n + step) % _STAGES
-        mbarrier.wait(ready.index(stage), (n + step) // _STAGES & 1)
-        pairs = inputs.index(stage).slice(WHICH * 64, 64, dim=0)
-        sums = hopper.warpgroup_mma(pairs, weights.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(sums,))
+        stage = (n + step) % STAGES
+        mbarrier.wait(ready.index(stage), (n + step) // STAGES & 1)
+        sums = _multiply(inputs.index(stage).slice(WHICH * 64, 64, dim=0), weights.index(stage))
         mbarrier.arrive(empty.index(stage), count=1)
         acc = acc + sums
     return acc
 
 
 @gluon.jit
+def _step_scales(scales, w_scales, rows, inside, expert, column, step, stride_group, FIXED: gl.constexpr):
+    """Scales by block of one step: of the inputs, ``[64]``, and of both halves of the weight rows."""
+    BLOCKS: gl.constexpr = (2 if FIXED.gated else 1) * FIXED.width // 128
+    BEHIND: gl.constexpr = FIXED.width // 128 if FIXED.gated else 1
+    STEPS: gl.constexpr = FIXED.depth // 128
+    of_weights = w_scales + ((expert * BLOCKS + column // 128) * STEPS + step)
+    of_rows = gl.load(scales + (step * stride_group + rows), mask=inside, other=0.0)
+    return of_rows, gl.load(of_weights), gl.load(of_weights + BEHIND * STEPS)
+
+
+@gluon.jit
+def _block_sums(
+    n, tiles, scales, w_scales, rows, inside, expert, column, stride_group, WHICH: gl.constexpr, FIXED: gl.constexpr
+):  # fmt: skip
+    """Scaled sums of 64 pairs by each half of the weight rows, ``[64, 128]``, with scales by block."""
+    STAGES: gl.constexpr = stages_of(FIXED.block)
+    STEPS: gl.constexpr = FIXED.depth // 128
+    inputs, weights, ready, empty = tiles
+    one = gl.full([64, 128], 0.0, gl.float32, layout=_SUMS)
+    two = gl.full([64, 128], 0.0, gl.float32, layout=_SUMS)
+    of_next = _step_scales(scales, w_scales, rows, inside, expert, column, 0, stride_group, FIXED)
+    for step in range(STEPS):
+        of_rows, of_one, of_two = of_next
+        next_step = gl.minimum(step + 1, STEPS - 1)  # long before they are needed
+        of_next = _step_scales(scales, w_scales, rows, inside, expert, column, next_step, stride_group, FIXED)
+        stage = (n + step) % STAGES
+        mbarrier.wait(ready.index(stage), (n + step) // STAGES & 1)
+        pairs = inputs.index(stage).slice(WHICH * 64, 64, dim=0)
+        sums = _multiply(pairs, weights.index(stage).slice(0, 128, dim=0))
+        one = one + sums * (of_rows * of_one)[:, None]
+        sums = _multiply(pairs, weights.index(stage).slice(128, 128, dim=0))
+        mbarrier.arrive(empty.index(stage), count=1)
+        two = two + sums * (of_rows * of_two)[:, None]
+    return one, two
+
+
+@gluon.jit
 def _consume(
-    out, scales, w_scales, pairs, table, num_tiles, tiles, WHICH: gl.constexpr, FIXED: gl.constexpr
+    out, scales, w_scales, pairs, table, num_tiles, tiles, stride_group, WHICH: gl.constexpr, FIXED: gl.constexpr
 ):  # fmt: skip
     """Consumer ``WHICH``: 64 pairs of every tile, if it has so many."""
+    STAGES: gl.constexpr = stages_of(FIXED.block)
     STEPS: gl.constexpr = FIXED.depth // 128
+    WIDTH: gl.constexpr = FIXED.width
     _inputs, _weights, ready, empty = tiles
     lanes = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _SUMS))
     stored = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORED))
@@ -203,43 +267,54 @@ def _consume(
             if not FIXED.gated:
                 out_rows = gl.load(pairs + out_rows, mask=out_inside, other=0)
             rows = _inputs_of(pairs, places, inside, FIXED)
-            acc = _sums(n, tiles, WHICH, FIXED)
-            acc = acc * _scales(scales, w_scales, rows, inside, expert, column, FIXED)
-            if FIXED.gated:
-                store_inside(out, out_rows, silu_mul(acc, 64), out_inside, column, 64, FIXED.width)
+            if FIXED.block:
+                one, two = _block_sums(
+                    n, tiles, scales, w_scales, rows, inside, expert, column, stride_group, WHICH, FIXED
+                )  # fmt: skip
+                if FIXED.gated:
+                    store_inside(out, out_rows, silu_mul(one, two), out_inside, column, 128, WIDTH)
+                else:
+                    store_inside(out, out_rows, one, out_inside, column, 128, WIDTH)
+                    store_inside(out, out_rows, two, out_inside, column + 128, 128, WIDTH)
             else:
-                store_inside(out, out_rows, acc, out_inside, column, 128, FIXED.width)
+                acc = _row_sums(n, tiles, WHICH, FIXED)
+                acc = acc * _scales(scales, w_scales, rows, inside, expert, column, FIXED)
+                if FIXED.gated:
+                    store_inside(out, out_rows, silu_mul_halves(acc, 64), out_inside, column, 64, WIDTH)
+                else:
+                    store_inside(out, out_rows, acc, out_inside, column, 128, WIDTH)
         else:
             for step in range(STEPS):
-                stage = (n + step) % _STAGES
-                mbarrier.wait(ready.index(stage), (n + step) // _STAGES & 1)
+                stage = (n + step) % STAGES
+                mbarrier.wait(ready.index(stage), (n + step) // STAGES & 1)
                 mbarrier.arrive(empty.index(stage), count=1)
         n += STEPS
         expert, first, end = next_expert, next_first, next_end
 
 
-@GluonKernel
+@functools.partial(GluonKernel, do_not_specialize=["stride_group"])
 def _fp8_experts_hopper_kernel(
-    values, scales, w_desc, w_scales, out, pairs, first_place, block_expert, block_first, num_blocks,
+    values, scales, w_desc, w_scales, out, pairs, first_place, block_expert, block_first, num_blocks, stride_group,
     FIXED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
+    STAGES: gl.constexpr = stages_of(FIXED.block)
     release(EARLY)
-    inputs = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, 128, 128], _TILE)
-    weights = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, 128, 128], _TILE)
-    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(_STAGES):
+    inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], _TILE)
+    weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * half_of(FIXED.block), 128], _TILE)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
     wait(EARLY)  # the other parts' warps start when this one's have returned from it
-    num_tiles = gl.load(num_blocks) * tiles_across(FIXED.width, FIXED.gated)
+    num_tiles = gl.load(num_blocks) * (FIXED.width // columns_of(FIXED.block, FIXED.gated))
     table = (first_place, block_expert, block_first)
     tiles = (inputs, weights, ready, empty)
     if gl.program_id(0) < num_tiles:
         gl.warp_specialize(
             [
-                (_consume, (out, scales, w_scales, pairs, table, num_tiles, tiles, 0, FIXED)),
-                (_consume, (out, scales, w_scales, pairs, table, num_tiles, tiles, 1, FIXED)),
+                (_consume, (out, scales, w_scales, pairs, table, num_tiles, tiles, stride_group, 0, FIXED)),
+                (_consume, (out, scales, w_scales, pairs, table, num_tiles, tiles, stride_group, 1, FIXED)),
                 (_gather, (values, pairs, table, num_tiles, inputs, ready, empty, FIXED)),
                 (_produce, (w_desc, table, num_tiles, weights, ready, empty, FIXED)),
             ],
@@ -248,11 +323,11 @@ def _fp8_experts_hopper_kernel(
         )  # fmt: skip
 
 
-def takes(down: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel exists for inputs in ``dtype`` of experts of ``down [E, H, I]``: in bfloat16, with H and I
-    multiples of 128, on compute capability 9."""
-    whole = down.shape[1] % 128 == 0 and down.shape[2] % 128 == 0
-    return dtype == torch.bfloat16 and whole and runs_gluon(down.device)
+def takes(down: Tensor, block: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel exists for inputs in ``dtype`` of experts of ``down [E, H, I]``: in bfloat16, if I is a
+    multiple of 128 and H one of a tile's outputs, on compute capability 9."""
+    whole = down.shape[1] % (256 if block else 128) == 0 and down.shape[2] % 128 == 0
+    return dtype == torch.bfloat16 and block in (0, 128) and whole and runs_gluon(down.device)
 
 
 def experts_hopper_product(
@@ -266,17 +341,18 @@ def experts_hopper_product(
         grouping: of ``group_many`` by ``ROWS``.
         top_k: pairs of a token.
     """
-    (values, scales), (weight, weight_scale, input_scale, _block) = inputs, matrices
+    (values, scales), (weight, weight_scale, input_scale, block) = inputs, matrices
     (num_experts, matrix_rows, depth), width = weight.shape, out.shape[1]
     pairs, first_place, block_expert, block_first, num_blocks = grouping
-    fixed = Fixed(depth, width, top_k, input_scale is not None, matrix_rows == 2 * width)
+    fixed = Fixed(depth, block, width, top_k, input_scale is not None, matrix_rows == 2 * width)
+    most_tiles = len(block_expert) * (width // columns_of(block, fixed.gated))
     w_desc = TensorDescriptor(
-        weight.view(num_experts * matrix_rows, depth), [num_experts * matrix_rows, depth], [depth, 1], [64, 128],
-        _TILE.value,
+        weight.view(num_experts * matrix_rows, depth), [num_experts * matrix_rows, depth], [depth, 1],
+        [half_of(block), 128], _TILE.value,
     )  # fmt: skip
-    _fp8_experts_hopper_kernel[(min(MULTIPROCESSORS, len(block_expert) * tiles_across(width, fixed.gated)),)](
+    _fp8_experts_hopper_kernel[(min(MULTIPROCESSORS, most_tiles),)](
         values, scales, w_desc, weight_scale, out.view(torch.int32), pairs, first_place, block_expert, block_first,
-        num_blocks, FIXED=fixed, num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(out.device),
+        num_blocks, scales.stride(-1), FIXED=fixed, num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(out.device),
     )  # fmt: skip
 
 
@@ -286,15 +362,16 @@ def many_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix) -> Tensor
     Args:
         x: ``[T, H]``.
         ids: ``[T, top_k]`` int32; -1 means no expert.
-        up, down: ``[E, 2 * I, H]`` (gate rows, then up rows) and ``[E, H, I]``, with a scale for each row.
+        up, down: ``[E, 2 * I, H]`` (gate rows, then up rows) and ``[E, H, I]``.
 
     Returns:
         ``[T * top_k, H]``; rows of pairs without an expert are not written.
     """
-    (num_experts, hidden_size, width), top_k = down.weight.shape, ids.shape[1]
+    (num_experts, hidden_size, width), top_k, block = down.weight.shape, ids.shape[1], down.block
     hidden, out = (torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device) for size in (width, hidden_size))
-    inputs = prepare_pass(x, up.input_scale, block=0)
-    grouping, _num_blocks = group_many(ids, num_experts, ROWS, inputs)
-    experts_hopper_product(inputs.outputs, up, hidden, grouping, top_k)
-    experts_hopper_product(quantize_inputs_triton(hidden, down.input_scale, block=0), down, out, grouping, top_k)
+    work = prepare_pass(x, up.input_scale, block=block)
+    grouping, _num_blocks = group_many(ids, num_experts, ROWS, work)
+    experts_hopper_product(work.outputs, up, hidden, grouping, top_k)
+    inputs = quantize_inputs_triton(hidden, down.input_scale, block=block)
+    experts_hopper_product(inputs, down, out, grouping, top_k)
     return out

@@ -78,10 +78,15 @@ def _store(base, offsets, values, mask, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def silu_mul(sums, HALF: gl.constexpr):
+def silu_mul(gate, up):
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def silu_mul_halves(sums, HALF: gl.constexpr):
     """``[64, gate | up]`` to ``[64, HALF]``."""
     gate, up = halves(sums, HALF)
-    return gate / (1.0 + gl.exp(-gate)) * up
+    return silu_mul(gate, up)
 
 
 @gluon.jit
