@@ -54,13 +54,18 @@ NARROW = {
     "qwen3-235b.router": (128, 4096, False),
     "70b/8.qkv": (1280, 8192, False),
     "jamba-mini/2.x_proj": (288, 4096, False),
+    "qwen3-30b.router": (128, 2048, False),
+    "qwen3.5-35b.router": (264, 2048, False),
+    "lfm2.router": (32, 2048, False),
 }
 NARROW_HELD_OUT = {
     "glm-4.5.router": (160, 5120, False),
     "kimi-k2.kv_a": (576, 7168, False),
     "405b/8.qkv": (2304, 16384, False),
-    "qwen3-30b.router": (128, 2048, False),
     "gpt-oss.router": (32, 2880, False),
+    "qwen3.5-122b.router": (264, 3072, False),
+    "granite-tiny.router": (64, 1536, False),
+    "kimi-linear.router": (256, 2304, False),
 }
 SETS = {"": WEIGHTS | HELD_OUT, "narrow-": NARROW | NARROW_HELD_OUT}
 ALL = SETS[""] | SETS["narrow-"]
@@ -145,17 +150,19 @@ def measure(name: str, tokens: int, failed: set[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--narrow", action="store_true", help="weights of few rows")
+    parser.add_argument("--names", nargs="+", choices=list(ALL), help="only these weights")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no measurement after this time")
     args = parser.parse_args()
     kind = "narrow-" if args.narrow else ""
+    names = args.names or list(SETS[kind])
     if not ON_GPU:
-        print(f"{len(list(cases(SETS[kind])))} kernels on a GPU; there is none here")
+        print(f"{len(list(cases(names)))} kernels on a GPU; there is none here")
         return
     workers, spawn = min(24, os.cpu_count() or 1), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as processes:
-        failed = {text for text in processes.map(compile_case, cases(SETS[kind])) if text}
+        failed = {text for text in processes.map(compile_case, cases(names)) if text}
     end, rows = time.monotonic() + args.seconds, []
-    for tokens, name in itertools.product((8, 32, 1, 64, 4), SETS[kind]):
+    for tokens, name in itertools.product((8, 32, 1, 64, 4), names):
         if time.monotonic() < end:
             rows.append(found := measure(name, tokens, failed))
             print(
