@@ -7,6 +7,7 @@ For FP8 the kernel for Hopper of many pairs is timed beside the tiles that the r
 ``--tiles`` also times other tiles. With each number of rows, the tiles of one product are timed beside the first tile
 of the other product, and then the best two together. ``--compile`` runs every kernel once, so that several processes
 fill the cache of kernels before one of them measures.
+``--bias`` makes routing uneven: each expert has a bias of that standard deviation, where the logits' own is 1.
 ``$OUT/expert-shapes-FORMAT-h200.json`` holds the times. Without a GPU tiny experts are rehearsed under the interpreter.
 """
 
@@ -96,8 +97,8 @@ if not ON_GPU:
 class Layer:
     """One layer's experts in one format."""
 
-    def __init__(self, name: str, form: str) -> None:
-        self.name, self.form = name, form
+    def __init__(self, name: str, form: str, bias: float) -> None:
+        self.name, self.form, self.bias = name, form, bias
         self.experts, self.top_k, self.hidden, self.width = EXPERTS[name]
         sizes = (2 * self.width, self.hidden), (self.hidden, self.width)
         self.block = 128 if form == "block" else 0
@@ -141,6 +142,7 @@ class Layer:
         found: list[tuple[torch.Tensor, ...]] = []
         for _ in range(6 if num_tokens <= 32 and ON_GPU else 2):
             logits = torch.randn(num_tokens, self.experts, device=DEVICE)
+            logits += self.bias * torch.randn(self.experts, device=DEVICE)
             weights, ids = topk_router_triton(logits, self.top_k, renormalize=True, num_tokens=num_tokens)
             found.append((torch.randn(num_tokens, self.hidden, device=DEVICE).to(DTYPE), weights, ids))
         return found
@@ -162,6 +164,7 @@ def measure(layer: Layer, num_tokens: int, *, sweep: bool) -> dict[str, Any]:
 
     floor, chosen = layer.floor_us(inputs), layer.chosen(num_tokens)
     row: dict[str, Any] = {"experts": layer.name, "format": layer.form, "tokens": num_tokens, "tiles": chosen}
+    row |= {"bias": layer.bias} if layer.bias else {}
     row |= {"floor_us": round(floor, 1), "us": us(chosen)}
     if layer.form != "bf16" and num_tokens > UNGROUPED_TOKENS:
         row |= {name: us(config) for name, config in layer.beside(num_tokens).items()}
@@ -190,6 +193,7 @@ def main() -> None:
     parser.add_argument("--format", choices=["bf16", "fp8", "block"], default="bf16")
     parser.add_argument("--experts", nargs="+", choices=list(EXPERTS), default=list(EXPERTS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--bias", type=float, default=0.0, help="spread of the experts' biases: uneven routing")
     parser.add_argument("--tiles", action="store_true", help="time other tiles too")
     parser.add_argument("--compile", nargs=2, type=int, metavar=("I", "N"), help="only run part I of N of the kernels")
     parser.add_argument("--seconds", type=float, default=120.0, help="begin no measurement after this time")
@@ -197,7 +201,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     end = time.monotonic() + args.seconds
     for name in args.experts:
-        layer = Layer(name, args.format)
+        layer = Layer(name, args.format, args.bias)
         if args.compile:
             compile_all(layer, args.tokens, *args.compile, sweep=args.tiles)
             continue
@@ -206,7 +210,7 @@ def main() -> None:
             share = row["floor_us"] / row["us"] if row["us"] else 0.0
             beside = [row.get("tiles_us"), row.get("hopper_us"), *row.get("found", [])[:2]]
             print(f"{name:24} {num_tokens:5} {row['us']:9.1f} us, {share:.0%} of the floor", *beside, flush=True)
-            write_json(f"expert-shapes-{args.format}-h200.json", rows)
+            write_json(f"expert-shapes-{args.format}{'-uneven' if args.bias else ''}-h200.json", rows)
 
 
 if __name__ == "__main__":
