@@ -164,7 +164,7 @@ def test_weights_that_a_program_holds_fit_in_registers(rows: int, inner: int, el
     assert config.rows * share * element_size <= 65536 * config.warps // 4
 
 
-@pytest.mark.parametrize("kind", ["", "narrow-"])
+@pytest.mark.parametrize("kind", ["", "narrow-", "routers-"])
 def test_weights_that_no_table_has_take_close_to_the_best_time_measured(kind: str) -> None:
     """The rule's configuration against all that were measured, also for weights that it was not learnt from."""
     file = Path(__file__).parents[3] / f"benchmarks/results/linear-rules-{kind}h200.json"

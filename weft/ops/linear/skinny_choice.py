@@ -21,6 +21,8 @@ _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
 _SMALL, _LARGE = 1 << 22, 1 << 25
 """Elements of a small weight at most, and of a large one at least: 8 and 67 MB."""
+_NARROW = 512
+"""Rows of a narrow weight at most, such as a router."""
 _SUMS = ((8, 1024, 4), (4, 2048, 8), (2, 2048, 8))
 """Weight rows of a program, inner elements of a step and warps of ``sum``, in the order in which they are tried."""
 TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
@@ -65,11 +67,12 @@ def load_table(leaves_sums: bool = False) -> dict[tuple[int, int, bool, int], Co
 def heuristic_config(rows: int, inner: int, tokens: int, element_size: int, *, pipelines: bool) -> Config | None:
     """A configuration for sizes that were not tuned; None: the matrix library.
 
-    Measured on an H200 for fourteen weights of 10 to 350 MB (``linear-rules-h200.json``), and for weights of few rows
-    (``linear-rules-narrow-h200.json``). One row is fastest by ``sum`` without splits: 5 to 12% less time than with
-    them. With three rows and more ``sum`` took up to twice as long as the matrix library, but for small weights half as
-    long. ``dot`` takes 3 to 14% less than the library where the library has too few programs. A large weight is left
-    to the library where a last round of programs would leave many multiprocessors idle.
+    Measured on an H200 for fourteen weights of 10 to 350 MB (``linear-rules-h200.json``), for weights of few rows
+    (``linear-rules-narrow-h200.json``), and for routers (``linear-rules-routers-h200.json``). One row is fastest by
+    ``sum`` without splits: 5 to 12% less time than with them. With three rows and more ``sum`` took up to twice as long
+    as the matrix library, but for small weights half as long. ``dot`` takes 3 to 14% less than the library where the
+    library has too few programs, and up to 40% less for routers. A large weight is left to the library where a last
+    round of programs would leave many multiprocessors idle.
 
     Args:
         rows: of the weight.
@@ -85,6 +88,8 @@ def heuristic_config(rows: int, inner: int, tokens: int, element_size: int, *, p
             step = min(step, next_power_of_2(inner))
             if cdiv(inner, step) * step * block * element_size <= _HELD_BYTES * warps // 4:
                 return Config("sum", block, step, warps)
+    if pipelines and 4 < tokens <= 64 and element_size == 2 and rows <= _NARROW and 1024 <= inner < 4096:
+        return Config("dot", 64, 128 if inner >= 2048 else 64, 4, 6, splits=4)
     few_programs = rows <= 35 * MULTIPROCESSORS and inner >= 4096
     if pipelines and 4 <= tokens <= 32 and element_size == 2 and few_programs:
         blocks, splits = cdiv(rows, 64), 4 if tokens <= 8 else 2
