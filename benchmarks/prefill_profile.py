@@ -3,9 +3,10 @@
     python benchmarks/prefill_profile.py --model qwen3-0.6b --lengths 128 1024 8192 --json FILE
 
 A length without a graph (``--settings``) runs operation by operation, and its time includes the sampling. With
-``--batches`` decode steps too, as ``decode_profile.py``, in the same process; ``--share`` as there. The floor of a
-prefill has two parts. The model's matrix products at that length, without experts, are measured in one replayed graph.
-Attention, the gated delta rule and experts are computed from bytes and FLOPs at the device's ceilings.
+``--batches`` decode steps too, as ``decode_profile.py``, in the same process; ``--share`` as there. A kernel's time
+includes its wait if it is launched early: times of kernels add up to more than the pass. The floor of a prefill has two
+parts. The model's matrix products at that length, without experts, are measured in one replayed graph. Attention, the
+gated delta rule and experts are computed from bytes and FLOPs at the device's ceilings.
 """
 
 from __future__ import annotations

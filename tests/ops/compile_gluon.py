@@ -188,10 +188,11 @@ def launch_fp8_experts() -> None:
     fp8_moe.pair_outputs(x, ids, up, down, config=tiles)
 
 
-def launch_fp8_blocks() -> None:
-    """Both products of many pairs of the experts of Qwen3-30B-A3B, with a scale for each row."""
-    up = Fp8Matrix(torch.zeros(4, 1536, 2048, dtype=E4M3), torch.zeros(4, 1536), None, 0)
-    down = Fp8Matrix(torch.zeros(4, 2048, 768, dtype=E4M3), torch.zeros(4, 2048), None, 0)
+def launch_fp8_blocks(block: int) -> None:
+    """Both products of many pairs of the experts of Qwen3-30B-A3B, with scales by block or for each row."""
+    scales = ((4, 12, 16), (4, 16, 6)) if block else ((4, 1536), (4, 2048))
+    up = Fp8Matrix(torch.zeros(4, 1536, 2048, dtype=E4M3), torch.zeros(scales[0]), None, block)
+    down = Fp8Matrix(torch.zeros(4, 2048, 768, dtype=E4M3), torch.zeros(scales[1]), None, block)
     x, ids = torch.zeros(512, 2048).bfloat16(), torch.zeros(512, 8, dtype=torch.int32)
     fp8_moe.pair_outputs(x, ids, up, down, config=fp8_moe.Hopper.BLOCKS)
 
@@ -260,7 +261,8 @@ def main() -> None:
         launch_fp8_rows()
         launch_fp8_pairs()
         launch_int4()
-        launch_fp8_blocks()
+        launch_fp8_blocks(0)
+        launch_fp8_blocks(128)
         launch_fp8_experts()
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 

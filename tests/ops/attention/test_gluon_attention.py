@@ -463,8 +463,8 @@ def test_kernels_compile_without_spilling_or_lost_barriers(tmp_path: Path) -> No
     limits += [(80, 0), (80, 0)]  # FP8, one row: three programs of eight warps fit on a multiprocessor
     # INT4, one row: the words of three or four chunks. With more than 128, three programs fit instead of four.
     limits += [(128 if is_3_6 else 130, 0), (128, 0), (128, 0)]
-    blocks = kernels[len(limits) :][:2]  # FP8 experts of many pairs: 13 warps share out registers at the start
-    limits += [(128, 0), (128, 0)]
+    blocks = kernels[len(limits) :][:4]  # FP8 experts of many pairs: 13 warps share out registers at the start
+    limits += [(128, 0), (128, 0)] + 2 * [(128, 32 if is_3_6 else 40)]  # by block: addresses, once a tile
     experts = kernels[len(limits) :]
     limits += [(168, 0), (168, 0)]
     for kernel, (registers, stack) in zip(kernels, limits, strict=True):

@@ -7,7 +7,8 @@ The steps are those of ``experts.py``; very few tokens need no grouping (``fp8_p
 scaled and added up in float32. The first launch of the grouping quantises the inputs. In the up product each program
 would repeat the work in every step. Hidden values are rounded to the model's dtype and quantised where one program has
 all values of a scale. With scales of blocks that is the end of the up product if its tile is as wide as a block, else
-the loads of the down product. With a scale for each row a launch between the products quantises them.
+the loads of the down product. With a scale for each row, and with the kernel for Hopper, a launch between the products
+quantises them.
 """
 
 import enum
@@ -251,18 +252,20 @@ Config = Tiles | Hopper
 def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int, dtype: torch.dtype) -> Config:
     """Choose the kernel for inputs in ``dtype`` of experts of ``down [E, H, I]``. Pair by pair, and with many pairs of
     each expert, these are the kernels for Hopper if they exist for these experts; else tiles."""
-    are_many = num_tokens * top_k > (_MANY_BY_BLOCK if block else _MANY) * len(down)
-    if are_many and GLUON_IS_KNOWN and fp8_experts_hopper.takes(down, block, dtype):
+    many = _MANY if block == 0 else _MANY_BY_BLOCK if down.shape[2] > _NARROW else _MANY_NARROW_BY_BLOCK
+    if num_tokens * top_k > many * len(down) and GLUON_IS_KNOWN and fp8_experts_hopper.takes(down, block, dtype):
         return Hopper.BLOCKS
     tiles = choose_tiles(down, num_tokens, top_k, block)
     by_pair = tiles.up.rows == 1 and GLUON_IS_KNOWN and fp8_pairs_hopper.takes_pairs(down)
     return Hopper.PAIRS if by_pair else tiles
 
 
-_MANY, _MANY_BY_BLOCK = 16, 48
-"""Pairs of each expert beyond which the kernel for Hopper is faster, with a scale for each row
-(``expert-shapes-fp8-many-h200.json``) and with scales by block (``expert-shapes-block-many-h200.json``). Such that
-every tile that is used below is also used at a power of two of the tokens, for which the start compiles kernels."""
+_MANY, _MANY_BY_BLOCK, _MANY_NARROW_BY_BLOCK = 16, 32, 48
+"""Pairs of each expert beyond which the kernel for Hopper is faster: with a scale for each row
+(``expert-shapes-fp8-many-h200.json``), with scales by block, and for narrow experts with these. By block it is faster
+from some 50 pairs on where routing is even (``expert-shapes-block-many-h200.json``), and from 20 to 32 on where it is
+not (``expert-shapes-block-uneven-h200.json``). Every tile that is used below is also used at a power of two of the
+tokens, for which the start compiles kernels."""
 
 
 def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
@@ -304,7 +307,7 @@ def fp8_moe_tiles(num_pairs: int, num_experts: int, width: int, block: int) -> T
 
 
 _NARROW = 256
-"""Widest experts whose down product goes through several tiles of columns by rule: a tile has two steps or less."""
+"""Widest narrow experts. A tile of their down product has two steps or less: by rule a program goes through several."""
 
 _FIXED = Tiles(Tile(64, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4))
 """Tiles for any number of pairs where a pair's sums must not follow it. In FP8 tiles of fewer rows sum otherwise."""
