@@ -14,6 +14,7 @@ from tests.mutation.convolutional_attention import CONVOLUTIONAL_ATTENTION
 from tests.mutation.determinism import DETERMINISM
 from tests.mutation.doors import DOORS
 from tests.mutation.expanded_latents import EXPANDED_LATENTS
+from tests.mutation.experts_in_blocks import EXPERTS_IN_BLOCKS
 from tests.mutation.fields_and_figures import FIELDS_AND_FIGURES
 from tests.mutation.heads_and_scales import HEADS_AND_SCALES
 from tests.mutation.mutant import mutant as _mutant
@@ -507,6 +508,7 @@ MUTANTS = (
     *ROWS_AND_RESPONSES,
     *DOORS,
     *HEADS_AND_SCALES,
+    *EXPERTS_IN_BLOCKS,
     *EXPANDED_LATENTS,
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,

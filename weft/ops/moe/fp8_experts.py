@@ -7,8 +7,7 @@ The steps are those of ``experts.py``; very few tokens need no grouping (``fp8_p
 scaled and added up in float32. The first launch of the grouping quantises the inputs. In the up product each program
 would repeat the work in every step. Hidden values are rounded to the model's dtype and quantised where one program has
 all values of a scale. With scales of blocks that is the end of the up product if its tile is as wide as a block, else
-the loads of the down product. With a scale for each row, and with the kernel for Hopper, a launch between the products
-quantises them.
+the loads of the down product. With a scale for each row, and in blocks on Hopper, a launch between the two does it.
 """
 
 import enum
@@ -262,10 +261,9 @@ def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int, dtype: 
 
 _MANY, _MANY_BY_BLOCK, _MANY_NARROW_BY_BLOCK = 16, 32, 48
 """Pairs of each expert beyond which the kernel for Hopper is faster: with a scale for each row
-(``expert-shapes-fp8-many-h200.json``), with scales by block, and for narrow experts with these. By block it is faster
-from some 50 pairs on where routing is even (``expert-shapes-block-many-h200.json``), and from 20 to 32 on where it is
-not (``expert-shapes-block-uneven-h200.json``). Every tile that is used below is also used at a power of two of the
-tokens, for which the start compiles kernels."""
+(``expert-shapes-fp8-many-h200.json``), by block, and for narrow experts. By block that is from some 50 pairs on where
+routing is even (``expert-shapes-block-many-h200.json``), and from 20 to 32 on where it is not. Every tile that is used
+below is also used at a power of two of the tokens, for which the start compiles kernels."""
 
 
 def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
