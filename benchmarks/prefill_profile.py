@@ -3,10 +3,10 @@
     python benchmarks/prefill_profile.py --model qwen3-0.6b --lengths 128 1024 8192 --json FILE
 
 A length without a graph (``--settings``) runs operation by operation, and its time includes the sampling. With
-``--batches`` decode steps too, as ``decode_profile.py``, in the same process; ``--share`` as there. A kernel's time
-includes its wait if it is launched early: times of kernels add up to more than the pass. The floor of a prefill has two
-parts. The model's matrix products at that length, without experts, are measured in one replayed graph. Attention, the
-gated delta rule and experts are computed from bytes and FLOPs at the device's ceilings.
+``--batches`` decode steps too, as ``decode_profile.py``, in the same process; ``--share`` as there. The time printed
+for a kernel is without its wait for earlier kernels. The floor of a prefill has two parts. The model's matrix products
+at that length, without experts, are measured in one replayed graph. Attention, the gated delta rule and experts are
+computed from bytes and FLOPs at the device's ceilings.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def main() -> None:
         parts = ", ".join(f"{name} {ms:.3f}" for name, ms in floors.items())
         print(f"{args.model} {length} tokens: {total:.3f} ms, floor {floor:.3f} ({total / floor:.2f}x): {parts}")
         for row in kernels[: args.top]:
-            print(f"   {row['us']:9.1f} us {row['launches']:6.1f}  {row['kernel']}")
+            print(f"   {row['adds']:9.1f} us {row['launches']:6.1f}  {row['kernel']}")
     Path(args.json).write_text(json.dumps(result, indent=1))
 
 

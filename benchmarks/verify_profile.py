@@ -61,15 +61,15 @@ def verify_orders(runner: ModelRunner, batch: int, num_drafts: int) -> Scheduler
 
 
 def beyond(verify: list[dict[str, Any]], decode: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By kernel, what the first spends beyond the second, in microseconds and launches."""
+    """By kernel, what the first adds beyond the second, in microseconds and launches."""
     before = {row["kernel"]: row for row in decode}
     rows = []
     for name in {row["kernel"] for row in verify} | set(before):
-        now = next((row for row in verify if row["kernel"] == name), {"us": 0.0, "launches": 0.0})
-        then = before.get(name, {"us": 0.0, "launches": 0.0})
-        more = {"us": round(now["us"] - then["us"], 1), "launches": round(now["launches"] - then["launches"], 1)}
+        now = next((row for row in verify if row["kernel"] == name), {"adds": 0.0, "launches": 0.0})
+        then = before.get(name, {"adds": 0.0, "launches": 0.0})
+        more = {"adds": round(now["adds"] - then["adds"], 1), "launches": round(now["launches"] - then["launches"], 1)}
         rows.append({"kernel": name} | more)
-    return sorted(rows, key=lambda row: -row["us"])
+    return sorted(rows, key=lambda row: -row["adds"])
 
 
 @torch.inference_mode()
@@ -91,7 +91,7 @@ def profile(runner: ModelRunner, batch: int, num_drafts: int, bytes_per_s: float
         floor = work.decode(batch, CONTEXT, count).num_bytes
         found[name] = {
             "replay_ms": round(graph_ms(replay), 3),
-            "kernels_ms": round(sum(row["us"] for row in kernels) / 1e3, 3),
+            "kernels_ms": round(sum(row["adds"] for row in kernels) / 1e3, 3),
             "launches": round(sum(row["launches"] for row in kernels)),
             "floor_ms": round(1e3 * floor / bytes_per_s, 3) if bytes_per_s else None,
             "kernels": kernels,
@@ -139,7 +139,7 @@ def show(name: str, row: dict[str, Any]) -> None:
     for kind in ("decode", "verify"):
         print("  ", kind, {key: value for key, value in row[kind].items() if key != "kernels"})
     for more in row["beyond"][:16]:
-        print(f"   {more['us']:9.1f} us {more['launches']:6.1f}  {more['kernel']}", flush=True)
+        print(f"   {more['adds']:9.1f} us {more['launches']:6.1f}  {more['kernel']}", flush=True)
 
 
 def main() -> None:
