@@ -4,8 +4,9 @@ A test without a tier marker is of the ``cpu`` tier. ``torch.empty`` and its kin
 so that a value read before it was written shows in every result it reaches.
 
 Without a GPU, Triton's interpreter runs the kernels. Triton reads that choice when it is imported, so it is made here,
-before any test module is. Inductor is told to trust what the processor says of its vector instructions: finding out by
-compiling trial programs costs every process that compiles ten seconds.
+before any test module is. So does Ray with the authentication of its clusters. Inductor is told to trust what the
+processor says of its vector instructions: finding out by compiling trial programs costs every process that compiles ten
+seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.whole import RUNS_LONG
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a-token-that-only-these-tests-know-0123456789"}
 
 gc.disable()  # until the tests are collected: two fifths of that time went into collections that freed nothing
 

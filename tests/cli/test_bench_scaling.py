@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -56,21 +55,26 @@ def test_replicas_share_a_batch() -> None:
 
 
 @takes_long
-def test_an_engine_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
+@pytest.mark.parametrize(
+    ("whole_set", "message"), [(True, "the engine process ended unexpectedly"), (False, "a request failed")]
+)
+def test_an_engine_that_dies_ends_the_benchmark(whole_set: bool, message: str) -> None:
+    """All replicas at once, and one that had begun to answer: its requests cannot start again elsewhere."""
 
     async def main() -> None:
         engines = scaling.Engines({"device": "cpu"}, "tests.server.fake_engine")
         try:
             await engines.ready()
-            os.kill(engines._set.pid, signal.SIGSTOP)  # or it ends them all before it is killed
-            run = asyncio.create_task(engines.run([[1] * 9] * 3, [CAPACITY.max_model_len] * 3, 0.0))
-            while not engines._open:
-                await asyncio.sleep(0.01)
-            engines._set.kill()
+            length = CAPACITY.max_model_len - 1
+            run = asyncio.create_task(engines.run([[1] * length] * 3, [length] * 3, 0.0))
+            while not any(entry.is_seen for entry in engines._set._open.values()):
+                await asyncio.sleep(0)
+            process = engines._set.members[0].process
+            assert process is not None
+            (engines._set if whole_set else process).kill()
             await run
         finally:
             await engines.close()
 
-    with pytest.raises(EngineDeadError, match="a request failed"):
+    with pytest.raises(EngineDeadError, match=message):
         asyncio.run(main())

@@ -513,6 +513,8 @@ def test_metrics(server: RunningServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_that_leaves_is_no_fault(server: RunningServer, stream: bool) -> None:
     """Also with a request behind the one that is answered."""
+    server.chat("x", **{f"from_here_{stream}": 1})  # named in the log behind all that other tests have caused
+    wait_until(lambda: any(f"from_here_{stream}" in line for line in server.log), 30)
     content = json.dumps(chat_body("x" * 400, priority=SLOW, stream=stream))
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.client.base_url.port)) as caller:

@@ -35,10 +35,8 @@ LIMIT_S = GUARD_S
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", "a-token-that-only-this-test-knows-0123456789")
         patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine may need more than 20 seconds
-        import ray  # reads the mode now
+        import ray
 
         cluster = two_nodes()
         patch.setenv("RAY_ADDRESS", cluster.address)
