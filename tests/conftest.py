@@ -4,7 +4,7 @@ A test without a tier marker is of the ``cpu`` tier. ``torch.empty`` and its kin
 so that a value read before it was written shows in every result it reaches.
 
 Without a GPU, Triton's interpreter runs the kernels. Triton reads that choice when it is imported, so it is made here,
-before any test module is. So does Ray with the authentication of its clusters. Inductor is told to trust what the
+before any test module is. Ray reads then how its clusters authenticate. Inductor is told to trust what the
 processor says of its vector instructions: finding out by compiling trial programs costs every process that compiles ten
 seconds.
 """

@@ -13,7 +13,7 @@ from weft.layers.moe import MOST_ROUTED_ROWS
 from weft.ops.activation import silu_and_mul
 from weft.ops.fp8 import Fp8Matrix, dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.moe.blocks import Tile, Tiles
-from weft.ops.moe.fp8_experts import SINGLE, Hopper, choose_config, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.moe.fp8_experts import SINGLE, Hopper, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
 
 MOE_LIMIT = 2e-2
 """Error limit of experts. Hidden values are rounded and quantised between the products, and may fall to either side."""
@@ -149,8 +149,7 @@ def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, An
         want = experts.want(x[:few], (routings[0][0][:few], routings[0][1][:few]))
         chosen = choose_config(down, tokens, routings[0][1].shape[1], 128, torch.bfloat16)
         tried = []
-        tiles = choose_tiles(down, tokens, routings[0][1].shape[1], 128)
-        for config in dict.fromkeys([chosen, tiles, *(expert_candidates(tokens) if tune else ())]):
+        for config in dict.fromkeys([chosen, *(expert_candidates(tokens) if tune else ())]):
             try:
                 with poisoned():
                     wrong = error(experts.run(x, routings[0], config)[:few], want)

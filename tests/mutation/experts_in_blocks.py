@@ -38,15 +38,16 @@ EXPERTS_IN_BLOCKS = (
     ),
     mutant(
         "experts-never-free-a-stage", "a consumer without pairs lets stages pass", KERNEL,
-        "mbarrier.wait(ready.index(stage), (n + step) // STAGES & 1)\n                mbarrier.arrive(empty",
-        "mbarrier.wait(ready.index(stage), (n + step) // STAGES & 1)\n                mbarrier.arrive(ready", TESTS,
+        "mbarrier.arrive(empty.index(_wait_for(ready, n + step, STAGES)), count=1)",
+        "_wait_for(ready, n + step, STAGES)", TESTS,
     ),
     mutant(
         "experts-of-few-pairs-by-block", "few pairs go through tiles", CHOICE,
         "_MANY_BY_BLOCK if down.shape[2] > _NARROW else _MANY_NARROW_BY_BLOCK", "_MANY_BY_BLOCK", TESTS,
     ),
     mutant(
-        "experts-of-broken-tiles-by-block", "tiles are whole", KERNEL, "(256 if block else 128)", "128", TESTS
+        "experts-of-broken-tiles-by-block", "tiles are whole", KERNEL, "down.shape[1] % columns_of(block, gated=False)",
+        "down.shape[1] % 128", TESTS,
     ),
     mutant(
         "routers-left-to-the-library", "routers of 8 to 64 rows are pipelined", "weft/ops/linear/skinny_choice.py",

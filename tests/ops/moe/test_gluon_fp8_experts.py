@@ -177,15 +177,17 @@ def test_only_many_pairs_of_whole_tiles_go_to_it(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="which kernels are chosen is asked without launching any")
-def test_the_operation_uses_it_for_both_products_of_swiglu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_operation_uses_it_for_both_products_of_swiglu(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "runs_gluon", lambda device: True)
-    weights, ids = routing(40, 2, 2, 0)
-    up, down = (Fp8Matrix(*fp8_matrix(n, 128, 0, 2), None, 0) for n in (256, 128))
+    weights, ids = routing(100, 2, 2, 0)
+    static, block = torch.ones(1) if scheme == "static" else None, block_of(scheme)
+    up, down = (Fp8Matrix(*fp8_matrix(256, inner, block, 2), static, block) for inner in (256, 128))
 
     def launched(extras: ExpertExtras) -> int:
         names: list[str] = []
         with launches_handled(lambda kernel, *launch: names.append(kernel.fn.__name__)):
-            fp8_fused_moe_triton(torch.zeros(40, 128).bfloat16(), up, down, weights, ids, extras=extras)
+            fp8_fused_moe_triton(torch.zeros(100, 256).bfloat16(), up, down, weights, ids, extras=extras)
         return names.count("_fp8_experts_hopper_kernel")
 
     assert launched(NO_EXTRAS) == 2 and launched(ExpertExtras(limit=7.0)) == 0

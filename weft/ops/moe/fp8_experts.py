@@ -249,8 +249,8 @@ Config = Tiles | Hopper
 
 
 def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int, dtype: torch.dtype) -> Config:
-    """Choose the kernel for inputs in ``dtype`` of experts of ``down [E, H, I]``. Pair by pair, and with many pairs of
-    each expert, these are the kernels for Hopper if they exist for these experts; else tiles."""
+    """Choose the kernel for inputs in ``dtype`` of experts of ``down [E, H, I]``. Very few tokens, and many pairs of
+    each expert, take kernels for Hopper if such kernels exist for these experts. All else takes tiles."""
     many = _MANY if block == 0 else _MANY_BY_BLOCK if down.shape[2] > _NARROW else _MANY_NARROW_BY_BLOCK
     if num_tokens * top_k > many * len(down) and GLUON_IS_KNOWN and fp8_experts_hopper.takes(down, block, dtype):
         return Hopper.BLOCKS

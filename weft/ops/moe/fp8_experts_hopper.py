@@ -184,6 +184,14 @@ def _scales(scales, w_scales, rows, inside, expert, column, FIXED: gl.constexpr)
 
 
 @gluon.jit
+def _wait_for(ready, n, STAGES: gl.constexpr):
+    """The stage of step ``n``, once its operands are there."""
+    stage = n % STAGES
+    mbarrier.wait(ready.index(stage), n // STAGES & 1)
+    return stage
+
+
+@gluon.jit
 def _multiply(inputs, weights):
     """``[64, 128]``: 64 pairs by 128 weight rows and inner elements."""
     zeros = gl.full([64, 128], 0.0, gl.float32, layout=_SUMS)
@@ -198,8 +206,7 @@ def _row_sums(n, tiles, WHICH: gl.constexpr, FIXED: gl.constexpr):
     inputs, weights, ready, empty = tiles
     acc = gl.full([64, 128], 0.0, gl.float32, layout=_SUMS)
     for step in range(FIXED.depth // 128):
-        stage = (n + step) % STAGES
-        mbarrier.wait(ready.index(stage), (n + step) // STAGES & 1)
+        stage = _wait_for(ready, n + step, STAGES)
         sums = _multiply(inputs.index(stage).slice(WHICH * 64, 64, dim=0), weights.index(stage))
         mbarrier.arrive(empty.index(stage), count=1)
         acc = acc + sums
@@ -232,8 +239,7 @@ def _block_sums(
         of_rows, of_one, of_two = of_next
         next_step = gl.minimum(step + 1, STEPS - 1)  # long before they are needed
         of_next = _step_scales(scales, w_scales, rows, inside, expert, column, next_step, stride_group, FIXED)
-        stage = (n + step) % STAGES
-        mbarrier.wait(ready.index(stage), (n + step) // STAGES & 1)
+        stage = _wait_for(ready, n + step, STAGES)
         pairs = inputs.index(stage).slice(WHICH * 64, 64, dim=0)
         sums = _multiply(pairs, weights.index(stage).slice(0, 128, dim=0))
         one = one + sums * (of_rows * of_one)[:, None]
@@ -285,9 +291,7 @@ def _consume(
                     store_inside(out, out_rows, acc, out_inside, column, 128, WIDTH)
         else:
             for step in range(STEPS):
-                stage = (n + step) % STAGES
-                mbarrier.wait(ready.index(stage), (n + step) // STAGES & 1)
-                mbarrier.arrive(empty.index(stage), count=1)
+                mbarrier.arrive(empty.index(_wait_for(ready, n + step, STAGES)), count=1)
         n += STEPS
         expert, first, end = next_expert, next_first, next_end
 
@@ -326,8 +330,8 @@ def _fp8_experts_hopper_kernel(
 def takes(down: Tensor, block: int, dtype: torch.dtype) -> bool:
     """Whether the kernel exists for inputs in ``dtype`` of experts of ``down [E, H, I]``: in bfloat16, if I is a
     multiple of 128 and H one of a tile's outputs, on compute capability 9."""
-    whole = down.shape[1] % (256 if block else 128) == 0 and down.shape[2] % 128 == 0
-    return dtype == torch.bfloat16 and block in (0, 128) and whole and runs_gluon(down.device)
+    whole = down.shape[1] % columns_of(block, gated=False) == 0 and down.shape[2] % 128 == 0
+    return dtype == torch.bfloat16 and whole and runs_gluon(down.device)
 
 
 def experts_hopper_product(
