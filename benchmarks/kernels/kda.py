@@ -121,9 +121,10 @@ def time_chunk(lens: list[int]) -> dict[str, float]:
         str(tuple(tile)): time_us([partial(chunk_gated_delta_rule_triton, *x, state, batch, tile=tile) for x in sets])
         for tile in TILES
     }
-    for shape in PREPARE_SHAPES:
+    for shape in [*PREPARE_SHAPES, None]:
         prepare = partial(kda.prepare_channels, chunks=batch.chunk_table, shape=shape)
-        times[f"prepare {tuple(shape)}"] = time_us([partial(prepare, q, k, g, beta) for q, k, _, g, beta in sets])
+        name = "chosen" if shape is None else tuple(shape)
+        times[f"prepare {name}"] = time_us([partial(prepare, q, k, g, beta) for q, k, _, g, beta in sets])
     times["chosen"] = time_us([partial(chunk_gated_delta_rule_triton, *x, state, batch) for x in sets])
     f, b = random(batch.num_tokens, H * K), random(batch.num_tokens, H)
     a_log, dt_bias = torch.zeros(H, device=DEVICE), torch.zeros(H * K, device=DEVICE)

@@ -26,7 +26,9 @@ from weft.ops.attention import decode as attention_decode
 from weft.ops.attention import decode_hopper as attention_decode_hopper
 from weft.ops.attention.prefill_hopper import launch_prefill_hopper
 from weft.ops.codes import CodedMatrix, Packing
+from weft.ops.delta_rule import kda_prepare_hopper
 from weft.ops.delta_rule.decode_gluon import launch_decode_states
+from weft.ops.delta_rule.kda_prefill import prepare_channels
 from weft.ops.delta_rule.scan_hopper import launch_delta_scan
 from weft.ops.delta_rule.vectors import PreparedChunks, vectors_of
 from weft.ops.delta_rule.verify_gluon import launch_verify_states
@@ -123,6 +125,12 @@ def launch_scan(num_seqs: int, *, per_channel: bool = False) -> None:
     vectors = torch.zeros(9, 32, 4 if per_channel else 8, 64)
     prepared = PreparedChunks(square, square, vectors, keys if per_channel else None)
     launch_delta_scan(q, q, v, v, torch.zeros(9, 32, 128, 128), prepared, chunked_batch(num_seqs))
+
+
+def launch_prepare() -> None:
+    """The chunks of Kimi-Linear, and their inverses."""
+    q, g = torch.zeros(64, 32, 128).bfloat16(), torch.zeros(64, 32, 128)
+    prepare_channels(q, q, g, g[..., 0].contiguous(), chunked_batch(1).chunk_table)
 
 
 def launch_verify() -> None:
@@ -232,7 +240,8 @@ def usage(kernel: Any) -> dict[str, Any]:
 def main() -> None:
     driver.set_active(AbsentGpu())
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
-    expanded_latent_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
+    for module in (expanded_latent_hopper, kda_prepare_hopper):
+        module.runs_gluon = lambda device: True  # type: ignore[attr-defined]
     compiled: list[Any] = []
 
     def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -253,6 +262,7 @@ def main() -> None:
         launch_scan(1)
         launch_scan(4)
         launch_scan(4, per_channel=True)
+        launch_prepare()
         launch_selective(8192)
         launch_selective(2048, 2)
         launch_verify()

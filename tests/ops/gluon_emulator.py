@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from weft.ops.attention import decode_tiles_hopper as decode
 from weft.ops.delta_rule.decode_gluon import unpack, update
+from weft.ops.delta_rule.kda_prepare_hopper import times_half
 from weft.ops.fp8 import E4M3
 from weft.ops.linear.coded_few_rows_hopper import code_pair
 from weft.ops.triton.early_launch import enter, pass_on, release, release_by_work, wait
@@ -241,7 +242,7 @@ class Emulator:
             id(decode._widen): widen, id(decode._widen_two): widen_two, id(decode._transpose): transpose_blocks,
             id(code_pair): code_pairs,
             id(hold): lambda x: x, id(exchange): lambda x: x, id(pack): pack_pairs,
-            id(unpack): unpack_pairs, id(update): update_pairs,
+            id(unpack): unpack_pairs, id(update): update_pairs, id(times_half): lambda x, factor: x * factor.half(),
         }  # fmt: skip
 
     def handle(
@@ -384,6 +385,7 @@ class Emulator:
             arange=lambda begin, end, layout: torch.arange(begin, end),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            max_contiguous=lambda x, hint: x, multiple_of=lambda x, hint: x,
             convert_layout=lambda x, layout: x, SliceLayout=nothing, BlockedLayout=nothing,
             NVMMADistributedLayout=nothing, DotOperandLayout=nothing, SwizzledSharedLayout=nothing,
             allocate_shared_memory=self._allocate,

@@ -17,7 +17,8 @@ matrix product. Each level s = 1, 2, ... 32 multiplies rows scaled by ``exp(-|G 
 entries of its own pairs. Normalised keys and queries are at most 1, so operands in float16 serve bfloat16 inputs better
 than bfloat16. The rows ``G_b`` are read from what the program wrote before: they come from the nearest cache. Keys and
 queries with their decays are written once, for the scan. The inverse is a chain of small products in a separate launch:
-its programs need fewer registers, so more of them run at once and hide latency.
+its programs need fewer registers, so more of them run at once and hide latency. On Hopper ``kda_prepare_hopper.py`` is
+the first kernel of heads of 128 in bfloat16.
 
 Accuracy: G is a sum of up to 64 float32 numbers. The relative error of a factor ``exp(G_i - G_j)`` is at most ``128 *
 2**-24`` times the largest ``|G|`` of the chunk. All other values are rounded as the operands are.
@@ -42,8 +43,12 @@ from weft.ops.delta_rule.vectors import PreparedChunks
 from weft.ops.triton.chunk_scan import METADATA
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E, kda_log_decay, sigmoid
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
+
+if GLUON_IS_KNOWN:
+    from weft.ops.delta_rule import kda_prepare_hopper
 
 _L2_EPS = tl.constexpr(L2_EPS)
 
@@ -225,26 +230,35 @@ def prepare_channels(
     ``shape`` overrides that of the first kernel (measurements).
     """
     assert k.shape[1] == g.shape[1], "a key head for each value head"
-    shape = shape or _choose_shape(q.dtype)
     num_chunks, (_, heads, dim) = chunks.start.shape[0], k.shape
     keys = q.new_empty(num_chunks, heads, 3, CHUNK_SIZE, dim)
-    sums = g.new_empty(num_chunks, heads, 2, CHUNK_SIZE, dim)
     solve, attention = (q.new_empty(num_chunks, heads, CHUNK_SIZE, CHUNK_SIZE) for _ in range(2))
     system = torch.empty_like(solve, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
     vectors = g.new_empty(num_chunks, heads, 2 * CHUNK_SIZE + dim)
-    widest, levels = max(16, next_power_of_2(dim)), CHUNK_SIZE.bit_length() - 1
-    block = min(shape.channels, widest)
-    _prepare_kernel[(num_chunks, heads)](
-        q, k, g, beta, keys, system, attention, vectors, sums, chunks.start, chunks.length,
-        q.stride(0), k.stride(0),
-        H=heads, K=dim, BLOCK_K=widest, BLOCK=block, PARTS=min(16, 32 * shape.warps // block), CHUNK=CHUNK_SIZE,
-        LEVELS=levels,
-        OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=precision(q),
-        num_warps=shape.warps, maxnreg=shape.max_registers, num_stages=1, **early_launch(q.device),
-    )  # fmt: skip
+    outputs = keys, system, attention, vectors
+    if shape is None and GLUON_IS_KNOWN and kda_prepare_hopper.takes(q, k):
+        kda_prepare_hopper.launch_prepare(q, k, g, beta, chunks, outputs)
+    else:
+        _launch_prepare(q, k, g, beta, chunks, outputs, shape or _choose_shape(q.dtype))
     _solve_kernel[(num_chunks, heads)](
         system, solve, chunks.length,
         CHUNK=CHUNK_SIZE, PRECISION=precision(q), num_warps=4, num_stages=1,
         **early_launch(q.device),
     )  # fmt: skip
     return PreparedChunks(solve, attention, vectors, keys)
+
+
+def _launch_prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, outputs: tuple[Tensor, ...], shape: Shape
+) -> None:
+    num_chunks, (_, heads, dim) = chunks.start.shape[0], k.shape
+    sums = g.new_empty(num_chunks, heads, 2, CHUNK_SIZE, dim)
+    widest, levels = max(16, next_power_of_2(dim)), CHUNK_SIZE.bit_length() - 1
+    block = min(shape.channels, widest)
+    _prepare_kernel[(num_chunks, heads)](
+        q, k, g, beta, *outputs, sums, chunks.start, chunks.length, q.stride(0), k.stride(0),
+        H=heads, K=dim, BLOCK_K=widest, BLOCK=block, PARTS=min(16, 32 * shape.warps // block), CHUNK=CHUNK_SIZE,
+        LEVELS=levels,
+        OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=precision(q),
+        num_warps=shape.warps, maxnreg=shape.max_registers, num_stages=1, **early_launch(q.device),
+    )  # fmt: skip
