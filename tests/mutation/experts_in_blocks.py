@@ -43,7 +43,11 @@ EXPERTS_IN_BLOCKS = (
     ),
     mutant(
         "experts-of-few-pairs-by-block", "few pairs go through tiles", CHOICE,
-        "_MANY_BY_BLOCK if down.shape[2] > _NARROW else _MANY_NARROW_BY_BLOCK", "_MANY_BY_BLOCK", TESTS,
+        "_MANY_BY_BLOCK if down.shape[2] > 512 else _MANY_NARROW_BY_BLOCK", "_MANY_BY_BLOCK", TESTS,
+    ),
+    mutant(
+        "experts-of-512-by-block", "experts of 512 stay in tiles up to 48 pairs", CHOICE,
+        "_MANY_BY_BLOCK if down.shape[2] > 512", "_MANY_BY_BLOCK if down.shape[2] > 384", TESTS,
     ),
     mutant(
         "experts-of-broken-tiles-by-block", "tiles are whole", KERNEL, "down.shape[1] % columns_of(block, gated=False)",

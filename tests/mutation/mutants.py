@@ -11,6 +11,7 @@ from tests.mutation.block_residuals import BLOCK_RESIDUALS
 from tests.mutation.chained_heads import CHAINED_HEADS
 from tests.mutation.configs_and_weights import CONFIGS_AND_WEIGHTS
 from tests.mutation.convolutional_attention import CONVOLUTIONAL_ATTENTION
+from tests.mutation.decays_as_products import DECAYS_AS_PRODUCTS
 from tests.mutation.determinism import DETERMINISM
 from tests.mutation.doors import DOORS
 from tests.mutation.expanded_latents import EXPANDED_LATENTS
@@ -509,6 +510,7 @@ MUTANTS = (
     *DOORS,
     *HEADS_AND_SCALES,
     *EXPERTS_IN_BLOCKS,
+    *DECAYS_AS_PRODUCTS,
     *EXPANDED_LATENTS,
     *SETTINGS_AND_ENDS,
     *SETTINGS_AND_REUSE,

@@ -7,6 +7,7 @@ arguments that distinguish kernels of one name.
 _SECONDS = {
     "_prefill_hopper_kernel": 3.4,
     "_scan_hopper_kernel": 2.3,
+    "_prepare_hopper_kernel": 2.2,
     "_choose_kernel": 2.2,
     "_prefill_kernel": 1.7,
     "_gdn_decode_kernel": 1.7,

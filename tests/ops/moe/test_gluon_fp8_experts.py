@@ -170,8 +170,8 @@ def test_only_many_pairs_of_whole_tiles_go_to_it(monkeypatch: pytest.MonkeyPatch
         return choose_config(torch.empty(128, hidden, width), tokens, 8, block, dtype) is Hopper.BLOCKS
 
     assert takes(257) and not takes(256), "16 pairs of 128 experts and 8 experts of a token are 256 tokens"
-    assert takes(513, 128) and not takes(512, 128), "32 pairs with scales by block"
-    assert takes(769, 128, width=256) and not takes(768, 128, width=256), "48 pairs of narrow experts"
+    assert takes(513, 128, width=640) and not takes(512, 128, width=640), "32 pairs with scales by block"
+    assert takes(769, 128, width=512) and not takes(768, 128, width=512), "48 pairs of experts of at most 512"
     assert not takes(1000, 128, hidden=384), "tiles have 256 outputs with scales by block"
     assert not takes(257, hidden=320) and not takes(257, width=448) and not takes(257, dtype=torch.float16)
 

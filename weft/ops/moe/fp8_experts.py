@@ -251,7 +251,7 @@ Config = Tiles | Hopper
 def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int, dtype: torch.dtype) -> Config:
     """Choose the kernel for inputs in ``dtype`` of experts of ``down [E, H, I]``. Very few tokens, and many pairs of
     each expert, take kernels for Hopper if such kernels exist for these experts. All else takes tiles."""
-    many = _MANY if block == 0 else _MANY_BY_BLOCK if down.shape[2] > _NARROW else _MANY_NARROW_BY_BLOCK
+    many = _MANY if block == 0 else _MANY_BY_BLOCK if down.shape[2] > 512 else _MANY_NARROW_BY_BLOCK
     if num_tokens * top_k > many * len(down) and GLUON_IS_KNOWN and fp8_experts_hopper.takes(down, block, dtype):
         return Hopper.BLOCKS
     tiles = choose_tiles(down, num_tokens, top_k, block)
@@ -261,9 +261,9 @@ def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int, dtype: 
 
 _MANY, _MANY_BY_BLOCK, _MANY_NARROW_BY_BLOCK = 16, 32, 48
 """Pairs of each expert beyond which the kernel for Hopper is faster: with a scale for each row
-(``expert-shapes-fp8-many-h200.json``), by block, and for narrow experts. By block that is from some 50 pairs on where
-routing is even (``expert-shapes-block-many-h200.json``), and from 20 to 32 on where it is not. Every tile that is used
-below is also used at a power of two of the tokens, for which the start compiles kernels."""
+(``expert-shapes-fp8-many-h200.json``), by block, and by block for experts of at most 512. By block that is from some 50
+pairs on where routing is even (``expert-shapes-block-many-h200.json``), and from 20 to 32 on where it is not. Every
+tile that is used below is also used at a power of two of the tokens, for which the start compiles kernels."""
 
 
 def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
