@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,13 @@ def engine(folder: Path, **settings: Any) -> LLM:
 
 
 def gives_memory_back(llm: LLM) -> bool:
-    """Sleep and wake up. Returns whether the GPU had more memory meanwhile."""
-    free = torch.cuda.mem_get_info()[0]
-    llm.sleep()
-    more = torch.cuda.mem_get_info()[0] > free
-    llm.wake_up()
+    """Sleep and wake up until the GPU had more memory meanwhile. Other processes of the tier take memory too."""
+    until, more = time.monotonic() + GUARD_S / 4, False
+    while not more and time.monotonic() < until:
+        free = torch.cuda.mem_get_info()[0]
+        llm.sleep()
+        more = torch.cuda.mem_get_info()[0] > free
+        llm.wake_up()
     return more
 
 
@@ -64,7 +67,7 @@ def test_update_sleep_and_wake(way: str, pairs: dict[str, tuple[Path, Path]]) ->
         before = answers(llm)
         llm.update_weights({name: tensor.cuda() for name, tensor in tensors_of(new).items()})
         assert answers(llm) == want != before
-        assert any(gives_memory_back(llm) for _ in range(4))  # other processes take memory too
+        assert gives_memory_back(llm)
         assert answers(llm) == want
         llm.sleep(2)
         llm.wake_up(["weights"])

@@ -3,17 +3,17 @@
 Job: what the first kernel of ``kda_prefill.py`` does, in bfloat16 with heads of 128. Owns: its layouts. Does not know:
 the inverse and the scan behind it.
 
-The levels are those of ``kda_prefill.py``: pairs of tokens in neighbouring halves of a block, with the decay from the
-first token to the end of its half, times the decay from there to the second token. Both are products of the decays
-``a`` of single tokens, which never exceed 1. So a chunk needs one exponential for each number of g and no difference of
-sums. A product too small for float32 is zero.
+The levels are those of ``kda_prefill.py``: pairs of tokens in neighbouring halves of a block. The decay of a pair is the
+one from its first token to the end of the first half, times the one from there to its second token. Both are products
+of the decays ``a`` of single tokens, which never exceed 1. So a chunk needs one exponential for each number of g and no
+difference of sums. A product too small for float32 is zero.
 
 Eight warps have a chunk of 64 tokens and a head, each of them a *group* of 8 consecutive tokens. A thread has four
 channels of all tokens of its group. These rows are a tuple, so that products over tokens are products of registers.
-Groups tell one another their whole decays. Keys and queries of length 1 stay in shared memory. At each level they are
-multiplied by their decays into a tile, in which first halves come before second halves and keys before queries. So one
-product ``[64, 128] [128, 32]`` of slices has what the level needs: keys and queries of second halves with keys of first
-halves. Meanwhile the threads compute the decays of the next level.
+Groups tell one another their whole decays. Keys and queries of length 1 stay in shared memory. At each level they go,
+times their decays, into a tile that has first halves before second halves and keys before queries. So one product
+``[64, 128] [128, 32]`` of slices has what the level needs: keys and queries of second halves with keys of first halves.
+Meanwhile the threads compute the decays of the next level.
 """
 
 import functools
@@ -44,7 +44,7 @@ _LEVELS = gl.constexpr(CHUNK_SIZE.bit_length() - 1)
 _EPS = gl.constexpr(L2_EPS)
 _LOG2_E = gl.constexpr(LOG2_E.value)
 _REGISTERS = 128
-"""Of a thread: two programs share a multiprocessor."""
+"""A thread has so many, so that two programs share a multiprocessor."""
 
 _ROW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 """``[8, 128]``: one row of each group."""
@@ -132,7 +132,7 @@ def _total(totals, first, last):
 
 @gluon.jit
 def _decays_of(LEVEL: gl.constexpr, a, group, totals):
-    """What keys and queries are multiplied by at a level."""
+    """Compute what keys and queries are multiplied by at a level."""
     ones = gl.full([_GROUPS, _K], 1.0, gl.float32, layout=_ROW)
     decays = ()
     SIZE: gl.constexpr = 1 << LEVEL
