@@ -3,9 +3,9 @@
 Job: what the first kernel of ``kda_prefill.py`` does, in bfloat16 with heads of 128. Owns: its layouts. Does not know:
 the inverse and the scan behind it.
 
-The levels are those of ``kda_prefill.py``: pairs of tokens in neighbouring halves of a block. The decay of a pair is the
-one from its first token to the end of the first half, times the one from there to its second token. Both are products
-of the decays ``a`` of single tokens, which never exceed 1. So a chunk needs one exponential for each number of g and no
+The levels are those of ``kda_prefill.py``: pairs of tokens in neighbouring halves of a block. A pair's decay has two
+factors: from its first token to the end of the first half, and from there to its second token. Both are products of the
+decays ``a`` of single tokens, which never exceed 1. So a chunk needs one exponential for each number of g and no
 difference of sums. A product too small for float32 is zero.
 
 Eight warps have a chunk of 64 tokens and a head, each of them a *group* of 8 consecutive tokens. A thread has four
