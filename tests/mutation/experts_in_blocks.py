@@ -54,6 +54,16 @@ EXPERTS_IN_BLOCKS = (
         "down.shape[1] % 128", TESTS,
     ),
     mutant(
+        "tables-on-an-h20", "tables are for cards like the one on which they were measured",
+        "weft/ops/triton/tile_table.py",
+        "is_hopper(device) and torch.cuda.get_device_properties(device).multi_processor_count == MULTIPROCESSORS",
+        "is_hopper(device)", "tests/ops/triton/test_sizes.py",
+    ),
+    mutant(
+        "rules-for-an-h200-alone", "a Hopper GPU without tables takes the rules for Hopper",
+        "weft/ops/linear/skinny_choice.py", "pipelines=is_hopper(x.device)", "pipelines=has_table(x.device)", ROUTERS,
+    ),
+    mutant(
         "routers-left-to-the-library", "routers of 8 to 64 rows are pipelined", "weft/ops/linear/skinny_choice.py",
         "4 < tokens <= 64 and element_size == 2 and rows <= _NARROW", "4 < tokens <= 8 and rows <= _NARROW", ROUTERS,
     ),

@@ -297,7 +297,7 @@ def test_many_rows_meet_as_many_keys_as_fit(
 ) -> None:
     """Latents have 512 + 64 values. A fixed order of sums is an exception, since its decodes have other tiles."""
     found = []
-    monkeypatch.setattr(latent, "has_table", lambda device: is_hopper)
+    monkeypatch.setattr(latent, "is_hopper", lambda device: is_hopper)
     monkeypatch.setattr(latent, "shared_bytes", lambda device: kilobytes << 10)
     monkeypatch.setattr(latent, "is_small", lambda device: kilobytes < 100)
     monkeypatch.setattr(

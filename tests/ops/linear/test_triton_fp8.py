@@ -333,5 +333,5 @@ def test_the_matrix_library_takes_what_it_can(
     """Sizes that nobody tuned, on an H200; on other devices the kernel for many rows takes all."""
     weight = torch.empty(rows, inner)
     assert isinstance(choose_config(weight, 300, False, block), ManyRows)
-    monkeypatch.setattr(fp8_linear_module, "has_table", lambda device: True)
+    monkeypatch.setattr(fp8_linear_module, "is_hopper", lambda device: True)
     assert isinstance(choose_config(weight, 300, False, block), Library if library else ManyRows)

@@ -210,6 +210,17 @@ def test_splits_that_a_norm_adds_are_not_those_of_plain_products(monkeypatch: py
     assert choose_config(x[:32], weight, False) == choose_config(x[:32], weight, False, leaves_sums=True)
 
 
+def test_a_hopper_gpu_without_a_table_takes_rules_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down of A with 8 rows: the table has it, and the rule for GPUs without Hopper's shared memory differs."""
+    monkeypatch.setattr(skinny_choice, "has_table", lambda device: False)
+    x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta") for rows in (8, 2048))
+    without = choose_config(x, weight, False)
+    monkeypatch.setattr(skinny_choice, "is_hopper", lambda device: True)
+    chosen = choose_config(x, weight, False)
+    assert chosen is not None and chosen != without
+    assert chosen == heuristic_config(2048, 4096, 8, 2, pipelines=True) != load_table()[2048, 4096, False, 8]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 def test_every_configuration_of_the_table() -> None:

@@ -201,7 +201,7 @@ def test_large_tiles_are_for_many_pairs_with_row_scales(
     block: int, tokens: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """48 pairs of 128 experts and 8 experts of a token are 768 tokens."""
-    monkeypatch.setattr("weft.ops.moe.fp8_experts.has_table", lambda device: True)
+    monkeypatch.setattr("weft.ops.moe.fp8_experts.is_hopper", lambda device: True)
     assert (choose_tiles(torch.empty(128, 256, 384), tokens, 8, block) == LARGE) == is_large
 
 

@@ -27,8 +27,7 @@ from weft.ops.backend import launches
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, is_small, next_power_of_2, precision, shared_bytes
-from weft.ops.triton.tile_table import has_table
+from weft.ops.triton.sizes import cdiv, is_hopper, is_small, next_power_of_2, precision, shared_bytes
 
 _MOST_HEADS = 64
 """Most heads of a launch. The sums of 128 rows of 512 columns do not fit in the registers of a program. On an H200,
@@ -252,7 +251,7 @@ def _launch(
     block_s = max(16, next_power_of_2(entry - rank))
     keys = (16384 if rows < 64 or not is_small(q.device) else 8192) // block_r
     needed = (rows + 2 * _MOST_KEYS) * (block_r + block_s) * q.element_size()
-    if many_keys and has_table(q.device) and needed <= shared_bytes(q.device):
+    if many_keys and is_hopper(q.device) and needed <= shared_bytes(q.device):
         keys = _MOST_KEYS
     fixed = Fixed(
         num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows,

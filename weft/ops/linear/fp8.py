@@ -33,7 +33,7 @@ from weft.ops.linear.skinny import linear_into
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv, is_hopper, next_power_of_2
 from weft.ops.triton.tile_table import has_table
 
 if GLUON_IS_KNOWN:
@@ -139,7 +139,7 @@ def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> Co
         config = hopper.hopper_config(rows, inner, tokens) if GLUON_IS_KNOWN and runs_gluon(weight.device) else None
         return config or few_rows_config(rows, inner, tokens, block)
     fits = inner % (512 if block else 16) == 0 and rows % 16 == 0
-    return Library() if fits and has_table(weight.device) else many_rows_config(tokens, rows)
+    return Library() if fits and is_hopper(weight.device) else many_rows_config(tokens, rows)
 
 
 def many_rows_config(tokens: int, rows: int) -> ManyRows:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, is_hopper, next_power_of_2
 from weft.ops.triton.tile_table import has_table
 
 MAX_TOKENS = 256
@@ -109,7 +109,6 @@ def choose_config(x: Tensor, weight: Tensor, silu_mul: bool, *, leaves_sums: boo
         return None
     tokens = next_power_of_2(num_tokens)
     key = (rows, inner, silu_mul, tokens)
-    measured = has_table(x.device)
-    if weight.element_size() == 2 and measured and key in load_table(leaves_sums):
+    if weight.element_size() == 2 and has_table(x.device) and key in load_table(leaves_sums):
         return load_table(leaves_sums)[key]
-    return heuristic_config(rows, inner, tokens, weight.element_size(), pipelines=measured)
+    return heuristic_config(rows, inner, tokens, weight.element_size(), pipelines=is_hopper(x.device))

@@ -32,7 +32,7 @@ from weft.ops.moe.groups import group_pairs
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, fitting_stages
+from weft.ops.triton.sizes import cdiv, fitting_stages, is_hopper
 from weft.ops.triton.tile_table import choose_tile, has_table
 
 if GLUON_IS_KNOWN:
@@ -269,12 +269,11 @@ tile that is used below is also used at a power of two of the tokens, for which 
 def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
     """Choose tiles: those measured for this size and at least this many tokens, else tiles by rule."""
     num_experts, hidden, width = down.shape
-    if has_table(down.device):
-        tuned = load_table().get((num_experts, hidden, width, block))
-        if tuned:
-            return choose_tile(tuned, num_tokens)
-        if block == 0 and num_tokens * top_k > 48 * num_experts:
-            return LARGE
+    tuned = load_table().get((num_experts, hidden, width, block)) if has_table(down.device) else None
+    if tuned:
+        return choose_tile(tuned, num_tokens)
+    if block == 0 and num_tokens * top_k > 48 * num_experts and is_hopper(down.device):
+        return LARGE
     return SINGLE if num_tokens <= UNGROUPED_TOKENS else fp8_moe_tiles(num_tokens * top_k, num_experts, width, block)
 
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from weft.ops.triton.launch import Kernel
+from weft.ops.triton.sizes import is_hopper
 from weft.platforms.triton_version import is_gluon_tested
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -26,8 +27,7 @@ class GluonKernel(Kernel, GluonJITFunction):
 def runs_gluon(device: torch.device) -> bool:
     """Whether the device runs kernels in Gluon: it is a Hopper GPU, and the kernels were tested with this version of
     Triton."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return is_hopper and is_gluon_tested(triton.__version__)
+    return is_hopper(device) and is_gluon_tested(triton.__version__)
 
 
 @gluon.jit

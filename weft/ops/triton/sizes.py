@@ -27,6 +27,12 @@ def shared_bytes(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device has compute capability 9.0, as an H100 and an H200 have."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def is_small(device: torch.device) -> bool:
     """Whether a program on a device has no more shared memory than on any GPU."""
     return shared_bytes(device) <= LEAST_SHARED_BYTES
