@@ -14,7 +14,9 @@ leaves out nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -98,15 +100,6 @@ def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=["NONE", "PIECEWISE", "FULL"])
-def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
-    """On two ranks. The second rank's padding page and slot are NaN whenever a step starts."""
-    with fork_ranks(poisoned=True):
-        column = ("Qwen3NextForCausalLM", request.param, "overlap", "capture")
-        with open_engine(*column, references, tensor_parallel_size=2) as engine:
-            yield engine
-
-
 WINDOWS = "GptOssForCausalLM", WITH_CHAIN
 """Families whose layers verify nothing: their drafts run as prefills."""
 VERIFYING = [
@@ -145,17 +138,39 @@ def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Refere
             assert graphs.counters.replays and graphs.counters.padding_rows
 
 
-@pytest.fixture(scope="module", params=product(VERIFYING, ["NONE", "FULL"]), ids="-".join)
-def sharded_drafting_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
-    """On two ranks, with drafts."""
-    arch, mode = request.param
-    with fork_ranks(poisoned=True):
-        more = {"tensor_parallel_size": 2, "speculative_config": drafts_of(arch)}
-        with open_engine(arch, mode, "overlap", "capture", references, **more) as engine:
+SHARDED = [(HYBRID, mode, False) for mode in ("NONE", "PIECEWISE", "FULL")]
+SHARDED_DRAFTING = [(arch, mode, True) for arch, mode in product(VERIFYING, ["NONE", "FULL"])]
+"""Model, mode, and whether there are drafts, on two ranks."""
+
+
+@contextmanager
+def open_sharded(arch: str, mode: str, drafts: bool, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    """On two ranks. The second rank's padding page and slot are NaN whenever a step starts."""
+    more: dict[str, Any] = {"speculative_config": drafts_of(arch)} if drafts else {}
+    with (
+        fork_ranks(poisoned=True),
+        open_engine(arch, mode, "overlap", "capture", references, tensor_parallel_size=2, **more) as engine,
+    ):
+        if drafts:
             install_drafter(engine, arch)
-            yield engine
+        yield engine
+        if drafts:
             assert engine.llm.config.verifies
             assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases
+
+
+@pytest.fixture(scope="module")
+def sharded_engine_of(references: dict[str, Reference]) -> Iterator[Callable[[tuple[str, str, bool]], Poisoned]]:
+    """One at a time: this process is the first rank of each."""
+    with kept_open(lambda column: open_sharded(*column, references)) as engine_of:
+        yield engine_of
+
+
+@pytest.fixture
+def sharded_engine(
+    request: pytest.FixtureRequest, sharded_engine_of: Callable[[tuple[str, str, bool]], Poisoned]
+) -> Poisoned:
+    return sharded_engine_of(request.param)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +206,7 @@ def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: 
 
 @takes_long
 @pytest.mark.parametrize(("path", "phase", "length"), covering(PATHS, PHASES, part(1, 65), of=1))
+@pytest.mark.parametrize("sharded_engine", SHARDED, ids=lambda p: p[1], indirect=True)
 def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(sharded_engine, path, phase, length)
 
@@ -202,8 +218,9 @@ def test_tokens_with_drafts(drafting_engine: Poisoned, path: str, length: int) -
 
 @pytest.mark.skipif(not WHOLE, reason="a part of the whole matrix")
 @pytest.mark.parametrize(("path", "length"), covering(["cold", "hit", "branch hit"], part(1, 65)))
-def test_tokens_with_drafts_of_two_ranks(sharded_drafting_engine: Poisoned, path: str, length: int) -> None:
-    check_drafts(sharded_drafting_engine, path, length)
+@pytest.mark.parametrize("sharded_engine", SHARDED_DRAFTING, ids=lambda p: "-".join(p[:2]), indirect=True)
+def test_tokens_with_drafts_of_two_ranks(sharded_engine: Poisoned, path: str, length: int) -> None:
+    check_drafts(sharded_engine, path, length)
 
 
 @pytest.mark.skipif(not WHOLE, reason="a part of the whole matrix")

@@ -321,7 +321,8 @@ def run_mixed(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, 
 
 def run_decode(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, list[Request]]:
     """Three requests decode together, in a graph of four."""
-    count = NUM_TOKENS if engine.llm._core.scheduler.restores is None else COMPANION_TOKENS  # restores take steps
+    waits = engine.llm._core.scheduler.restores is not None  # restores take steps
+    count = COMPANION_TOKENS if waits or engine.llm.config.speculative_config else NUM_TOKENS  # drafts leave few steps
     companions = [engine.add(tokens, count, "companions") for tokens in COMPANIONS]
     request = engine.add(prompt, NUM_TOKENS, salt)
     engine.finish()
