@@ -10,10 +10,10 @@ difference of sums. A product too small for float32 is zero.
 
 Eight warps have a chunk of 64 tokens and a head, each of them a *group* of 8 consecutive tokens. A thread has four
 channels of all tokens of its group. These rows are a tuple, so that products over tokens are products of registers.
-Groups tell one another their whole decays. Keys and queries of length 1 stay in shared memory. At each level they go,
-times their decays, into a tile that has first halves before second halves and keys before queries. So one product
-``[64, 128] [128, 32]`` of slices has what the level needs: keys and queries of second halves with keys of first halves.
-Meanwhile the threads compute the decays of the next level.
+Groups tell one another their whole decays. Keys and queries of length 1 stay in shared memory. Each level stores keys
+and queries, times their decays, in a tile that has first halves before second halves. So one product ``[64, 128]
+[128, 32]`` of slices has what the level needs: keys and queries of second halves with keys of first halves. Meanwhile
+the threads compute the decays of the next level.
 """
 
 import functools
